@@ -1,4 +1,4 @@
-"""Smaller rate for the first asynchronous steps, as Multiverso's asynchronous SGD has it."""
+"""A smaller rate for the first asynchronous steps, as in Multiverso's asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK = "_dtk_asynchronous_warmup"
 
 
 def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
-    """Return what the rate is multiplied with at an asynchronous step.
+    """Return the factor of the rate at an asynchronous step.
 
     Example:
         >>> [warmup_factor(n, 0.25, 100, "staircase") for n in (0, 99, 100, 300, 999)]
@@ -32,27 +32,28 @@ def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
 
 
 class WarmupState(TypedDict):
-    """What `AsynchronousWarmup` saves with a checkpoint."""
+    """The state that `AsynchronousWarmup` saves with a checkpoint."""
 
     taken: int  # steps taken
-    scaling: dict[str, float] | None  # what the rate has been multiplied with, as `Scaling` says it
+    scaling: dict[str, float] | None  # fields of the optimizer's `Scaling`
 
 
 class AsynchronousWarmup(StrategyCallback):
     """Begin asynchronous training with a fraction of the learning rate, and raise it to the whole.
 
-    Stale gradients do most harm while weights still move far. The factor grows with the steps that
-    the whole job takes asynchronously; serial ones, of a `dtk.strategies.SerialStart`, have the
-    whole rate and are not counted. Later on the rate is left alone. Schedules are multiplied.
+    Stale gradients do most harm while weights still move far. The factor grows with the number of
+    asynchronous steps of the whole job. Serial steps, of a `dtk.strategies.SerialStart`, take the
+    whole rate and do not count. After the warm-up this callback does not touch the rate. A schedule
+    is multiplied by the factor.
 
     Args:
         start: The factor to begin with, above 0 and at most 1.
-        steps: Steps of a stair, or until the end of the line.
+        steps: Length of one stair, or of the linear rise, in steps.
         shape: "staircase" (each stair adds `start`) or "linear".
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when training is not asynchronous
-            or `LearningRateScaling` would set the same rate.
+        ValueError: An argument is out of range; at train begin, if training is not asynchronous or
+            `LearningRateScaling` would set the same rate.
 
     Example:
         >>> import dtk
@@ -77,23 +78,23 @@ class AsynchronousWarmup(StrategyCallback):
         self._rate: Rate | None = None
 
     def get_state(self) -> WarmupState:
-        """Return, for `Checkpoint`, the steps taken, and what the rate has been multiplied with."""
+        """Return the steps taken and the scaling of the rate, for `Checkpoint`."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         told = None if scaling is None else dataclasses.asdict(scaling)
         return {"taken": self._taken, "scaling": told}
 
     def set_state(self, state: WarmupState) -> None:
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+        """Go on from a checkpoint's state; the optimizer's rate is already restored.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
         """
         self._taken = state["taken"]
         scaling = scaling_from(state["scaling"]) if state["scaling"] else None
         setattr(self.model.optimizer, _MARK, scaling)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Raise before the first epoch if the callback cannot work."""
         strategy = self.strategy
         if not isinstance(strategy, ParameterServerStrategy) or not strategy.consistency.tau:
             how = getattr(strategy, "consistency", type(strategy).__name__)
@@ -108,13 +109,13 @@ class AsynchronousWarmup(StrategyCallback):
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Find the rate; here, because by now a checkpoint has been resumed."""
+        """Find the rate. A checkpoint has been restored by now, but not at train begin."""
         if self._rate is not None or self._over():
             return
         optimizer = self.model.optimizer
         scaling = getattr(optimizer, _MARK, None)
         if scaling is None or scaling.applied == 1.0:
-            # Whole again: the script may have changed it since.
+            # The rate is whole: the script may have changed it since.
             scaling = Scaling(rate_now(optimizer), 1.0)
         setattr(optimizer, _MARK, scaling)
         self._rate = rate_of(optimizer, scaling, momentum_correction=False)
@@ -122,7 +123,7 @@ class AsynchronousWarmup(StrategyCallback):
             self.model.make_train_function(force=True)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Set the rate of the steps from now on, once for each stair or step of the line."""
+        """Set the rate of the following steps."""
         if self._rate is None or not self.strategy.schedule_of(self.model).tau:
             return
         self._rate.apply(warmup_factor(self._taken, self.start, self.steps, self.shape))

@@ -1,4 +1,4 @@
-"""Largest global batch that trains as well, found by trial: CNTK's automatic scaling."""
+"""The largest global batch that trains equally well, found by trial: CNTK's automatic scaling."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
 
 class SearchState(TypedDict):
-    """What `AutoBatchSize` saves with a checkpoint."""
+    """The state that `AutoBatchSize` saves with a checkpoint."""
 
     size: int  # rows of a global batch now
-    initial: int  # rows of the first epoch's
+    initial: int  # rows of a global batch in the first epoch
     first_rate: float  # learning rate of the first epoch; 0.0 before
     searched: int | None  # epoch of the last search; None before
 
 
 class AutoBatchSize(StrategyCallback):
-    """Look every few epochs how large the global batch may be, by training a little with each size.
+    """Search the global batch size every few epochs, by training a little with each size.
 
-    Before an epoch, sizes from half the last one to twice it are tried, each a factor of sqrt 2
+    Before an epoch, sizes from half to twice the last size are tried, each a factor of sqrt 2
     larger (see `dtk.callbacks.hyperparameters.batch_size_search`). A trial trains on the first rows
-    of that epoch, on all ranks; then weights, optimizer, metrics and random states are put back bit
-    for bit. The largest size before the loss is `margin` above that of the smallest wins. Where
-    even the smallest gives no finite loss, the size stays. The first epoch has `fit`'s size.
+    of that epoch, on all ranks; then weights, optimizer, metrics and random states are restored bit
+    for bit. The search stops when a loss is more than `margin` above the smallest size's loss, and
+    the size before wins. If even the smallest size gives no finite loss, the size stays. The first
+    epoch has `fit`'s size.
 
-    CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's are per step,
-    so the rate is multiplied along with the batch (linear scaling, with momentum correction as in
-    `LearningRateScaling`), unless `scale_rate` is False or `SampleRate` is there, which does that.
+    CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's rates are per
+    step, so this callback multiplies the rate along with the batch (linear scaling, with momentum
+    correction as in `LearningRateScaling`), unless `scale_rate` is False or `SampleRate` does it.
 
-    Data may be what `BatchSizeSchedule` takes. A dataset that shuffles is opened once for each
-    trial, so its order in the epochs after it is another than without. What cannot be put back is
-    the state of `tf.random` ops inside a step.
+    The data may be anything that `BatchSizeSchedule` takes. A dataset that shuffles is opened once
+    for each trial, so its order in later epochs differs from a run without trials. The state of
+    `tf.random` ops inside a step cannot be restored.
 
-    A second `fit` with the same callback goes on with the size it has found, and `Checkpoint`
-    restores it.
+    A second `fit` with the same callback goes on with the size found, and `Checkpoint` restores it.
 
     Args:
         frequency: Epochs from one search to the next.
-        trial_batches: Rows of a trial, in batches of the initial size; an epoch at most.
-        margin: By how much of the smallest size's loss another's may be larger.
-        max_batch_size: Never more than this.
-        multiple: What sizes are rounded to.
-        batch_size: The size to begin with; None for `fit`'s. A `tf.data.Dataset` whose batches may
-            have any size does not tell, and needs it.
-        scale_rate: Whether the rate is multiplied along with the batch.
+        trial_batches: Length of a trial, in batches of the initial size; at most an epoch.
+        margin: By how much a loss may exceed the smallest size's loss, relative to it.
+        max_batch_size: The largest size to try.
+        multiple: Sizes are rounded to multiples of this number.
+        batch_size: The size to begin with; None for `fit`'s. Give it for a `tf.data.Dataset` with
+            batches of unknown size.
+        scale_rate: Whether to multiply the rate along with the batch.
 
     Attributes:
         trials: Size -> loss of the last search.
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when `multiple` is smaller than the
+        ValueError: An argument is out of range; at train begin, if `multiple` is smaller than the
             number of workers, the data cannot be cut anew, steps run behind parameter servers, the
-            optimizer has a schedule of its own, or another callback sets the same.
+            optimizer has its own schedule, or another callback sets the batch size or the rate.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -116,11 +116,11 @@ class AutoBatchSize(StrategyCallback):
         self._searched: int | None = None
 
     def sets_here(self) -> tuple[str, ...]:
-        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
+        """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def get_state(self) -> SearchState:
-        """Return, for `Checkpoint`, sizes then and now, the first rate, and the last search."""
+        """Return the sizes, the first rate, and the last search, for `Checkpoint`."""
         return {
             "size": self._size,
             "initial": self._initial,
@@ -129,16 +129,16 @@ class AutoBatchSize(StrategyCallback):
         }
 
     def set_state(self, state: SearchState) -> None:
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+        """Go on from a checkpoint's state; the optimizer's rate is already restored.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
         """
         self._size, self._initial = state["size"], state["initial"]
         self._first_rate, self._searched = state["first_rate"], state["searched"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Raise before the first epoch if the callback cannot work."""
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"{type(self).__name__} puts all state back after a trial, which it cannot behind "
@@ -154,7 +154,7 @@ class AutoBatchSize(StrategyCallback):
         self._searched = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Search, when it is time, and cut this epoch's batches."""
+        """Search if it is due, and cut this epoch's batches."""
         self._first_rate = self._first_rate or self._rate_at(self._initial)
         if epoch and epoch % self.frequency == 0 and epoch != self._searched:
             self._searched = epoch
@@ -162,11 +162,11 @@ class AutoBatchSize(StrategyCallback):
         self.trainer.feed.rebatch(self._size)
 
     def _search(self, epoch: int) -> None:
-        # The rows of the coming epoch, in its order; told once more when the epoch begins.
+        # Shuffle the rows into the coming epoch's order; the epoch's beginning does so again.
         self.trainer.feed.shuffle(epoch)
         sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
-            sample_rate.on_epoch_begin(epoch)  # Its rate; its turn may come later.
+            sample_rate.on_epoch_begin(epoch)  # Keras may call it only after this callback.
         lower, upper = bounds(self._initial, self._size, self._rate_ratio(), self.max_batch_size)
         sizes = trial_sizes(lower, upper, self.multiple)
         found, self.trials = last_good(sizes, self._trial, self.margin)
@@ -177,14 +177,14 @@ class AutoBatchSize(StrategyCallback):
         self._size = size
 
     def _rate_ratio(self) -> float:
-        """Return the rate for one sample, by what it was at the beginning."""
+        """Return the rate for one sample, relative to the beginning."""
         now = self._rate_at(self._size)
         if not now or not self._first_rate:
             return 1.0
         return now / self._first_rate
 
     def _rate_at(self, size: int) -> float:
-        """Return the rate of a step of the initial size, if this one has so many rows."""
+        """Return the current rate, converted from a step of `size` rows to the initial size."""
         sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             return sample_rate.rate
@@ -199,7 +199,7 @@ class AutoBatchSize(StrategyCallback):
             multiply_rate(self.model.optimizer, size / self._size)
 
     def _trial(self, size: int) -> float:
-        """Return the loss of training a little with a size, on all ranks; nothing of it remains."""
+        """Train a little with a size, restore all state, and return the loss over all ranks."""
         kept, drawn = Snapshot(changed_by_training(self.model)), states.of_generators()
         sample_rate = sample_rate_of(self.trainer)
         in_force = None if sample_rate is None else sample_rate.get_state()
@@ -217,7 +217,7 @@ class AutoBatchSize(StrategyCallback):
         model, logs = self.model, {}
         rows = self.trial_batches * self._initial
         batches, steps = self.trainer.feed.peek(size, rows)
-        # A dataset that was cut anew does not tell where it ends.
+        # A dataset that was cut anew has no known end.
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             for _ in range(0, steps, model.steps_per_execution):
                 logs = model.train_function(batches)

@@ -1,4 +1,4 @@
-"""Base of dtk's callbacks: they belong to a model that a dtk strategy compiled."""
+"""The base of dtk's callbacks, for models compiled under a dtk strategy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _Callback = TypeVar("_Callback", bound=keras.callbacks.Callback)
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """Callback that needs the strategy of the model it runs with.
+    """Callback that needs the strategy of its model.
 
-    Methods take what `keras.callbacks.Callback` says: `epoch` and `batch` are numbers from 0,
-    `logs` are loss and metrics by name. Of its own dtk calls `on_train_agreed` and
-    `on_epoch_agreed`, when all callbacks have seen the beginning of training or the end of an epoch
+    Methods take the arguments of `keras.callbacks.Callback`: `epoch` and `batch` are numbers from
+    0, `logs` are loss and metrics by name. Besides Keras's methods, dtk calls `on_train_agreed` and
+    `on_epoch_agreed` once all callbacks have seen the beginning of training or the end of an epoch
     and ranks were compared, `on_end_agreed` after training, and `on_fit_left` however `fit` ends.
 
     Attributes:
-        sets: What it sets while training, such as "batch size"; no two may set the same.
+        sets: Names of the things that the callback sets while training, such as "batch size"; no
+            two callbacks may set the same.
     """
 
     sets: tuple[str, ...] = ()
 
     def sets_here(self) -> tuple[str, ...]:
-        """Return what it sets beside the other callbacks of the running `fit`.
+        """Return the names in `sets` that apply with the other callbacks of the running `fit`.
 
         Returns:
             Names as in `sets`.
@@ -38,11 +39,11 @@ class StrategyCallback(keras.callbacks.Callback):
 
     @property
     def trainer(self) -> DistributedTrainer:
-        """Trainer of the model: what the strategy keeps about it.
+        """The strategy's trainer of the model.
 
         Raises:
-            NotDistributedError: The model was not compiled under a dtk strategy, so that this `fit`
-                trains one process alone.
+            NotDistributedError: The model was not compiled under a dtk strategy, so this `fit`
+                trains in one process alone.
         """
         found = trainer_of(self.model)
         if found is None:
@@ -55,15 +56,15 @@ class StrategyCallback(keras.callbacks.Callback):
 
     @property
     def strategy(self) -> DtkStrategy:
-        """Strategy the model was compiled under."""
-        # A dtk strategy alone makes trainers; what is below strategies knows it by a protocol.
+        """The strategy that the model was compiled under."""
+        # Only dtk strategies make trainers; the trainer itself knows them as a protocol.
         return cast(DtkStrategy, self.trainer.strategy)
 
     def check_sole(self) -> None:
-        """Compare what this callback sets with what dtk's others set.
+        """Check that no other dtk callback sets the same as this one.
 
         Raises:
-            ValueError: Another sets the same.
+            ValueError: Another callback sets the same.
         """
         for other in self.trainer.callbacks.callbacks:
             if other is self or not isinstance(other, StrategyCallback):
@@ -87,10 +88,10 @@ class StrategyCallback(keras.callbacks.Callback):
         return [one for one in self.trainer.callbacks.callbacks if isinstance(one, kind)]
 
     def batch_size_or_fits(self, given: int | None) -> int:
-        """Return a global batch size that was given, or else that of the running `fit`.
+        """Return the given global batch size, or else the running `fit`'s.
 
         Args:
-            given: The size that was given, in rows; None if none was.
+            given: The size in rows, or None.
 
         Returns:
             The global batch size, in rows.
@@ -109,7 +110,7 @@ class StrategyCallback(keras.callbacks.Callback):
         """Print one line, on rank 0 only.
 
         Args:
-            text: The line, to follow the callback's name.
+            text: The line, without the callback's name.
         """
         if self.strategy.is_chief:
             print(f"{type(self).__name__}: {text}", flush=True)

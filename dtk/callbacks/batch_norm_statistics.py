@@ -1,4 +1,4 @@
-"""Statistics of batch normalization from whole batches instead of moving averages."""
+"""Batch normalization's statistics from whole batches instead of moving averages."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from dtk.trainer.replica.snapshot import Snapshot
 class BatchNormStatistics(StrategyCallback):
     """Give batch normalization exact statistics of some training batches before validation.
 
-    Moving averages lag behind: they still hold batches that were computed with older weights, which
-    matters where epochs have few steps (Akiba et al. trained at batch 32,768 without any). And
-    without `synchronized=True` what each worker averages is the variance within its own rows; the
-    mean of these, which dtk keeps, lacks the variance between workers. Here every layer's sum of x,
-    sum of x^2 and count over the batches are summed over all ranks:
+    Moving averages lag behind: they still contain batches computed with older weights, which
+    matters if epochs have few steps (Akiba et al. trained at batch 32,768 without moving averages).
+    Besides, without `synchronized=True` each worker averages the variance within its own rows; the
+    mean of these, which dtk keeps, lacks the variance between workers. This callback sums every
+    layer's sum of x, sum of x^2 and count over the batches and all ranks:
 
         mean = sum_b n_b m_b / n         variance = sum_b n_b (v_b + m_b^2) / n - mean^2
 
     for the parts b of the batches that workers normalize with their own mean m_b and variance v_b,
-    as in a training step. They replace `moving_mean` and `moving_variance` before `fit`'s
-    validation, or at the end of an epoch without, and so before `Checkpoint` saves. Nothing else
-    changes. Dropout is as in training, and what a mask hides counts in n.
+    as in a training step. The results replace `moving_mean` and `moving_variance` before `fit`'s
+    validation, or at the end of an epoch without validation, and so before `Checkpoint` saves.
+    Nothing else changes. Dropout is as in training, and masked entries count in n.
 
     Args:
-        data: Training inputs: an array (or tuple or dict of arrays), of which the first rows count,
-            or a dataset of batches as for `fit`, of which the first count; the same on every rank.
-        batches: How many batches; 1 is the recipe of Akiba et al.
-        batch_size: Global batch for arrays; None for that of `fit`.
+        data: Training inputs, the same on every rank: an array (or tuple or dict of arrays), whose
+            first rows are used, or a dataset of batches as for `fit`, whose first batches are used.
+        batches: Number of batches; 1 is the recipe of Akiba et al.
+        batch_size: Global batch for arrays; None for `fit`'s.
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when the model has no
+        ValueError: An argument is out of range; at train begin, if the model has no
             `BatchNormalization` to train, or one with `renorm`, or steps run behind parameter
             servers.
-        DisagreementError: At train begin, when ranks have different data.
+        DisagreementError: At train begin, if ranks have different data.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -90,7 +90,7 @@ class BatchNormStatistics(StrategyCallback):
         self._run = self.trainer.make_step_function(self._sums, "batch_norm_statistics")
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Note that moving averages move again."""
+        """Note that training changes the moving averages again."""
         self._done = False
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -126,7 +126,7 @@ class BatchNormStatistics(StrategyCallback):
         return rows.batch(size).take(self._batches)
 
     def _sums(self, data: Nest) -> tuple[tf.Tensor, ...]:
-        """Take one replica's step: each layer's n, sum x and sum x^2 over the world, in float64."""
+        """Compute each layer's n, sum x and sum x^2 over the world, in float64, in a replica."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.model(x, training=True)
         rows = tf.cast(slicing.count_rows(x), tf.float64)
@@ -142,7 +142,7 @@ class BatchNormStatistics(StrategyCallback):
 def _is_trained(layer: keras.Layer) -> bool:
     if not isinstance(layer, keras.layers.BatchNormalization) or not layer.trainable:
         return False
-    if getattr(layer, "renorm", False):  # which came with Keras 3.14
+    if getattr(layer, "renorm", False):  # new in Keras 3.14
         raise ValueError(
             f"BatchNormStatistics: layer {layer.name!r} has renorm=True, and so needs its moving "
             "averages in training; leave one of the two out"
@@ -152,7 +152,7 @@ def _is_trained(layer: keras.Layer) -> bool:
 
 @contextlib.contextmanager
 def _without_memory(layers: list[keras.layers.BatchNormalization]) -> Iterator[None]:
-    """Return a context in which steps are traced that set moving averages to those of a batch."""
+    """Let steps that are traced in the block set moving averages to a batch's statistics."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

@@ -1,4 +1,4 @@
-"""Global batch that changes between the epochs of one `fit`."""
+"""A global batch size that changes between the epochs of one `fit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse_schedule(schedule: Schedule) -> list[int]:
         One size for each epoch of the schedule, in rows.
 
     Raises:
-        ValueError: It is empty, or an item is not positive integers.
+        ValueError: The schedule is empty, or an item is not made of positive integers.
 
     Example:
         >>> parse_schedule([64, (2, 128), 256])
@@ -33,7 +33,7 @@ def parse_schedule(schedule: Schedule) -> list[int]:
 
 
 def size_at(sizes: Sequence[int], epoch: int) -> int:
-    """Return the batch size of an epoch; the last one persists.
+    """Return the batch size of an epoch; the last size persists.
 
     Example:
         >>> [size_at([64, 128], epoch) for epoch in range(4)]
@@ -52,21 +52,22 @@ class BatchSizeSchedule(StrategyCallback):
     """Change the global batch size between epochs, within one `fit`.
 
     "Don't decay the learning rate, increase the batch size" (Smith et al. 2018): where a schedule
-    would divide the rate by a, multiply the batch by a. Sizes belong to epochs, not to how often
-    `fit` was started: with `initial_epoch` or a resumed checkpoint, epoch 7 has epoch 7's size.
+    would divide the rate by a, multiply the batch by a. Sizes belong to epochs, however often `fit`
+    was started: with `initial_epoch` or a resumed checkpoint, epoch 7 has epoch 7's size.
 
-    Arrays are cut anew in the order Keras would have shuffled them. A `tf.data.Dataset` of batches
-    is rebatched behind the script's own pipeline; as its rows cannot be counted beforehand, the
-    progress bar shows no total in the first epoch of a new size. With `steps_per_epoch` the number
-    of steps stays as given, and a new size begins the data from its start.
+    Arrays are cut anew in the order in which Keras would have shuffled them. A `tf.data.Dataset` of
+    batches is rebatched after the script's own pipeline; since its rows cannot be counted
+    beforehand, the progress bar shows no total in the first epoch of a new size. With
+    `steps_per_epoch` the number of steps stays the same, and a new size begins the data from the
+    start.
 
     Args:
         schedule: A list of sizes, one per epoch, or `(count, size)` pairs; the last persists. It
             overrides `fit`'s `batch_size`.
 
     Raises:
-        ValueError: The schedule is malformed; at train begin, when a size is smaller than the
-            number of workers or the data is a generator, a PyDataset or a pipeline per rank.
+        ValueError: The schedule is malformed; at train begin, if a size is smaller than the number
+            of workers or the data is a generator, a PyDataset or a pipeline per rank.
 
     Example:
         >>> import dtk, keras, numpy as np

@@ -1,4 +1,4 @@
-"""Start of all ranks from one rank's weights."""
+"""Start all ranks from one rank's weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dtk.trainer.ranks import rank_checks, shared_weights
 class BroadcastVariables(StrategyCallback):
     """Give every rank the root's weights and optimizer state when training begins.
 
-    A dtk strategy already starts every rank from rank 0's; this callback is for another root, and
-    for scripts that say what they mean. What belongs to a rank alone (dropout seeds, unfinished
-    gradient accumulation) stays its own. With one process it does nothing. A checkpoint that is
-    resumed wins, wherever its callback stands in the list.
+    A dtk strategy already starts every rank from rank 0's values; use this callback for another
+    root, or to say so explicitly. Each rank keeps its own dropout seeds and unfinished gradient
+    accumulation. With one process the callback does nothing. A resumed checkpoint overrides it,
+    whatever the order of callbacks.
 
     Args:
-        root_rank: Whose values count.
+        root_rank: The rank whose values count.
 
     Raises:
-        ValueError: At train begin, when there is no such rank.
+        ValueError: At train begin, if there is no such rank.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -36,7 +36,7 @@ class BroadcastVariables(StrategyCallback):
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Compare what the ranks built, then broadcast."""
+        """Compare the ranks' models, then broadcast."""
         trainer, size = self.trainer, self.strategy.size
         if not 0 <= self.root_rank < size:
             raise ValueError(

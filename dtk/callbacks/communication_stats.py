@@ -1,4 +1,4 @@
-"""Bytes that training sends, and how long it waits for them."""
+"""How many bytes training sends, and how long it waits for them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dtk.strategies import ParameterServerStrategy
 
 
 class CommunicationStats(StrategyCallback):
-    """Put what communication costs into each epoch's logs.
+    """Put the cost of communication into each epoch's logs.
 
-    `comm_bytes` is what this rank handed to the transport per step, mean of the epoch: gradients,
-    statistics and metrics (see `Communicator.bytes_sent`). `comm_share` is the part of the epoch's
-    time in which a collective was under way, waiting for slower ranks included; what overlaps with
-    computing counts too. Validation counts for neither. With one process both are 0.
+    `comm_bytes` is the number of bytes that this rank handed to the transport per step, averaged
+    over the epoch: gradients, statistics and metrics (see `Communicator.bytes_sent`). `comm_share`
+    is the part of the epoch's time in which a collective was under way, including time that it
+    waits for slower ranks or overlaps with computing. Validation does not count. With one process
+    both are 0.
 
     Raises:
-        ValueError: At train begin, behind parameter servers.
+        ValueError: At train begin, if steps run behind parameter servers.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -38,7 +39,7 @@ class CommunicationStats(StrategyCallback):
         self._end: tuple[float, ...] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse strategies where nothing goes through the communicator."""
+        """Raise for strategies that do not use the communicator."""
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "CommunicationStats: workers of parameter servers speak with the servers, not with "
@@ -46,12 +47,12 @@ class CommunicationStats(StrategyCallback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Note where the counts stand."""
+        """Note the counts at the epoch's beginning."""
         self._begin, self._end = self._counts(), None
         self._first, self._steps = None, 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Note with which step the epoch begins; it may be resumed in its middle."""
+        """Note the epoch's first step: a resumed epoch may begin in the middle."""
         if self._first is None:
             self._first = batch
 

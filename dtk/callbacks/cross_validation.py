@@ -1,4 +1,4 @@
-"""Cross-validation every so many samples, with a callback that may change or stop training."""
+"""Cross-validation every so many samples; a function may then change or stop training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtk.strategies import ParameterServerStrategy
 
 
 class CrossValidationState(TypedDict):
-    """What `CrossValidation` saves with a checkpoint."""
+    """The state that `CrossValidation` saves with a checkpoint."""
 
     samples: int  # samples seen
     before_epoch: int  # samples seen when the epoch began
@@ -23,33 +23,31 @@ class CrossValidationState(TypedDict):
 
 
 class CrossValidation(StrategyCallback):
-    """Evaluate after every so many training samples, in the midst of epochs, and ask a callback.
+    """Evaluate after every so many training samples, within epochs, and call a function.
 
-    Samples are rows of all ranks together, whatever the batch; they are counted on over epochs,
-    uneven batches and changes of the batch size, and by a resumed run. An evaluation comes after
-    the batch that completes a multiple of `every_samples`. The logs of the running epoch are what
-    they would be without it.
+    Samples are rows of all ranks together. The count goes on over epochs, uneven batches, changes
+    of the batch size, and resumed runs. An evaluation follows the batch that completes a multiple
+    of `every_samples`. It does not change the logs of the running epoch.
 
-    The callback is called on every rank, with equal numbers, so it may set the learning rate. When
-    it returns False on any rank, all stop after this batch.
+    Every rank calls the function with equal numbers, so it may set the learning rate. If it returns
+    False on any rank, all ranks stop after this batch.
 
-    Rows of a dataset are counted by a collective of one number per step; arrays need none.
+    Counting the rows of a dataset takes a collective of one number per step; arrays need none.
 
     Args:
         every_samples: Training samples from one evaluation to the next.
-        callback: Called as `callback(index, average_error, samples, minibatches)`: how many
-            multiples of `every_samples` the evaluation before had completed (0, 1, 2, ... if
-            batches are smaller than that), the error, and how many samples and minibatches it is
-            the average of.
+        callback: Called as `callback(index, average_error, samples, minibatches)`: the number of
+            multiples of `every_samples` complete at the evaluation before (0, 1, 2, ... if batches
+            are smaller), the error, and the numbers of samples and minibatches that it averages.
         validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
-        batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
-        monitor: Which of `evaluate`'s numbers is the error, or a function that makes it of all,
-            such as `lambda numbers: 1 - numbers["accuracy"]`.
+        batch_size: Global batch of the evaluation for arrays; None for `fit`'s.
+        monitor: The name of the error among `evaluate`'s numbers, or a function that computes it
+            from them, such as `lambda numbers: 1 - numbers["accuracy"]`.
 
     Raises:
         ValueError: An argument is out of range, or `monitor` is not among the numbers; at train
-            begin, when steps run behind parameter servers and `fit`'s data is not arrays.
-        DisagreementError: At train begin, when ranks have different data.
+            begin, if steps run behind parameter servers and `fit`'s data is not arrays.
+        DisagreementError: At train begin, if ranks have different data.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -93,7 +91,7 @@ class CrossValidation(StrategyCallback):
         self._epoch: int | None = None
 
     def get_state(self) -> CrossValidationState:
-        """Return, for `Checkpoint`, samples now, at the epoch's start, at the last evaluation."""
+        """Return the counts of samples and the epoch, for `Checkpoint`."""
         return {
             "samples": self._samples,
             "before_epoch": self._before_epoch,
@@ -105,7 +103,7 @@ class CrossValidation(StrategyCallback):
         """Go on from a checkpoint's state.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
         """
         self._samples, self._before_epoch = state["samples"], state["before_epoch"]
         self._evaluated_at, self._epoch = state["evaluated_at"], state["epoch"]
@@ -123,12 +121,12 @@ class CrossValidation(StrategyCallback):
         self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Continue counting; an epoch that is resumed in its middle has begun before."""
+        """Note the samples before this epoch, unless it is resumed in the middle."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._samples
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Evaluate when a multiple is complete."""
+        """Evaluate if a multiple of `every_samples` is complete."""
         rows = self.trainer.feed.rows_counted(batch + 1)
         rows = count_rows(self.model) if rows is None else rows
         self._samples = self._before_epoch + rows

@@ -1,4 +1,4 @@
-"""Evaluations of the model in the midst of `fit`, which leave no trace there."""
+"""Evaluations of the model within `fit`, which do not change the running epoch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dtk.trainer.replica.snapshot import Snapshot
 class Evaluated(NamedTuple):
     """Result of an evaluation."""
 
-    numbers: dict[str, float]  # loss and metrics by name, of the whole data, equal on every rank
+    numbers: dict[str, float]  # loss and metrics by name, over all data, equal on every rank
     samples: int  # rows of the data
-    minibatches: int  # batches it was read in
+    minibatches: int  # batches of the data
 
 
 class Evaluation:
-    """Evaluation of the model on the same data again and again, by `model.evaluate`."""
+    """Evaluates a model with `model.evaluate`, always on the same data."""
 
     def __init__(self, name: str, data: Nest | tf.data.Dataset, batch_size: int | None):
         if batch_size is not None and batch_size < 1:
@@ -39,7 +39,7 @@ class Evaluation:
         rank_checks.check_same_call(trainer.strategy, {self._name: self._data[0]})
 
     def run(self, trainer: DistributedTrainer) -> Evaluated:
-        """Evaluate now; all ranks call it together. The running epoch's metrics are put back."""
+        """Evaluate now, and restore the epoch's metrics. All ranks call it together."""
         trainer.flush()
         model = trainer.model
         kept, counter = Snapshot(metric_variables(model)), _Counter()
@@ -75,7 +75,7 @@ class _Counter(keras.callbacks.Callback):
 
 
 def _rows_of(x: Nest | tf.data.Dataset) -> int | None:
-    """Rows of arrays; None for what comes in batches."""
+    """Return the number of rows of arrays; None for data in batches."""
     first = keras.tree.flatten(x)[0]
     return int(first.shape[0]) if getattr(first, "shape", None) else None
 
@@ -83,8 +83,7 @@ def _rows_of(x: Nest | tf.data.Dataset) -> int | None:
 def count_rows(model: keras.Model) -> int:
     """Return the rows that a model's metrics have seen since they were reset, over all ranks.
 
-    Keras weighs the mean of its losses by rows, and so counts them: in float32, which is exact up
-    to 2^24.
+    Keras weights the mean of its losses by rows, and so counts them, in float32: exact up to 2^24.
     """
     trackers = [m for m in model.metrics if isinstance(m, keras.metrics.Mean) and m.name == "loss"]
     own = any(
@@ -97,5 +96,5 @@ def count_rows(model: keras.Model) -> int:
             f"{model.name!r}, having a train_step or test_step of its own, need not keep; give fit "
             "arrays, and as validation data too"
         )
-    # Metric state that was restored is a sum cut in parts, which may not add up to whole numbers.
+    # Restored metric state is divided among ranks, so the sum may not be a whole number.
     return round(float(keras.ops.convert_to_numpy(trackers[0].count)))

@@ -1,4 +1,4 @@
-"""Test when training has succeeded."""
+"""A test after successful training."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dtk.nests import Logs, Nest
 
 
 class FinalTest(StrategyCallback):
-    """Evaluate once, when `fit` ends well: with the last weights, or those a callback put back.
+    """Evaluate once, after `fit` succeeds, with the last weights or the ones a callback restored.
 
-    The numbers are those of the whole data, equal on every rank. Rank 0 prints them, and History
-    gets them as `test_loss` and so on, each a list of one. A `fit` that is left by an exception,
-    SIGTERM's among them, is not tested; one that a callback stopped early is.
+    The numbers cover all data and are equal on every rank. Rank 0 prints them, and History gets
+    them as `test_loss` and so on, each a list of one. There is no test if an exception (also from
+    SIGTERM) ends `fit`, but there is one if a callback stops it early.
 
     Args:
         x: Arrays, or a dataset of batches `(x, y)`; the same on every rank.
         y: Targets, for arrays.
-        batch_size: Global batch for arrays; None for that of `fit`.
+        batch_size: Global batch for arrays; None for `fit`'s.
 
     Attributes:
-        result: Loss and metrics by name; None before.
+        result: Loss and metrics by name; None before the test.
 
     Raises:
-        DisagreementError: At train begin, when ranks have different data.
+        DisagreementError: At train begin, if ranks have different data.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -54,7 +54,7 @@ class FinalTest(StrategyCallback):
         self.result = None
 
     def on_end_agreed(self, logs: Logs | None = None) -> None:
-        """Test, now that no callback changes the weights any more."""
+        """Test: no callback changes the weights after this point."""
         self.result = self._evaluation.run(self.trainer).numbers
         for name, value in self.result.items():
             self.model.history.history[f"test_{name}"] = [value]

@@ -1,4 +1,4 @@
-"""Where a loss or weights became NaN or infinite: step, variables and rank."""
+"""Find the step, variables and rank where a loss or weights became NaN or infinite."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _NAMED = 3
 class FindNonFinite(StrategyCallback):
     """End training at the first loss, gradient or weight that is NaN or infinite, and say where.
 
-    A NaN in the rows of one rank reaches all ranks in the same step, as gradients are added up.
-    Steps therefore look at each rank's own gradients before they are: one pass over them, and
-    nothing that is sent. Once the loss is not finite, or at the end of an epoch, ranks tell each
-    other what they have seen, and rank 0 names the step, the rank and the variables.
+    A NaN in the rows of one rank reaches all ranks in the same step, since gradients are added up.
+    So each step checks each rank's own gradients before the sum, in one pass and without sending
+    anything. When the loss is not finite, or at the end of an epoch, ranks exchange their findings,
+    and rank 0 names the step, the rank and the variables.
 
-    Where the loss is scaled (`LossScaleOptimizer`, mixed precision), gradients that overflow are
-    no error: such steps are left out. What counts there is the loss.
+    If the loss is scaled (`LossScaleOptimizer`, mixed precision), overflowing gradients are not an
+    error and not reported. Then only the loss counts.
 
-    Behind parameter servers gradients do not pass the chief, and are not looked at: the loss and
-    weights are, at the end of each epoch, and the first step whose loss or metrics were not finite
-    is named with its worker, which are there anyway. Where ranks take steps of their own
-    (`ModelAveraging` and the like) they tell each other at the end of an epoch.
+    Behind parameter servers gradients do not pass the chief and are not checked. The chief checks
+    loss and weights at the end of each epoch, and names the first step with a loss or metrics that
+    were not finite, and its worker. If ranks take separate steps (`ModelAveraging` and the like),
+    they exchange their findings at the end of an epoch.
 
     Args:
-        action: "raise" ends training with an error on all ranks; "say" says it once, and goes on.
+        action: "raise" ends training with an error on all ranks; "say" prints once and goes on.
 
     Raises:
-        ValueError: The action is another.
-        NonFiniteError: While training: something is not finite.
+        ValueError: Another action.
+        NonFiniteError: During training, if something is not finite.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -63,24 +63,24 @@ class FindNonFinite(StrategyCallback):
         """Make dtk's own steps note gradients that are not finite."""
         exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         served = isinstance(self.strategy, ParameterServerStrategy)
-        # Logs differ between ranks that take steps of their own.
+        # Logs differ between ranks that take separate steps.
         self._by_step = not (served or any(e.local for e in exchanges))
         self._said, self._watching = False, bool(exchanges) and not served
         self._watch(True)
-        self._of_a_worker()  # what an earlier `fit` has left
+        self._of_a_worker()  # drop the step that an earlier `fit` has left
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
         self._epoch, self._step = epoch, 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Look at the loss, which is equal on all ranks."""
+        """Check the loss, which is equal on all ranks."""
         self._step = batch + 1
         if self._by_step and not self._said and not math.isfinite(_loss_of(logs)):
             self._look(logs)
 
     def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
-        """Look at loss and weights, and at gradients that have reached neither."""
+        """Check loss, weights, and gradients that did not reach either."""
         if not self._said:
             self._look(logs)
 
@@ -98,7 +98,7 @@ class FindNonFinite(StrategyCallback):
             self.model.make_train_function(force=True)
 
     def _look(self, logs: Logs | None) -> None:
-        """Compare what ranks have seen; all call it together."""
+        """Collect the findings of all ranks, and report them; all ranks call it together."""
         loss = _loss_of(logs)
         exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         mine = [note for e in exchanges for note in e.non_finite(math.isfinite(loss))]
@@ -116,7 +116,7 @@ class FindNonFinite(StrategyCallback):
         self.say(text)
 
     def _of_a_worker(self) -> str:
-        """Name the worker whose rows were the first with a loss that was not finite."""
+        """Name the worker with the first loss or metric that was not finite."""
         trainer: object = self.trainer
         first = trainer.non_finite_step() if isinstance(trainer, ParameterServerTrainer) else None
         if first is None:
@@ -149,7 +149,7 @@ def _about(loss: float, weights: list[str]) -> str:
 
 
 def _origin(notes: list[NonFinite]) -> str:
-    """Name the rank and the variables whose gradients were the first that were not finite."""
+    """Name the rank and the variables of the first gradients that were not finite."""
     if not notes:
         return ""
     first = min(note.step for note in notes)

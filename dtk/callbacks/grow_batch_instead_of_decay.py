@@ -1,4 +1,4 @@
-"""Larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
+"""A larger batch where a schedule would have a smaller rate (Smith et al. 2018)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RateSchedule = Callable[[int], float] | Sequence[float | tuple[int, float]]
 
 
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
-    """Return the rate of each of the first epochs; the last of a list persists.
+    """Return the rate of each of the first epochs; a list's last rate persists.
 
     Example:
         >>> rates_of([(2, 0.1), 0.01], 4)
@@ -35,11 +35,11 @@ def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
 def grow(
     rates: Iterable[float], batch_size: int, max_batch_size: int | None = None
 ) -> list[tuple[int, float]]:
-    """Return batch size and rate of each epoch, from the rates it would have had at `batch_size`.
+    """Return batch size and rate of each epoch, from the rates for a constant `batch_size`.
 
     A rate below the highest so far is a decay: the batch grows by as much as the rate would have
-    fallen. The noise of SGD, proportional to rate / batch size, is then that of the schedule; what
-    rounding or the largest batch leave over goes into the rate.
+    fallen. So the noise of SGD, proportional to rate / batch size, is the same as with the
+    schedule. The rate makes up for rounding and for the largest batch.
 
     Example:
         >>> grow([0.5, 0.25, 0.0625], 64)
@@ -61,25 +61,25 @@ def grow(
 class GrowBatchInsteadOfDecay(StrategyCallback):
     """Multiply the global batch by a where a schedule would multiply the rate by 1/a.
 
-    The schedule is the one that the script would use at `fit`'s batch size. This callback sets the
-    rate as well, at the beginning of every epoch, so the optimizer's own does not count. Sizes and
-    rates belong to epochs, as in `BatchSizeSchedule`, which also says what data may be.
+    Give the schedule for `fit`'s batch size. This callback also sets the rate at the beginning of
+    every epoch, so the optimizer's own rate does not count. Sizes and rates belong to epochs, as in
+    `BatchSizeSchedule`, which takes the same kinds of data.
 
     With `SampleRate` the schedule counts relative to its first rate: by as much as it falls, the
-    batch grows and the rate per sample falls, and `SampleRate` sets the optimizer's.
+    batch grows and the rate per sample falls, and `SampleRate` sets the optimizer's rate.
 
     Args:
         schedule: A function epoch -> rate, or a list of rates, one per epoch, or `(count, rate)`
             pairs; the last persists.
-        max_batch_size: Beyond it the rate falls; None for the rows of the data where these can be
-            counted, else no limit.
-        batch_size: The batch size the schedule was made for; None for `fit`'s. A `tf.data.Dataset`
-            whose batches may have any size does not tell, and needs it.
+        max_batch_size: The largest batch; from there on the rate falls. None: the number of rows of
+            the data if it is known, else no limit.
+        batch_size: The batch size for which the schedule was made; None for `fit`'s. Give it for a
+            `tf.data.Dataset` with batches of unknown size.
 
     Raises:
-        ValueError: The schedule is malformed; at train begin, when a size is smaller than the
-            number of workers, the data cannot be cut anew, the optimizer has a schedule of its own,
-            or another callback sets the same.
+        ValueError: The schedule is malformed; at train begin, if a size is smaller than the number
+            of workers, the data cannot be cut anew, the optimizer has its own schedule, or another
+            callback sets the batch size or the rate.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -117,11 +117,11 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self._rates: list[float] = []
 
     def sets_here(self) -> tuple[str, ...]:
-        """Return what it sets beside the other callbacks; with `SampleRate` the batch size only."""
+        """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Make the plan of all epochs, and refuse what cannot work before the first."""
+        """Plan all epochs; raise before the first if the callback cannot work."""
         self.check_sole()
         check_settable(self.model.optimizer, type(self).__name__)
         rates = self._rates = rates_of(self.schedule, self.params["epochs"])

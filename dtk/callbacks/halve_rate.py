@@ -1,4 +1,4 @@
-"""CNTK's example of a cross-validation callback: halve the rate when little is gained."""
+"""CNTK's example of a cross-validation callback: halve the rate if the error falls too little."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtk.nests import Logs, Nest
 
 
 def gains_enough(before: float, error: float, gain: float) -> bool:
-    """Return whether an error has fallen by at least a part of what it was; NaN never has.
+    """Return whether an error has fallen by at least a part of itself; False for NaN.
 
     Example:
         >>> gains_enough(0.5, 0.475, 0.05), gains_enough(0.5, 0.48, 0.05)
@@ -24,34 +24,34 @@ def gains_enough(before: float, error: float, gain: float) -> bool:
 
 
 class HalvingState(CrossValidationState):
-    """What `HalveRate` saves with a checkpoint."""
+    """The state that `HalveRate` saves with a checkpoint."""
 
     before: float | None  # the last error; None before the first
-    made: int  # cuts made
+    made: int  # number of cuts so far
 
 
 class HalveRate(CrossValidation):
-    """Halve the learning rate where cross-validation gains too little, and stop after some cuts.
+    """Halve the learning rate if the cross-validation error falls too little; stop after some cuts.
 
-    With `SampleRate` it is the rate per sample that is halved, whatever the batch size is then.
+    With `SampleRate` the rate per sample is halved, for any batch size.
 
-    SGD's momentum buffer contains the rate (v = m v - lr g), so that old gradients would count with
-    the old one; it is halved with it, as in `LearningRateScaling`.
+    SGD's momentum buffer contains the rate (v = m v - lr g), so old gradients would count with the
+    old rate. So the buffer is halved as well, as in `LearningRateScaling`.
 
     Args:
         every_samples: Training samples from one evaluation to the next.
         validation_data: `(x, y)`, `(x, y, sample_weight)` or a dataset, the same on every rank.
-        gain: By which part of itself the error must have fallen since the evaluation before.
-        cuts: How many times the rate is halved; where it should be once more, training ends.
+        gain: The part of itself by which the error must fall from one evaluation to the next.
+        cuts: How often the rate is halved; training ends instead of a further cut.
         first: The error before the first evaluation, such as 1.0, the error rate of an
-            untrained model (CNTK's example). None: the first evaluation is only noted.
-        batch_size: Global batch of the evaluation for arrays; None for that of `fit`.
+            untrained model (CNTK's example). None: the first evaluation only sets it.
+        batch_size: Global batch of the evaluation for arrays; None for `fit`'s.
         monitor: As for `CrossValidation`.
         momentum_correction: Whether to rescale momentum buffers at cuts.
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when the optimizer has a schedule
-            of its own, or `GrowBatchInsteadOfDecay` sets its rate (with `SampleRate` it does not).
+        ValueError: An argument is out of range; at train begin, if the optimizer has its own
+            schedule, or `GrowBatchInsteadOfDecay` sets the rate (with `SampleRate` it does not).
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -89,16 +89,16 @@ class HalveRate(CrossValidation):
         self._before, self._made = first, 0
 
     def get_state(self) -> HalvingState:
-        """Return, for `Checkpoint`, what `CrossValidation` does, the last error and the cuts."""
+        """Return `CrossValidation`'s state, the last error and the cuts, for `Checkpoint`."""
         return {**super().get_state(), "before": self._before, "made": self._made}
 
     def set_state(self, state: HalvingState) -> None:  # type: ignore[override]  # its own state, and no base's
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
         self._before, self._made = state["before"], state["made"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Raise before the first epoch if the callback cannot work."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         for other in self.trainer.callbacks.callbacks:

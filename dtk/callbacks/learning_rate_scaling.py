@@ -1,4 +1,4 @@
-"""Linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+"""The linear scaling rule with gradual warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtk.trainer.gradients import shared_optimizer
 
 
 def factor_for(rule: str | float, workers: int) -> float:
-    """Return how much larger the learning rate becomes with a number of workers.
+    """Return the factor of the learning rate for a number of workers.
 
     Example:
         >>> factor_for("linear", 4), factor_for("sqrt", 4), factor_for(2.5, 4)
@@ -30,7 +30,7 @@ def factor_for(rule: str | float, workers: int) -> float:
 
 
 def warm_up(factor: float, progress: float) -> float:
-    """Return the factor of the rate on its way from 1 to `factor`, in a straight line.
+    """Return the factor of the rate during the warm-up, rising linearly from 1 to `factor`.
 
     Example:
         >>> [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 2.0)]
@@ -40,33 +40,34 @@ def warm_up(factor: float, progress: float) -> float:
 
 
 class LearningRateScaling(StrategyCallback):
-    """Scale the learning rate with the number of workers, reaching it by a gradual warm-up.
+    """Scale the learning rate with the number of workers, after a gradual warm-up.
 
-    In dtk `batch_size` is the global batch. Use this when the global batch grows with the workers
-    (`batch_size=32 * strategy.size`); a script that keeps its global batch keeps its rate.
+    In dtk `batch_size` is the global batch. Use this callback if the global batch grows with the
+    workers (`batch_size=32 * strategy.size`); if your script keeps its global batch, keep the rate.
 
     During the warm-up the rate rises with every iteration, linearly from the script's rate to the
-    scaled one. Afterwards the rate is left alone, so that ReduceLROnPlateau and
-    LearningRateScheduler set what they like; during the warm-up this callback overrides them. An
-    optimizer with a `LearningRateSchedule` keeps its schedule, multiplied by the same factor.
+    scaled rate, and this callback overrides others. Afterwards it does not touch the rate, so that
+    ReduceLROnPlateau and LearningRateScheduler can set it. An optimizer with a
+    `LearningRateSchedule` keeps its schedule, multiplied by the same factor.
 
-    SGD's, RMSprop's and LARS's momentum buffers contain the rate (v = m v - lr g). When the rate
-    grows, old gradients would still count with the old one; momentum correction multiplies the
-    buffer by new/old at each of this callback's changes (Goyal et al., section 3). Optimizers whose
-    buffers do not contain the rate, such as Adam, need none.
+    The momentum buffers of SGD, RMSprop and LARS contain the rate (v = m v - lr g). When the rate
+    grows, old gradients would still count with the old rate; momentum correction multiplies the
+    buffer by new/old at each change by this callback (Goyal et al., section 3). Other optimizers,
+    such as Adam, do not need it: their buffers do not contain the rate.
 
-    The rate of an optimizer is scaled once: a second `fit`, or one that `Checkpoint` resumes, finds
-    it scaled and goes on with what is left of the warm-up. A job resumed with another number of
-    workers keeps the rate it was saved with.
+    The rate of an optimizer is scaled once: a second `fit`, or a resumed one, finds it scaled and
+    goes on with the rest of the warm-up. A job resumed with another number of workers keeps the
+    rate that was saved.
 
     Args:
-        rule: "linear" (times workers), "sqrt" (times their square root), or the factor itself.
+        rule: "linear" (times the number of workers), "sqrt" (times its square root), or the factor
+            itself.
         warmup_epochs: Length of the warm-up, in epochs; may be a fraction. 0 scales at once.
         momentum_correction: Whether to rescale momentum buffers at changes.
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when the optimizer's rate is a
-            plain function, or when there is a warm-up and the length of an epoch is unknown.
+        ValueError: An argument is out of range; at train begin, if the optimizer's rate is a plain
+            function, or if there is a warm-up and the length of an epoch is unknown.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -98,24 +99,24 @@ class LearningRateScaling(StrategyCallback):
         self.momentum_correction = momentum_correction
         self._rate: Rate | None = None
 
-    # Where the state of scaling lives: on the optimizer whose rate is scaled, so that neither a new
-    # callback nor a second fit scales it again.
+    # The optimizer holds the state of scaling, so that neither a new callback nor a second fit
+    # scales the rate again.
 
     def get_state(self) -> dict[str, float]:
-        """Return, for `Checkpoint`, base rate, factor, and how far the warm-up is."""
+        """Return the base rate, the factor, and the progress of the warm-up, for `Checkpoint`."""
         scaling = getattr(self.model.optimizer, _MARK, None)
         return {} if scaling is None else dataclasses.asdict(scaling)
 
     def set_state(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before.
+        """Go on from a checkpoint's state; the optimizer's rate is already restored.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
         """
         setattr(self.model.optimizer, _MARK, scaling_from(state) if state else None)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Raise before the first epoch if the callback cannot work."""
         trainer = self.trainer
         count = len(self.beside(LearningRateScaling))
         if count > 1:
@@ -139,7 +140,7 @@ class LearningRateScaling(StrategyCallback):
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Scale, once; here, because by now a checkpoint has been resumed."""
+        """Scale once. A checkpoint has been restored by now, but not at train begin."""
         self._epoch = epoch
         if self._rate is not None:
             return

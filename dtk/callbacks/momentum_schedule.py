@@ -1,4 +1,4 @@
-"""Momentum as time constants that change while training, as in CNTK."""
+"""Momentum as time constants that change during training, as in CNTK."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_time_constants(values: Values) -> Runs:
 
 
 class SamplesState(TypedDict):
-    """What `MomentumSchedule` saves with a checkpoint."""
+    """The state that `MomentumSchedule` saves with a checkpoint."""
 
     seen: int  # samples seen
     before_epoch: int  # samples seen when the epoch began
@@ -42,28 +42,28 @@ class SamplesState(TypedDict):
 
 
 class MomentumSchedule(StrategyCallback):
-    """Set SGD's momentum by time constants in samples: mu = exp(-rows / tau) for a step of so many.
+    """Set SGD's momentum by time constants in samples: mu = exp(-rows / tau) for a step of `rows`.
 
-    After tau samples a gradient counts 1/e of what it did, whatever batches they came in: the batch
-    may change while training, and the short last one of an epoch of arrays has a momentum of its
-    own. The learning rate stays as it is. With Keras's momentum (v = mu v - rate * g) a gradient
-    counts rate / (1 - mu) in all, so a larger one makes longer steps; for CNTK's unit gain, where
-    it does not, use `SampleRate`, which sets the rate as well.
+    After tau samples a gradient's weight has fallen to 1/e, for any batch size: the batch may
+    change during training, and the short last batch of an epoch of arrays has its own momentum. The
+    learning rate does not change. With Keras's momentum (v = mu v - rate * g) a gradient counts
+    rate / (1 - mu) in all, so a larger momentum makes longer steps. CNTK's unit gain avoids this:
+    use `SampleRate`, which also sets the rate.
 
-    Changing the momentum costs an assignment; steps are traced once.
+    A change of the momentum costs an assignment; steps are traced once.
 
     Args:
         time_constants: tau: a number, or a list of values and `(count, value)` pairs such as
             `[0] * 5 + [1024]`; the last persists. 0 is no momentum.
         every_samples: How many samples a value (or a count of 1) lasts; None for an epoch of `fit`.
             Values change between batches.
-        batch_size: Global batch, where `fit`'s data does not tell.
+        batch_size: Global batch, needed if it does not follow from `fit`'s data.
 
     Raises:
-        ValueError: An argument is out of range; at train begin, when the optimizer is no
-            `keras.optimizers.SGD` or was made without momentum (its value does not count, but
-            buffers are made by it), when workers take steps of their own (block momentum and the
-            like) or gradients late, or when another callback sets the momentum.
+        ValueError: An argument is out of range; at train begin, if the optimizer is not
+            `keras.optimizers.SGD` or was made without momentum (the value does not matter, but
+            without one SGD has no buffers), if workers take separate steps (block momentum and the
+            like) or late gradients, or if another callback sets the momentum.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -101,43 +101,43 @@ class MomentumSchedule(StrategyCallback):
 
     @property
     def momentum(self) -> float:
-        """mu of the last step, or of the next if it has been set."""
+        """mu of the last step, or of the next step if it is already set."""
         return 0.0 if self._momentum is None else self._momentum.value
 
     def get_state(self) -> SamplesState:
-        """Return, for `Checkpoint`, the samples seen, and those before the epoch."""
+        """Return the samples seen, in all and before the epoch, for `Checkpoint`."""
         return {"seen": self._seen, "before_epoch": self._before_epoch, "epoch": self._epoch}
 
     def set_state(self, state: SamplesState) -> None:
         """Go on from a checkpoint's state.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
         """
         self._seen, self._before_epoch = state["seen"], state["before_epoch"]
         self._epoch = state["epoch"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work, and let steps read the momentum, before the first epoch."""
+        """Raise if the callback cannot work; let steps read the momentum from a variable."""
         self.check_sole()
         self._check_exchange()
         self._momentum = self._find_momentum()
         if self._momentum is not None and self._momentum.retrace:
             self.model.make_train_function(force=True)
             self._momentum.retrace = False
-        # Between two batches only where a call is one step, which has begun when the last is done.
+        # Set it for each batch only if a call is one step, which begins after the step before.
         late = isinstance(self.strategy, ParameterServerStrategy) and self.strategy.consistency.tau
         self._by_batch = not late and self.model.steps_per_execution == self._window() == 1
         self._seen = self._before_epoch = 0
         self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Continue counting; an epoch that is resumed in its middle has begun before."""
+        """Note the samples before this epoch, unless it is resumed in the middle."""
         if epoch != self._epoch:
             self._epoch, self._before_epoch = epoch, self._seen
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Set what the step is to have; here, because by now the batch size has been chosen."""
+        """Set the step's momentum: other callbacks have chosen the batch size by now."""
         self._seen = self._before_epoch + self._rows_before(batch)
         self.use(self._rows_of(batch))
 
@@ -161,7 +161,7 @@ class MomentumSchedule(StrategyCallback):
             rows: Rows of the step's global batch.
 
         Returns:
-            exp(-rows / tau), or 0.0 where tau is 0.
+            exp(-rows / tau), or 0.0 if tau is 0.
         """
         return momentum_from_time_constant(self._at_present(self.time_constants), rows)
 
@@ -177,7 +177,7 @@ class MomentumSchedule(StrategyCallback):
         return innermost(self.model.optimizer).gradient_accumulation_steps or 1
 
     def _size(self) -> int:
-        # Callbacks that choose batch sizes did so in `on_epoch_begin`: what was given is fit's.
+        # First ask `fit`: callbacks that choose batch sizes have set it in `on_epoch_begin`.
         return self.trainer.feed.batch_size() or self.batch_size_or_fits(self.batch_size)
 
     def _rows_before(self, batch: int) -> int:

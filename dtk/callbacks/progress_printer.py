@@ -1,4 +1,4 @@
-"""Progress as lines of text, one process's or all's, for logs rather than terminals."""
+"""Progress as lines of text, of one process or of all, for logs rather than terminals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def is_due(freq: int, before: int, now: int) -> bool:
 
 
 class ProgressPrinter(StrategyCallback):
-    """Print loss, metrics and samples per second: CNTK's three rhythms.
+    """Print loss, metrics and samples per second, at one of CNTK's three intervals.
 
-    The numbers are those of the whole world, equal on every rank. Only rank 0 prints to the screen;
-    with `log_to_file` every rank writes a file of its own instead.
+    The numbers cover all ranks and are equal on every rank. Only rank 0 prints to the screen; with
+    `log_to_file` every rank writes its own file instead.
 
     Args:
-        freq: 0 prints after 1, 2, 4, 8, ... minibatches of each epoch, n after every n; None only
-            after epochs.
-        log_to_file: A path; ".rank0", ".rank1", ... is appended. Existing files are continued.
+        freq: 0 prints after 1, 2, 4, 8, ... minibatches of each epoch; n prints after every n; None
+            prints only after epochs.
+        log_to_file: A path; ".rank0", ".rank1", ... is appended to it. Existing files are
+            continued.
 
     Raises:
         ValueError: `freq` is negative.
@@ -76,7 +77,7 @@ class ProgressPrinter(StrategyCallback):
             self._seen = self._printed = self._began_at = batch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Print when a line is due."""
+        """Print if a line is due."""
         before, self._seen = self._seen, batch + 1
         self._trained = time.perf_counter()
         if self.freq is None or not is_due(self.freq, before, self._seen):
@@ -88,13 +89,13 @@ class ProgressPrinter(StrategyCallback):
         self._printed, self._since = self._seen, time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Print the epoch's line; its speed is that of training, without validation."""
+        """Print the epoch's line; the speed does not include validation."""
         seconds = self._trained - self._epoch_began if self._seen > self._began_at else 0.0
         speed = self._speed(self._began_at, self._seen, seconds)
         self._print(f"epoch {self._where()}: {_numbers(logs)}, {seconds:.1f} s{speed}")
 
     def on_fit_left(self) -> None:
-        """Close the file, also when `fit` fails."""
+        """Close the file, also if `fit` fails."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Learning rate per sample, at whatever batch size: CNTK's SGD."""
+"""A learning rate per sample, for any batch size: CNTK's SGD."""
 
 from __future__ import annotations
 
@@ -22,54 +22,55 @@ def is_rate(value: object) -> bool:
 
 
 class _InForce(NamedTuple):
-    """Values that the optimizer has been given."""
+    """Values that the callback has set on the optimizer."""
 
-    planned: float  # the rate per sample, without what others have made of it
+    planned: float  # the rate per sample, without changes by other callbacks
     momentum: float  # mu
-    learning_rate: float  # keras's rate, as the optimizer says it
-    rows: int  # of a step
+    learning_rate: float  # Keras's rate, as read from the optimizer
+    rows: int  # rows of a step
 
 
 class SampleRateState(SamplesState):
-    """What `SampleRate` saves with a checkpoint."""
+    """The state that `SampleRate` saves with a checkpoint."""
 
-    # values that the optimizer has been given; None before the first
+    # values that the callback has set on the optimizer; None before the first
     in_force: dict[str, float] | None
-    changed: float  # what others have multiplied the rate with
+    changed: float  # factor of the rate by other callbacks
 
 
 class SampleRate(MomentumSchedule):
     """Give SGD a rate per sample, and momentum as a time constant, at every batch size.
 
-    Each sample moves the weights by `rate` times its gradient in all, whether it comes in a batch
-    of 32 or of 4096, and gets there at the same pace (unit gain, a time constant in samples):
+    In all, each sample moves the weights by `rate` times its gradient, in a batch of 32 or of 4096,
+    and at the same pace (unit gain, a time constant in samples):
 
         mu = exp(-rows / tau)        Keras's rate = rate * rows * (1 - mu)
 
     Both are set anew whenever the rows of a step change: by `BatchSizeSchedule`,
-    `GrowBatchInsteadOfDecay` or `AutoBatchSize`, and, of arrays, in the short last batch of an
+    `GrowBatchInsteadOfDecay` or `AutoBatchSize`, and, with arrays, in the short last batch of an
     epoch. (With `steps_per_execution`, gradient accumulation, datasets or asynchronous parameter
-    servers that one is taken for a whole one, and a window of accumulation that spans a change for
-    one of the new size.) What momentum holds of earlier samples is multiplied
-    then, so that they count as much as they would have; CNTK leaves it, so that the last
-    tau samples before a change count for more or less.
+    servers, the last batch counts as a whole one, and an accumulation window that spans a change
+    counts with the new size.) At a change the momentum buffers are multiplied, so that earlier
+    samples count as much as without the change. CNTK does not do this, so there the last tau
+    samples before a change count for more or less.
 
     A callback that multiplies the optimizer's rate, such as `HalveRate` or Keras's
     ReduceLROnPlateau, multiplies the rate per sample. `GrowBatchInsteadOfDecay` grows the batch and
-    lowers the rate per sample by what its schedule lowers the rate, relative to its first.
-    `AutoBatchSize` leaves the rate to this callback. The rate given to `SGD` does not count.
+    lowers the rate per sample by as much as its schedule falls from its first rate. `AutoBatchSize`
+    leaves the rate to this callback. The rate given to `SGD` does not count.
 
     Args:
-        rate: What one sample's gradient is multiplied with: a number, or a list of values and
-            `(count, value)` pairs; the last persists.
-        time_constant: tau, in samples, likewise; 0 is no momentum. To be given if SGD has one.
+        rate: Factor of one sample's gradient: a number, or a list of values and `(count, value)`
+            pairs; the last persists.
+        time_constant: tau in samples: a number, or a list like `rate`; 0 is no momentum. Required
+            if SGD has momentum.
         momentum_correction: Whether to multiply momentum buffers when the batch or `rate` changes.
         every_samples: How many samples a value of a list lasts; None for an epoch of `fit`.
-        batch_size: Global batch, where `fit`'s data does not tell.
+        batch_size: Global batch, needed if it does not follow from `fit`'s data.
 
     Raises:
-        ValueError: As `MomentumSchedule`; the optimizer has a schedule of its own, or another
-            callback sets the same.
+        ValueError: As `MomentumSchedule`; or the optimizer has its own schedule, or another
+            callback sets the rate or the momentum.
 
     Example:
         >>> import dtk, keras, numpy as np
@@ -103,21 +104,21 @@ class SampleRate(MomentumSchedule):
         self._told = time_constant is not None
         self._optimizer: keras.Optimizer | None = None
         self._in_force: _InForce | None = None
-        # What others have made of the rate: by setting the optimizer's, or by a plan of theirs.
+        # Factors of the rate by other callbacks: by the optimizer's rate, and by `plan`.
         self._changed = self._plan = 1.0
 
     @property
     def rate(self) -> float:
-        """Rate per sample that is in force."""
+        """The current rate per sample."""
         return self._planned() * self._changed * self._change()
 
     def get_state(self) -> SampleRateState:
-        """Return, for `Checkpoint`, what `MomentumSchedule` does, and what is in force."""
+        """Return `MomentumSchedule`'s state and the values set, for `Checkpoint`."""
         in_force = None if self._in_force is None else self._in_force._asdict()
         return {**super().get_state(), "in_force": in_force, "changed": self._changed}
 
     def set_state(self, state: SampleRateState) -> None:  # type: ignore[override]  # its own state, and no base's
-        """Go on from a checkpoint's state; the optimizer's own rate has been restored before."""
+        """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
         self._changed = state["changed"]
         values = state["in_force"]
@@ -130,7 +131,7 @@ class SampleRate(MomentumSchedule):
             self._momentum.set(self._in_force.momentum)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuse what cannot work before the first epoch."""
+        """Raise before the first epoch if the callback cannot work."""
         super().on_train_begin(logs)
         check_settable(self.model.optimizer, type(self).__name__)
         self._plan = 1.0
@@ -138,15 +139,15 @@ class SampleRate(MomentumSchedule):
             self._optimizer, self._in_force, self._changed = self.model.optimizer, None, 1.0
 
     def plan(self, factor: float) -> None:
-        """Multiply the rates given, from now on.
+        """Multiply the given rates from now on.
 
         Args:
-            factor: What to multiply with, in place of the last such factor.
+            factor: The factor, which replaces the last one.
         """
         self._plan = factor
 
     def use(self, rows: int) -> None:
-        """Set rate and momentum of a step, where they change."""
+        """Set rate and momentum of a step, if they change."""
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
         if before is not None and (planned, momentum, rows) == (
             before.planned,
@@ -172,7 +173,7 @@ class SampleRate(MomentumSchedule):
         return self._at_present(self.rates) * self._plan
 
     def _change(self) -> float:
-        """Return what the optimizer's rate has been multiplied with since it was set."""
+        """Return by how much others have multiplied the optimizer's rate since it was set."""
         if self._in_force is None or not self._in_force.learning_rate:
             return 1.0
         return rate_now(self._optimizer) / self._in_force.learning_rate
@@ -197,6 +198,6 @@ class SampleRate(MomentumSchedule):
 
 
 def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
-    """Return the `SampleRate` among the callbacks of the running `fit`."""
+    """Return the `SampleRate` callback of the running `fit`; None if there is none."""
     found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""Report of what parameter servers held, workers moved, and how stale the weights were."""
+"""A report on parameter servers: bytes held, traffic of workers, and staleness of weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dtk.strategies import ParameterServerStrategy
 
 
 class ServerReport(StrategyCallback):
-    """Print, after `fit`, how a parameter-server job has worked; put its traffic into the logs.
+    """Print a report of a parameter-server job after `fit`; put its traffic into the logs.
 
     Each epoch's logs get `pulled_bytes` and `pushed_bytes`, the mean of a worker's step. After
-    training come the bytes on each server, the traffic of each worker, what backup workers or lost
-    ones made superfluous, and the staleness of all steps as a histogram. Slot variables of the
-    optimizer lie beside their weights and are not counted.
+    training the callback prints the bytes on each server, the traffic of each worker, the results
+    that were not needed and the slices computed again for lost workers, and the staleness of all
+    steps as a histogram. The optimizer's slot variables are on the servers of their weights and are
+    not counted.
 
     Attributes:
         epochs: For each epoch, staleness -> number of steps.
 
     Raises:
-        ValueError: At train begin, when the strategy has no servers.
+        ValueError: At train begin, if the strategy has no servers.
 
     Example:
         >>> import dtk
@@ -37,7 +38,7 @@ class ServerReport(StrategyCallback):
         self._before: list[dict[str, int]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Note what had been moved before."""
+        """Note the traffic before training."""
         if not isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 f"ServerReport: {type(self.strategy).__name__} has no parameter servers; leave "
@@ -91,7 +92,7 @@ class ServerReport(StrategyCallback):
         self.say(f"staleness (missing steps x times): {told or 'no step'}")
 
     def _waste(self) -> tuple[int, int]:
-        """Results that did not count, and lost slices handed out again, so far."""
+        """Return the numbers of results not needed and of lost slices handed out again, so far."""
         schedule = self.strategy.schedule_of(self.model)
         return schedule.dropped, schedule.retried
 

@@ -1,4 +1,4 @@
-"""`dtk bench`: how fast training on several workers is, against workers that send nothing."""
+"""`dtk bench`: the speed of training on several workers, against workers that send nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 _WORKERS = 2
 _BASELINES = baselines.find()
 _PEER_HELP = (
-    "Something else to measure: "
+    "Another framework to measure: "
     + "; ".join(f"{name}, {baseline.about}" for name, baseline in _BASELINES.items())
-    + ". May be repeated; what is not here is installed in an environment of its own, which other "
-    "hosts must have at the same path."
+    + ". May be repeated; a missing one is installed in a separate environment, which other hosts "
+    "must have at the same path."
     if _BASELINES
     else "Another framework to measure; needs a clone of dtk's repository, and `pip install -e "
     "'.[bench]'` there."
@@ -94,7 +94,7 @@ _PEER_HELP = (
     "tune` prints; may be repeated.",
 )
 @click.option(
-    "--batch-size", default=Setting.batch_size, show_default=True, help="Rows, per worker."
+    "--batch-size", default=Setting.batch_size, show_default=True, help="Rows per worker."
 )
 @click.option("--steps", default=Setting.steps, show_default=True, help="Steps of a turn.")
 @click.option("--rounds", default=Setting.rounds, show_default=True, help="Turns of each.")
@@ -128,12 +128,12 @@ def bench(
 ) -> None:
     """Measure training on several workers.
 
-    The limit is what each worker does by itself, at the same time, with plain Keras, sending
-    nothing. It, `fit` under dtk with each communicator and exchange, and each peer take turns, so
-    that other load on the machine falls on all alike; the table holds medians and quartiles. Ended
-    early, it shows the rounds that were complete, and exits with the code of what ended it.
+    The limit is the speed of workers that train with plain Keras at the same time and send nothing.
+    The limit, `fit` under dtk with each communicator and exchange, and each peer take turns, so
+    that other load on the machine affects all alike. The table has medians and quartiles. If the
+    benchmark ends early, it shows the complete rounds and exits with the code of the failure.
 
-    A time is that of a step; what `fit` does once an epoch is left out (it is in the samples).
+    Times are per step, without the work that `fit` does once per epoch (the samples include it).
     """
     models = _once(models) or (() if allreduce else MODELS)
     sizes = tuple(map(parse_size, allreduce))
@@ -201,7 +201,7 @@ def _count(workers: int | None, where: tuple[Host, ...]) -> int:
 
 
 def _check_writable(option: str, file: str | None) -> None:
-    """Raise BenchError before anything is measured that could then not be kept."""
+    """Raise BenchError before measuring if the results could not be written."""
     if file is None:
         return
     path = Path(file)

@@ -1,4 +1,4 @@
-"""`dtk check`: whether a script's training step adds up over several processes."""
+"""`dtk check`: whether a script's training step gives the same on one and several processes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def check(
 
     SCRIPT runs on several processes up to the first step of its first fit. A few rows of its first
     batch go through the step as a whole, and in parts on all processes: gradients, losses, metrics
-    and whatever else the step changes must agree. Nothing is trained or saved by the step.
+    and everything else that the step changes must agree. The step trains and saves nothing.
 
-    The exit code is 0 if they do. A script that trains no model ends with 1.
+    The exit code is 0 if they agree. A script that trains no model ends with 1.
     """
     command = command_of(script, module, args)
     job_options.check_known(communicator)

@@ -1,7 +1,7 @@
-"""`dtk doctor`: what is here, what is broken, and the command that mends it.
+"""`dtk doctor`: what is installed, what is broken, and the command that mends it.
 
-TensorFlow, Keras and Horovod are imported in subprocesses: a broken one is then a line in the
-table and not a crash of the doctor.
+TensorFlow, Keras and Horovod are imported in subprocesses: if one is broken, the table says so, and
+the doctor does not crash.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ print(json.dumps(found))
 class Finding:
     """One line of the report."""
 
-    what: str  # what was looked at
-    found: str  # what is there, or what is wrong and the next command
+    what: str  # the thing examined
+    found: str  # its version or state, or the problem and the next command
     state: str = OK  # "ok", "note" (an optional part is missing) or "broken"
 
 
@@ -76,10 +76,10 @@ class Finding:
 @click.option(
     "--firewall",
     is_flag=True,
-    help="Only print rules for nftables by which nobody but --hosts reaches the ports of jobs.",
+    help="Only print rules for nftables that let only --hosts reach the ports of jobs.",
 )
 def doctor(hosts: str, port: int, firewall: bool) -> None:
-    """Report what dtk finds here; exits with 1 when something needed is broken."""
+    """Report what dtk finds here; exit with 1 if something needed is broken."""
     try:
         names = [host.name for host in cluster.parse_hosts(hosts)] if hosts.strip() else []
     except ClusterError as error:
@@ -107,7 +107,7 @@ def print_rules(hosts: list[str]) -> None:
 
 
 def examine() -> list[Finding]:
-    """Look at everything on this machine."""
+    """Examine everything on this machine."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked_libraries = pool.submit(libraries)
         asked_horovod = pool.submit(horovod)
@@ -129,7 +129,7 @@ def examine() -> list[Finding]:
 
 
 def libraries() -> list[Finding]:
-    """Import TensorFlow and Keras in a subprocess; list the GPUs TensorFlow sees."""
+    """Import TensorFlow and Keras in a subprocess; list the GPUs that TensorFlow sees."""
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     probe = ask([sys.executable, "-c", _LIBRARIES + _PRIVATE_NAMES + _TELL], environ=quiet)
     if probe.returncode:  # died without an exception, by a signal for example
@@ -160,7 +160,7 @@ def libraries() -> list[Finding]:
 
 
 def tested(what: str, found: str) -> Finding:
-    """Say which version of TensorFlow or Keras is here, and whether dtk was tested with it."""
+    """Return the version of TensorFlow or Keras, and whether dtk was tested with it."""
     package = what.lower()
     if is_tested(package, found):
         return Finding(what, found)
@@ -169,7 +169,7 @@ def tested(what: str, found: str) -> Finding:
 
 
 def horovod() -> Finding:
-    """Import Horovod, which is optional, in a subprocess and say what it was built with."""
+    """Import Horovod, which is optional, in a subprocess; return what it was built with."""
     try:
         return Finding("Horovod", str(reduction_check.installed()))
     except HorovodBuildError as error:
@@ -178,10 +178,10 @@ def horovod() -> Finding:
 
 
 def mpi4py() -> Finding:
-    """Load MPI by mpi4py, which is optional, in a subprocess and say which library it is."""
+    """Load MPI by mpi4py, which is optional, in a subprocess; return the library's name."""
     if not communicators.mpi_installed():
         return Finding("MPI (mpi4py)", f"not installed. Next: {pip_install('mpi')}", NOTE)
-    # Not started: inside a job of MPI's that would be another process of it.
+    # Do not initialize MPI: inside an MPI job this process would become a part of the job.
     script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     script += "print(MPI.Get_library_version().splitlines()[0])"
     probe = ask([sys.executable, "-c", script])
@@ -193,7 +193,7 @@ def mpi4py() -> Finding:
 
 
 def joined_by() -> Finding:
-    """Say by what `dtk run` joins all-reduce ranks, and why."""
+    """Return the transport by which `dtk run` joins all-reduce ranks, and the reason."""
     told = os.environ.get(COMMUNICATOR)
     if told:
         return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
@@ -205,10 +205,10 @@ def joined_by() -> Finding:
 
 
 def isolation() -> Finding:
-    """Say who can reach the ports of a job on this machine, and try what keeps others out."""
+    """Return which hosts can reach a job's ports on this machine; try `--isolate`."""
     what = "Ports"
     if not any(name != "lo" for _, name in socket.if_nameindex()):
-        return Finding(what, "this machine has loopback alone: nobody else reaches those of a job")
+        return Finding(what, "this machine has only loopback: other hosts cannot reach a job")
     open_to = "TensorFlow's gRPC listens on every interface of this machine, without a password"
     script = "from dtk.launch.isolation import isolate; isolate()"
     probe = ask([sys.executable, "-c", script])
@@ -220,7 +220,7 @@ def isolation() -> Finding:
 
 
 def own_name() -> Finding:
-    """Say which address this host's own name means."""
+    """Return the address of this host's own name."""
     name, what = socket.gethostname(), "Own name"
     try:
         address = socket.gethostbyname(name)
@@ -235,16 +235,16 @@ def own_name() -> Finding:
 
 
 def between(hosts: list[str]) -> list[Finding]:
-    """Say who can reach the ports of a job between these hosts, and what keeps others out."""
+    """Return which hosts can reach a job's ports on these hosts, and how to close them."""
     if not hosts:
         return []
-    found = "open to whoever reaches these hosts, without a password; "
+    found = "open to every machine that can reach these hosts, without a password; "
     found += f"`dtk doctor --hosts {','.join(hosts)} --firewall` prints rules that close them"
     return [Finding("Ports of jobs on hosts", found)]
 
 
 def environment() -> tuple[str, list[Finding]]:
-    """Say where dtk believes this process is, what joins it to the other ranks, and why."""
+    """Return the launcher's kind, and findings on this process's rank and communicator."""
     try:
         here = cluster.detect()
     except ClusterError as error:
@@ -261,7 +261,7 @@ def environment() -> tuple[str, list[Finding]]:
 
 
 def with_need(found: Finding, kind: str) -> Finding:
-    """Make Horovod a need where horovodrun started the job, or mpirun and mpi4py is missing too."""
+    """Make missing Horovod an error under horovodrun, or under mpirun without mpi4py."""
     needed = kind == "horovod" or (kind == "mpi" and not communicators.mpi_installed())
     if found.state == NOTE and needed:
         return dataclasses.replace(found, state=BROKEN)
@@ -283,7 +283,7 @@ def mpirun() -> Finding:
 
 
 def cores() -> Finding:
-    """Count the cores this process may use, which a container or Slurm can limit."""
+    """Count the cores that this process may use; a container or Slurm can limit them."""
     usable, all_cores = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
     memory = psutil.virtual_memory().total / 2**30
     limited = f" of {all_cores}" if usable < all_cores else ""
@@ -325,10 +325,7 @@ def show(findings: list[Finding]) -> None:
 
 
 def _in_a_job() -> bool:
-    """Return whether a launcher has started this.
-
-    Such as an mpirun that gives every rank a terminal.
-    """
+    """Return whether a launcher has started this process, such as mpirun with terminals."""
     try:
         return cluster.detect().size > 1
     except ClusterError:

@@ -32,7 +32,7 @@ This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
     type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
     help="Use this source archive instead of downloading one.",
 )
-@click.option("--rebuild", is_flag=True, help="Build again even when the cache holds a wheel.")
+@click.option("--rebuild", is_flag=True, help="Build again even if the cache has a wheel.")
 @click.option("--wheel-only", is_flag=True, help="Stop once the wheel is in the cache.")
 @click.option("--check", is_flag=True, help="Build nothing; only check what is installed.")
 @click.option("--verbose", is_flag=True, help="Show the output of every command that runs.")
@@ -71,7 +71,7 @@ def install_horovod(
 def obtain_wheel(
     without_mpi: bool, sdist: pathlib.Path | None, rebuild: bool, verbose: bool
 ) -> pathlib.Path:
-    """Return the cached wheel that fits this machine, building it first when there is none."""
+    """Return the cached wheel for this machine; build it first if there is none."""
     if sdist is not None:
         builder.check_sdist(sdist)
     requirements.check_python()
@@ -113,13 +113,13 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
     with step(f"installing {wheel.name}", verbose):
         requirements = builder.RUNTIME_REQUIREMENTS
         builder.run_logged([*pip, *requirements], log, failed, echo=verbose)
-        # forced: a version pip believes to be the same may have been built for something else
+        # forced: the installed version may be the same, but built for another TensorFlow or MPI
         command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
         builder.run_logged(command, log, failed, echo=verbose)
 
 
 def check_installed(without_mpi: bool) -> None:
-    """Let two processes reduce over everything the installed Horovod was built with."""
+    """Let two processes reduce over each transport that the installed Horovod was built with."""
     with step("importing Horovod"):
         found = reduction_check.installed()
     click.echo(f"Horovod {found}")
@@ -143,7 +143,7 @@ def check_installed(without_mpi: bool) -> None:
 
 @contextlib.contextmanager
 def step(what: str, verbose: bool = False) -> Iterator[None]:
-    """Show what runs now: a spinner on a terminal, one line elsewhere and when output is shown."""
+    """Show what runs now: a spinner on a terminal, or a line elsewhere or with --verbose."""
     console = rich.console.Console(stderr=True)
     started = time.monotonic()
     if console.is_terminal and not verbose:

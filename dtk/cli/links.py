@@ -1,4 +1,4 @@
-"""Links between the workers of `dtk plan`, from its options."""
+"""Links between workers, from the options of `dtk plan`."""
 
 from __future__ import annotations
 

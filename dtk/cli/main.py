@@ -9,28 +9,28 @@ import click
 
 from dtk.version import __version__
 
-# name: (module, one-line help). The help stands here so that `dtk --help` imports nothing;
-# the command in the module is named as the module's last part.
+# name: (module, one-line help). The help is here so that `dtk --help` imports nothing; the command
+# in the module has the name of the module's last part.
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
-    "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than one has."),
+    "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than you have."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),
     "install-horovod": ("dtk.cli.install_horovod", "Build and install Horovod, and check it."),
 }
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are imported when they are called."""
+    """A group that imports a subcommand when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands that are part of this installation."""
         return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command. The command; None when there is none of this name."""
+        """Import and return one command; None if there is none with this name."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _ = COMMANDS[cmd_name]
@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
         """Find the command that was called."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-"):
-            import difflib  # a millisecond, for who is mistaken
+            import difflib  # takes a millisecond, only after a typing error
 
             close = " or ".join(difflib.get_close_matches(name, known, n=2))
             told = f"no such command: {name}" + (f", did you mean {close}?" if close else "")

@@ -1,4 +1,4 @@
-"""`dtk plan`: how long a step would take on more workers, and other links, than one has."""
+"""`dtk plan`: predict how long a step takes on more workers and on other links."""
 
 from __future__ import annotations
 
@@ -36,36 +36,51 @@ _WORKERS = "1,...,4096"
 @click.option(
     "--model",
     metavar="NAME",
-    help="Of that file, if it holds several; or a model to divide: model.keras, or a function that "
-    "builds it, package.module:function.",
+    help="Model in that file, if there are several; or a model to divide: model.keras, or a "
+    "function that builds it, package.module:function.",
 )
-@click.option("--communicator", metavar="NAME", help="Of that file, if it holds several.")
-@click.option("--step-time", metavar="TIME", help="Of one worker that sends nothing, e.g. 85ms.")
-@click.option("--parameters", metavar="N", help="Trainable ones, e.g. 270k.")
+@click.option(
+    "--communicator", metavar="NAME", help="Communicator in that file, if there are several."
+)
+@click.option(
+    "--step-time", metavar="TIME", help="Time of a worker's step without sending, e.g. 85ms."
+)
+@click.option("--parameters", metavar="N", help="Trainable parameters, e.g. 270k.")
 @click.option(
     "--batch-size",
     metavar="ROWS",
-    help="Of that step, per worker; with a model to divide, of all workers. Default: 32.",
+    help="Rows of that step per worker; with a model to divide, of all workers. Default: 32.",
 )
 @click.option(
-    "--global-batch", metavar="ROWS", help="Of all workers, kept. Default: --batch-size each."
+    "--global-batch",
+    metavar="ROWS",
+    help="Rows of all workers, for any number of them. Default: --batch-size per worker.",
 )
 @click.option("--workers", default=_WORKERS, show_default=True, help="`...` doubles.")
 @click.option("--workers-per-host", metavar="N", help="Default: the benchmark's, or 1.")
 @click.option("--bandwidth", metavar="SPEED", help="Between hosts, each way, e.g. 1Gbit/s.")
 @click.option("--latency", metavar="TIME", default="0us", help="Between hosts, one way, e.g. 50us.")
 @click.option(
-    "--host-bandwidth", metavar="SPEED", help="Within a host. Default: what copying takes."
+    "--host-bandwidth", metavar="SPEED", help="Within a host. Default: the speed of copying."
 )
 @click.option("--host-latency", metavar="TIME", default="0us", help="Within a host.")
-@click.option("--coding", metavar="TIME", help="Of a parameter as a few bits, e.g. 8.2ns.")
-@click.option("--block-steps", metavar="N", default="16", help="Of block momentum. Default: 16.")
+@click.option(
+    "--coding", metavar="TIME", help="Time to code a parameter in a few bits, e.g. 8.2ns."
+)
+@click.option(
+    "--block-steps",
+    metavar="N",
+    default="16",
+    help="Steps in a block of block momentum. Default: 16.",
+)
 @click.option("--servers", metavar="N", default="1", help="Parameter servers. Default: 1.")
-@click.option("--price-per-hour", type=float, default=0.0, help="Of a host, in any currency.")
-@click.option("--efficiency", type=float, default=TARGET, show_default=True, help="To keep to.")
+@click.option("--price-per-hour", type=float, default=0.0, help="Price of a host, any currency.")
+@click.option(
+    "--efficiency", type=float, default=TARGET, show_default=True, help="Least efficiency wanted."
+)
 @click.option("-n", "processes", metavar="N", help="Workers that a model is divided among.")
 @jobs.hosts
-@click.option("--memory", metavar="BYTES", help="Of a worker, for a model to divide, e.g. 8GB.")
+@click.option("--memory", metavar="BYTES", help="Memory of a worker, to divide a model, e.g. 8GB.")
 @click.option(
     "--no-measure",
     is_flag=True,
@@ -103,12 +118,12 @@ def plan(
 ) -> None:
     """Predict time, efficiency and cost on up to thousands of workers.
 
-    One step, measured (or given), and the links between hosts say what a step would take with each
-    strategy and exchange. A step that is given beside --bench is planned with what messages and
-    bytes took there. Nothing is run. docs/command-line.md has the formulas, how far
-    predictions were off, and when not to trust them.
+    Predictions for each strategy and exchange follow from one step, measured or given, and the
+    links between hosts. If you give a step and --bench, the costs of messages and bytes come from
+    the benchmark. Nothing is run. docs/command-line.md has the formulas, the errors of past
+    predictions, and when not to trust them.
 
-    With a model to divide (--model model.keras, or package.module:function) it measures that
+    With a model to divide (--model model.keras, or package.module:function) dtk measures the
     model's layers on this machine, and searches for the fastest way to divide rows, channels,
     images and stages among -n workers.
     """
@@ -170,7 +185,7 @@ def _check_target(efficiency: float) -> None:
 
 
 def _check_bench(bench: str, *given: str | None) -> None:
-    """Raise PlanError where the benchmark's own numbers were given, too."""
+    """Raise PlanError if numbers were given that the benchmark has, too."""
     for option, text in zip(("--step-time", "--parameters", "--batch-size"), given, strict=True):
         if text is not None:
             raise PlanError(
@@ -180,14 +195,14 @@ def _check_bench(bench: str, *given: str | None) -> None:
 
 
 def _check_alone(*given: str | None) -> None:
-    """Raise PlanError where something was chosen of a benchmark that there is not."""
+    """Raise PlanError if options choose from a benchmark, but there is none."""
     for option, name in zip(("--model", "--communicator"), given, strict=True):
         if name is not None:
             raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
 
 
 def _given(step_time: str | None, parameters: str | None, batch_size: str | None) -> Calibration:
-    """From the command line, in place of a benchmark."""
+    """Return a calibration from the command line instead of a benchmark."""
     if step_time is None or parameters is None:
         raise PlanError(
             "how long does a step take, of what? Give --bench and what `dtk bench --json` wrote, "
@@ -200,7 +215,7 @@ def _given(step_time: str | None, parameters: str | None, batch_size: str | None
 
 
 def _another(measured: Calibration, given: Calibration) -> Calibration:
-    """Keep of a benchmark what sending takes, for a model that it did not measure."""
+    """Return a benchmark's costs of sending for a model that it did not measure."""
     software = dataclasses.replace(measured.software, product=0.0, hidden=0.0)
     return dataclasses.replace(measured, job=given.job, software=software)
 

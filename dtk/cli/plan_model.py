@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtk.planning.model.layer_costs import Operator, Rates
 
 _SAVED = (".keras", ".h5")
-# Options that ask about any number of workers, not about one model among some.
+# Options for plans on any number of workers, which do not apply to dividing one model.
 _OTHERS = (
     "step_time",
     "parameters",
@@ -46,7 +46,7 @@ _OTHERS = (
 
 
 class Place(NamedTuple):
-    """Where the workers are: values of the options."""
+    """Values of the options that say where the workers are."""
 
     processes: str | None
     hosts: str | None
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where costs come from: a benchmark's file, its communicator, and whether layers are timed."""
+    """The source of costs: a benchmark's file, its communicator, and whether to time layers."""
 
     bench: str | None
     communicator: str | None
@@ -76,7 +76,7 @@ def is_model(name: str) -> bool:
 
 
 def check_options() -> None:
-    """Refuse options that do not go with a model to divide."""
+    """Raise for options that do not apply to a model to divide."""
     context = click.get_current_context()
     for name in _OTHERS:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
@@ -90,7 +90,7 @@ def check_options() -> None:
 def check_no_model(
     processes: str | None, hosts: str | None, memory: str | None, no_measure: bool
 ) -> None:
-    """Refuse options that need a model to divide."""
+    """Raise for options that need a model to divide."""
     given = {"-n": processes, "--hosts": hosts, "--memory": memory, "--no-measure": no_measure}
     for option, value in given.items():
         if value:
@@ -108,14 +108,14 @@ def plan(
     memory: str | None,
     json_file: str | None,
 ) -> None:
-    """Print the best plans, and why; write the best one."""
+    """Print the best plans and the reasons; write the best one."""
     workers, per_host = _placed(place)
     cluster = _cluster(place, source, workers, per_host)
     batch = Job.rows if batch_size is None else quantity.count("--batch-size", batch_size)
     most = math.inf if memory is None else quantity.size("--memory", memory)
     file = None if json_file is None else _writable(json_file)
     here = agent.cores()
-    # A worker computes on its part of a host's cores, and so does this process, its like.
+    # A worker computes on its part of a host's cores, so measure in this process the same way.
     with marked.bound_to(here[: max(1, len(here) // min(per_host, workers))]):
         # TensorFlow starts here, with as many threads as there are cores.
         from dtk.planning.model import graph, layer_costs, report, search
@@ -142,7 +142,7 @@ def plan(
 
 
 def load(given: str) -> keras.Model:
-    """Load a saved model, or build one by a function."""
+    """Load a saved model, or build one with a function."""
     import keras
 
     where = f"--model {given}"
@@ -179,7 +179,7 @@ def load(given: str) -> keras.Model:
 
 
 def _placed(place: Place) -> tuple[int, int]:
-    """Return the number of workers, and those of a host."""
+    """Return the number of workers, and the number per host."""
     hosts = jobs.places(place.hosts, None)
     workers = None if place.processes is None else quantity.count("-n", place.processes)
     jobs.check_slots(workers, hosts)
@@ -243,7 +243,7 @@ def _assumed(cluster: Cluster) -> str:
 
 
 def _writable(given: str) -> Path:
-    """Return a file that can be written, before minutes are spent on what goes there."""
+    """Return the file, or raise if it cannot be written, before minutes of measuring."""
     file = Path(given)
     folder = file.parent
     with contextlib.suppress(OSError):

@@ -1,16 +1,16 @@
-"""Looking at the hosts of a job before anything starts on them."""
+"""Check the hosts of a job before anything starts on them."""
 
 from __future__ import annotations
 
 from dtk.errors import ClusterError
 from dtk.launch import agent, ssh
 
-# Seconds between clocks from which on the lines of a job no longer stand in order.
+# If clocks differ by more seconds, the lines of a job are no longer in order.
 _APART = 2.0
 
 
 class Preflight:
-    """Asks hosts what a plan needs, and compares what must be alike."""
+    """Asks hosts for facts that a plan needs, and compares those that must be equal."""
 
     def __init__(self, remote_shell: str):
         self._remote_shell = remote_shell
@@ -22,10 +22,10 @@ class Preflight:
         return facts
 
     def check(self) -> list[str]:
-        """Compare the hosts that were asked."""
+        """Raise if versions differ between hosts; return warnings about clocks."""
         versions = {host: facts.versions for host, facts in self._facts.items()}
         if any(versions.values()):
-            # Of this machine there is something to compare.
+            # Hosts without versions are this machine: add its versions.
             versions = {host: known or agent.versions() for host, known in versions.items()}
         for name in ("Python", "dtk", "tensorflow", "keras"):
             found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`dtk run`: start a script on N processes and see them to their end."""
+"""`dtk run`: start a script on N processes and watch them until they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtk.launch.attempts import Attempts, StartJob, Supervisor, answers
 from dtk.launch.settings import step_settings
 
 _MAX_RESTARTS = 3
-# Packages that ranks import. Each is a folder, so that a file of its name is something else.
+# Packages that ranks import. Each is a folder, so a file with the same name is another module.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 
 
@@ -77,7 +77,7 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 @click.option(
     "--isolate",
     is_flag=True,
-    help="Give the job a network of its own: nothing outside reaches its ports, and it reaches "
+    help="Give the job a separate network: nothing outside can reach its ports, and it can reach "
     "nothing outside. On this machine only.",
 )
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
@@ -133,11 +133,11 @@ def run(
 ) -> None:
     """Start SCRIPT with ARGS on several processes.
 
-    Output is prefixed with the rank. When one process fails, all end, and its last output is shown
-    last; the exit code is its own.
+    Output is prefixed with the rank. If one process fails, all end; the last output and the exit
+    code are those of the failed process.
 
-    With --ps the job ends when the chief does (and the evaluator), and a worker or evaluator
-    that is killed is started again. Without, --max-restarts starts all ranks again; a Checkpoint
+    With --ps the job ends when the chief (and the evaluator) ends, and a worker or evaluator that
+    is killed is started again. Without --ps, --max-restarts starts all ranks again; a Checkpoint
     callback resumes.
     """
     sink.hold_standard_descriptors()
@@ -180,14 +180,14 @@ def run(
         )
         processes = make(communicator=communicator)
         if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
-            # How many threads a rank has, by which measurements are kept, is known from here on.
+            # Measurements are kept by the number of threads of a rank, which is known only now.
             best = step_settings.communicator(command, processes[0].env)
             if best in job_options.installed():
                 processes = make(communicator=best)
         for notice in preflight.check():
             sink.say(notice)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
-        # A rank that crashes in C++ says where in the script.
+        # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
             told[RESTARTS] = str(attempt.attempt)
@@ -215,7 +215,7 @@ def run(
 
 
 def _with_settings(processes: list[Process], say: bool) -> list[Process]:
-    """Add what `dtk tune` has found best for this script, and say so."""
+    """Add the settings that `dtk tune` found for this script; print them if `say`."""
     used = None
     changed = []
     for process in processes:
@@ -264,8 +264,8 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
 
 
 def _check_shadows(folder: Path) -> None:
-    """Refuse files beside the script that would be imported in place of packages."""
-    if os.environ.get("PYTHONSAFEPATH"):  # then Python does not look there
+    """Refuse files beside the script that would be imported instead of packages."""
+    if os.environ.get("PYTHONSAFEPATH"):  # then Python does not search the script's folder
         return
     for name in _IMPORTED:
         file = folder / f"{name}.py"

@@ -1,4 +1,4 @@
-"""`dtk tune`: the settings of TensorFlow that a script's step is fastest with on this machine."""
+"""`dtk tune`: find the TensorFlow settings with which a script's step is fastest here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from dtk.launch.settings import step_settings, tuning
 )
 @click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
 @job_options.communicator
-@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each.")
-@click.option("--forget", is_flag=True, help="Train with TensorFlow's own settings again.")
+@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements per setting.")
+@click.option("--forget", is_flag=True, help="Use TensorFlow's own settings again.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -43,16 +43,17 @@ def tune(
     script: str | None,
     args: tuple[str, ...],
 ) -> None:
-    """Measure with which settings a step of SCRIPT is fastest on this machine, and keep them.
+    """Find the settings with which a step of SCRIPT is fastest on this machine, and keep them.
 
-    SCRIPT is started once for each way of setting TensorFlow, in turns, up to the first step of its
-    first fit. That step is timed on its first batch over all processes; then the script ends.
-    oneDNN, XLA, fused batch normalization and Adam, the size of pages, threads between operations
-    and communicators are tried; a variable that you have set is left as it is. `dtk run` then sets
-    what was faster by more than 5 % each time, and says so; the communicator on one machine only.
+    SCRIPT is started once for each setting of TensorFlow, in turns, up to the first step of its
+    first fit. That step is timed on its first batch over all processes; then the script ends. The
+    settings are oneDNN, XLA, fused batch normalization and Adam, the size of pages, threads between
+    operations, and communicators; a variable that you have set does not change. `dtk run` then uses
+    settings that were faster by more than 5 % each time, and prints them; it uses the communicator
+    on one machine only.
 
-    Kernels chosen otherwise may round otherwise: weights then equal those of one process with the
-    same settings.
+    Other kernels may round differently: weights then equal those of one process with the same
+    settings.
     """
     command = command_of(script, module, args)
     job_options.check_known(communicator)

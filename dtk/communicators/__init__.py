@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-# Before TensorFlow is imported: hide its start-up notes, keep warnings of its own and errors.
-# A user who set a level gets that level.
+# Before TensorFlow is imported: hide its start-up notes, keep its warnings and errors. A level
+# that the user has set stays.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm, threads
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 SRUN = "`srun --mpi=pmix`"
-# Imported when asked for, since they need TensorFlow: `costs` is used without.
+# Imported when asked for, since they need TensorFlow, and `costs` must load without it.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
 __all__ = ["NAMES", "REDUCE_OPS", "Choice", "Communicator", "LocalCommunicator", "choose", "create"]
@@ -54,12 +54,12 @@ def create(
     Args:
         name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
-            measure overhead). "auto" takes local for one process, under mpirun Horovod where it is
-            installed and mpi where it is not or where keras-dtk[mpi] brought the mpirun, Horovod
-            under its own launcher, TensorFlow's collectives under TF_CONFIG and srun, under
-            `srun --mpi=pmix` Horovod or mpi where they are installed; the variable
-            DTK_COMMUNICATOR overrules it, and `choose` says why.
-        environment: Where this process stands; detected when None.
+            measure overhead). "auto" takes local for one process; Horovod under its own launcher;
+            under mpirun Horovod, or mpi if Horovod is not installed or the mpirun came with
+            keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; otherwise
+            TensorFlow's collectives, as under TF_CONFIG and srun. The variable DTK_COMMUNICATOR
+            overrules "auto"; `choose` gives the reason.
+        environment: This process's rank, role and hosts; detected when None.
         before_collectives: Called with the number of ranks before TensorFlow's collectives start.
 
     Returns:
@@ -137,20 +137,20 @@ def _alone(host: str | None) -> Communicator:
 
 
 def horovod_installed() -> bool:
-    """Return whether Horovod can be imported, found without importing it."""
+    """Return whether Horovod can be imported, without importing it."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def mpi_installed() -> bool:
-    """Return whether mpi4py can be imported, found without importing it, which starts MPI."""
+    """Return whether mpi4py can be imported, without importing it: the import starts MPI."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 class Choice(NamedTuple):
-    """What `communicator="auto"` is in a job.
+    """The communicator that "auto" takes in a job.
 
     Attributes:
-        name: Of the communicator, such as "mpi".
+        name: Name of the communicator, such as "mpi".
         why: The reason, in a few words.
     """
 
@@ -159,10 +159,10 @@ class Choice(NamedTuple):
 
 
 def choose(environment: Environment) -> Choice:
-    """Say which communicator "auto" is, where DTK_COMMUNICATOR does not say.
+    """Return the communicator that "auto" takes when DTK_COMMUNICATOR is not set.
 
     Args:
-        environment: Where this process stands.
+        environment: This process's rank, role and hosts.
     """
     kind, horovod = environment.kind, horovod_installed()
     if environment.size == 1:
@@ -190,10 +190,10 @@ def choose(environment: Environment) -> Choice:
 
 
 def _check_offer(library: str, environment: Environment) -> None:
-    """Refuse an MPI that would not find its ranks: it ends the process, or sees a world of one."""
+    """Refuse an MPI that cannot find its ranks: it would end the process or see a world of one."""
     if environment.kind != "slurm" or environment.size == 1:
         return
-    others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # how Cray's and Intel's MPI find them
+    others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # by these Cray's and Intel's MPI find ranks
     offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
     if offers_none and not any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", *others)):
         raise CommunicatorError(
@@ -207,6 +207,6 @@ def _check_offer(library: str, environment: Environment) -> None:
 
 
 def _install(kind: str) -> str:
-    """Return what installs that which joins the ranks of a launcher."""
+    """Return the commands that install a transport for the ranks of a launcher."""
     horovod = "dtk install-horovod"
     return f"{pip_install('mpi')}` or `{horovod}" if kind == "mpi" else horovod

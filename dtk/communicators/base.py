@@ -29,11 +29,11 @@ _COLLECTIVES = frozenset(
 
 
 class AlignedSlices(tf.IndexedSlices):
-    """Slices whose indices are the same on all ranks: a sum adds them up, one by one."""
+    """Slices with the same indices on all ranks: a sum adds the values of each index."""
 
 
 def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """Return slices of the same kind, at the same places, with other values."""
+    """Return slices of the same class and indices, with other values."""
     return type(slices)(values, slices.indices, slices.dense_shape)
 
 
@@ -50,7 +50,7 @@ class Communicator(abc.ABC):
     Moving values (gather, broadcast, all-to-all, send) keeps every bit. Reducing floats happens in
     their own dtype unless the backend lacks it; integers wrap as numpy's do and never pass through
     floating point; bool follows numpy too: sum and max are "or", min and prod are "and". The mean
-    of integers or bools is refused: it is not of their dtype. Strings go by `*_object`.
+    of integers or bools is refused, since their dtype cannot hold it. Send strings by `*_object`.
 
     Attributes:
         rank: This process's index in the group, `0 <= rank < size`.
@@ -59,9 +59,9 @@ class Communicator(abc.ABC):
         local_size: Number of ranks on this host.
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
-            that equal operations give equal bits; False until `learn` is told.
-        environment: What the launcher told, of a communicator over all ranks of a job; None of one
-            over a part of them, or over this process alone.
+            that equal operations give equal bits; False until `learn` is called.
+        environment: The launcher's facts, if the communicator spans all ranks of a job; None if it
+            spans a part of them or this process alone.
     """
 
     name: str = "abstract"
@@ -76,17 +76,17 @@ class Communicator(abc.ABC):
     hosts: tuple[str, ...]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Keep AutoGraph out, which rewrites whatever a step calls: slow, and gains nothing."""
+        """Keep AutoGraph from rewriting the collectives: that is slow and gains nothing."""
         super().__init_subclass__(**kwargs)
         for name in _COLLECTIVES & vars(cls).keys():
             setattr(cls, name, tf.autograph.experimental.do_not_convert(vars(cls)[name]))
 
     @property
     def costs(self) -> Costs | None:
-        """What a message and a byte take, if that was measured; `print` says what follows.
+        """Measured seconds of a message and a byte, or None; `print` says what dtk does with them.
 
-        None where TensorFlow was asked to be deterministic: what is chosen by it decides in which
-        order numbers are added up.
+        None if TensorFlow was asked to be deterministic: the costs decide in which order numbers
+        are added up.
         """
         return None if determinism.is_asked_for() else self._costs
 
@@ -99,16 +99,16 @@ class Communicator(abc.ABC):
     def bytes_sent(self) -> int:
         """Payload bytes this rank has handed to the transport so far, padding included.
 
-        Counted when a collective runs, so a `tf.function` counts at every execution. What the
-        transport makes of it is its own affair: a ring all-reduce moves 2(size-1)/size of each.
+        Counted when a collective runs, so a `tf.function` counts at every execution. The transport
+        may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
 
     @property
     def seconds_communicating(self) -> float:
         """Seconds this rank has spent in collectives so far, waiting for other ranks included.
 
-        Counted from when this rank's own values are ready, when a collective runs. TensorFlow tells
-        a graph no time where it was asked to be deterministic: 0 of what runs in graphs then.
+        The time of a collective begins when this rank's own values are ready. Collectives in graphs
+        count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
         return 0.0
 
@@ -116,7 +116,7 @@ class Communicator(abc.ABC):
     def watched(self) -> tf.Variable:
         """A scalar zero that gradient tapes watch because it is a variable.
 
-        What is computed from it is differentiated on every rank, see `dtk.layers.collectives`.
+        Every rank differentiates what is computed from it, see `dtk.layers.collectives`.
         """
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.Variable(0.0, trainable=True, name="watched")
@@ -135,13 +135,13 @@ class Communicator(abc.ABC):
 
         Args:
             value: A tensor, a `tf.IndexedSlices`, or a list of these. A list of tensors is packed
-                into buckets, one op per bucket; which shapes are known when a function is traced
-                decides the buckets, and must agree on all ranks.
+                into buckets, one op per bucket. The buckets depend on which shapes are known when a
+                function is traced, so these must agree on all ranks.
             op: One of "sum", "mean", "min", "max", "prod"; "sum" or "mean" for `tf.IndexedSlices`.
 
         Returns:
-            The same structure, shapes and dtypes; an `IndexedSlices` stays one, holding the rows of
-            every rank, one after the other; those of `AlignedSlices` are added up.
+            The same structure, shapes and dtypes. An `IndexedSlices` holds the rows of every rank,
+            one after the other; the rows of `AlignedSlices` are added up.
 
         Raises:
             ValueError: The op is unknown, or makes no sense for a dtype or for `tf.IndexedSlices`.
@@ -156,8 +156,8 @@ class Communicator(abc.ABC):
         Args:
             value: Shape `[rows, ...]`. Ragged: row counts may differ. A scalar counts as one row:
                 the result has shape `[size]`.
-            rows: How many come from each rank, of shape `[size]`, where every rank knows; that
-                saves a message.
+            rows: Row count of each rank, shape `[size]`, if every rank knows it; that saves a
+                message.
 
         Returns:
             All rows, of the dtype of `value`.
@@ -177,7 +177,7 @@ class Communicator(abc.ABC):
             op: As in `allreduce`.
 
         Returns:
-            This rank's rows: those of `dtk.even_division.even_sizes`, in rank order.
+            This rank's rows, as many as `dtk.even_division.even_sizes` says, in rank order.
 
         Raises:
             ValueError: `value` is a scalar, or the op does not fit its dtype.
@@ -191,16 +191,16 @@ class Communicator(abc.ABC):
 
         Args:
             value: Shape `[rows, ...]`.
-            splits: Rows for each rank, shape `[size]`; equal blocks when None. Where every rank
-                knows what all others send, `[size, size]`: row i is what rank i sends. That saves a
-                message.
+            splits: Rows for each rank, shape `[size]`; equal blocks when None. If every rank knows
+                all others' splits, give them as shape `[size, size]`, row i for rank i; that saves
+                a message.
 
         Returns:
             The received rows in rank order, and how many came from each rank (int32, shape
             `[size]`).
 
         Raises:
-            ValueError: `splits` has another shape or, eagerly, another sum than there are rows.
+            ValueError: `splits` has a wrong shape or, eagerly, does not add up to the rows.
         """
 
     @overload
@@ -225,15 +225,15 @@ class Communicator(abc.ABC):
             The same structure as `value`, with `root`'s numbers.
 
         Raises:
-            ValueError: `root` is no rank.
+            ValueError: `root` is not a rank.
         """
 
     @abc.abstractmethod
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """Send one tensor to `dest`, which calls `recv` with the same tag.
 
-        May wait until `dest` receives, as MPI's does: two ranks that both send first wait for each
-        other. Exchanges in both directions are what `alltoall` is for.
+        May wait until `dest` receives, like MPI's send: two ranks that both send first wait for
+        each other. Use `alltoall` to exchange in both directions.
 
         Args:
             value: Any shape; `dest` must know it, and the dtype.
@@ -241,7 +241,7 @@ class Communicator(abc.ABC):
             tag: Tells messages between the same two ranks apart.
 
         Raises:
-            ValueError: `dest` is no other rank.
+            ValueError: `dest` is not another rank.
         """
 
     @abc.abstractmethod
@@ -251,16 +251,16 @@ class Communicator(abc.ABC):
         """Receive one tensor of known shape and dtype from `source`.
 
         Args:
-            shape: Of what is sent.
-            dtype: Of what is sent, a `tf.DType` or its name.
+            shape: Shape of the tensor sent.
+            dtype: Dtype of the tensor sent, a `tf.DType` or its name.
             source: The rank that sends.
-            tag: As the sender gives it.
+            tag: The sender's tag.
 
         Returns:
             The tensor.
 
         Raises:
-            ValueError: `source` is no other rank.
+            ValueError: `source` is not another rank.
         """
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -271,7 +271,7 @@ class Communicator(abc.ABC):
         Only Horovod beyond two ranks needs it; elsewhere links open by themselves.
 
         Args:
-            pairs: Pairs of ranks; both directions.
+            pairs: Pairs of ranks, each in both directions.
         """
         del pairs
 
@@ -284,7 +284,7 @@ class Communicator(abc.ABC):
         """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.
 
         Args:
-            color: Ranks that give the same one are in a group.
+            color: Ranks of the same color form a group.
             key: Orders ranks within the group; this rank's number when None.
 
         Returns:
@@ -295,9 +295,9 @@ class Communicator(abc.ABC):
     def sequence(self, name: str) -> Iterator[None]:
         """Name the collectives traced inside by their position, so a retrace finds them again.
 
-        A `tf.function` may be traced again on some ranks only, when only their slice of a batch
+        TensorFlow may retrace a `tf.function` on some ranks only, if only their slice of a batch
         changed shape. Collectives traced inside `sequence("train_step")` are matched by
-        (name, position) instead of by how many were traced before them in this process.
+        (name, position), not by how many were traced before them in this process.
 
         Args:
             name: The same on every rank; nested names are joined.
@@ -309,9 +309,9 @@ class Communicator(abc.ABC):
     def concurrent(self, name: str) -> Iterator[None]:
         """Let the collectives traced inside run beside all others.
 
-        Collectives in a graph run in the order they were traced; those beside are only ordered
-        among those of the same name, so they start when their values are ready. They are left out
-        of `seconds_communicating`: it is others that a step waits for meanwhile.
+        Collectives in a graph run in the order they were traced. Concurrent ones are ordered only
+        among collectives of the same name, so they start when their values are ready.
+        `seconds_communicating` leaves them out: the step meanwhile waits for others.
 
         Args:
             name: The same on every rank.
@@ -320,10 +320,9 @@ class Communicator(abc.ABC):
         yield
 
     def next_number(self) -> int:
-        """Return a number for the name of a sequence, never given before.
+        """Return a new number for the name of a sequence, the same on every rank.
 
-        It is the same on every rank. It belongs to the communicator, since two strategies of a
-        process may share one.
+        The communicator counts, since two strategies of a process may share it.
         """
         self._last_number = getattr(self, "_last_number", -1) + 1
         return self._last_number
@@ -331,8 +330,8 @@ class Communicator(abc.ABC):
     def resynchronize(self) -> None:
         """Agree on the numbers that name later collectives. Every rank calls it.
 
-        For ranks that go on after an exception, which may have stopped some of them between two
-        of `next_number`.
+        For ranks that go on after an exception: it may have stopped some of them before they had
+        called `next_number` as often as the others.
         """
         numbers = tf.constant(self._counters(), tf.int64)
         self._set_counters(self.allreduce(numbers, "max").numpy().tolist())
@@ -343,20 +342,20 @@ class Communicator(abc.ABC):
     def _set_counters(self, counters: list[int]) -> None:
         (self._last_number,) = counters
 
-    # Small Python values ride on the tensor collectives.
+    # Python values are sent as bytes by the tensor collectives.
 
     def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
         """Give every rank `root`'s Python value, see `dtk.communicators.objects`.
 
         Args:
-            value: Counts on `root` only.
+            value: The value to send; ignored on all ranks but `root`.
             root: The rank whose value counts.
 
         Returns:
             The value of `root`.
 
         Raises:
-            CommunicatorError: On every rank: `root`'s cannot be sent, or what came cannot be read.
+            CommunicatorError: On every rank, if `root`'s value cannot be sent or read.
         """
         if self.size == 1 and root == 0:
             return cast(_Value, value)
@@ -370,11 +369,10 @@ class Communicator(abc.ABC):
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
-            value: This rank's; see `dtk.communicators.objects`.
+            value: This rank's value; see `dtk.communicators.objects`.
 
         Raises:
-            CommunicatorError: On every rank: one of them cannot be sent, or what came cannot be
-                read.
+            CommunicatorError: On every rank, if one of the values cannot be sent or read.
         """
         if self.size == 1:
             return [value]
@@ -390,7 +388,7 @@ class Communicator(abc.ABC):
     def _check_written(
         self, lengths: Sequence[int], failure: Exception | None, first: int = 0
     ) -> None:
-        """Raise on every rank where one could not write its value, which then sends no byte."""
+        """Raise on every rank if one could not write its value: that rank sends no byte."""
         if failure is not None:
             raise failure
         if 0 in lengths:
@@ -400,13 +398,13 @@ class Communicator(abc.ABC):
             )
 
     def learn(self, alike: bool, costs: Costs | None) -> None:
-        """Take note of what ranks have found out about how they compute and what messages take.
+        """Set whether ranks compute alike, and what messages take.
 
         Every rank calls it, with equal arguments: the order of sums depends on them.
 
         Args:
             alike: Whether all ranks compute with the same kind of processor.
-            costs: What a message and a byte take; None where that was not measured.
+            costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
 
@@ -415,10 +413,10 @@ class Communicator(abc.ABC):
 
 
 def _written(value: object) -> tuple[bytes, Exception | None]:
-    """Return a value as other ranks read it; or nothing, and what is wrong with it."""
+    """Return a value as bytes for other ranks; or no bytes, and the error."""
     try:
         return objects.dumps(value), None
-    except Exception as error:  # of a pickle, whatever the value's class raises
+    except Exception as error:  # pickling raises whatever the value's class raises
         return b"", error
 
 

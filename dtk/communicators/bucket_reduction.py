@@ -1,4 +1,4 @@
-"""An all-reduce of many dense tensors, packed into few buckets of dtypes that a backend reduces."""
+"""An all-reduce of many dense tensors, in few buckets of dtypes that a backend can reduce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BucketReduction:
         packed, self._layout = buckets.pack(tensors, limit)
         self._tensors = tensors
         self._encoded = [wire.for_reducing(bucket, op, native) for bucket in packed]
-        # Only bool changes its op, so this groups buckets into one or two calls.
+        # Only bool changes its op, so there are one or two groups.
         self._places = {
             wire_op: [i for i, item in enumerate(self._encoded) if item[1] == wire_op]
             for wire_op in dict.fromkeys(item[1] for item in self._encoded)

@@ -1,15 +1,15 @@
 """Packing: many tensors in few flat buckets, and back.
 
-A collective costs a fixed latency and a copy at memory speed. Three hundred biases one by one pay
-the first three hundred times; one bucket with everything pays the second needlessly for the large
-tensors. So small neighbours of one dtype share a bucket, and a tensor as large as the limit is a
-bucket by itself, which needs no copy at all.
+A collective costs a fixed latency, and packing costs a copy at memory speed. Three hundred biases
+one by one pay the latency three hundred times; one bucket for everything copies the large tensors
+needlessly. So small neighbours of one dtype share a bucket, and a tensor as large as the limit is a
+bucket by itself, without a copy.
 
     tensors   a:f32[3]  b:f16[4]  c:f32[2,2]  d:f32[9]         limit = 8 floats
     buckets   [a a a c c c c]  [b b b b]  [d d d d d d d d d]
 
-A bucket leaves as soon as its own tensors are there. So several buckets, in the order in which
-their tensors become ready, travel while the rest is still being computed.
+A bucket is sent as soon as its own tensors are ready. So the first buckets travel while the other
+tensors are still being computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tensorflow as tf
 from dtk.communicators.costs import BUCKET_MOST, Costs
 
 DEFAULT_LIMIT = BUCKET_MOST
-# What is exposed when a list becomes ready bit by bit is its last bucket; each costs a latency.
+# Computation hides all but the last bucket of a list, but each bucket costs a latency.
 _SEVERAL = 4
 _LEAST = 2**18
 
@@ -33,12 +33,12 @@ class BucketLayout:
     """Places of tensors in buckets."""
 
     members: tuple[tuple[int, ...], ...]  # for each bucket the indices of its tensors, in order
-    # elements of each tensor; None where its static shape does not tell
+    # elements of each tensor; None if its static shape is not known
     sizes: tuple[int | None, ...]
 
 
 def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> BucketLayout:
-    """Decide the buckets from what all ranks know alike: dtypes and static sizes."""
+    """Decide the buckets from dtypes and static sizes, which are equal on all ranks."""
     if limit < 1:
         raise ValueError(f"a bucket must hold at least 1 byte, got a limit of {limit}")
     buckets: list[list[int]] = []
@@ -60,7 +60,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
 def limit_for(
     tensors: Sequence[tf.Tensor], most: int = DEFAULT_LIMIT, costs: Costs | None = None
 ) -> int:
-    """Return the bytes of a bucket, so that a list travels in a few of them.
+    """Return the bytes of a bucket, so that a list travels in a few buckets.
 
     Example:
         >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
@@ -82,10 +82,7 @@ def pack(
 def unpack(
     buckets: Sequence[tf.Tensor], like: Sequence[tf.Tensor], layout: BucketLayout
 ) -> list[tf.Tensor]:
-    """Cut buckets into tensors shaped `like` those that were packed; static shapes are kept.
-
-    The buckets may have changed dtype on the way.
-    """
+    """Cut buckets, of any dtype, into tensors with the shapes of `like`; static shapes are kept."""
     tensors: list[tf.Tensor | None] = [None] * len(layout.sizes)
     for bucket, members in zip(buckets, layout.members, strict=True):
         if len(members) == 1:
@@ -98,12 +95,12 @@ def unpack(
 
 
 def static_sizes(tensors: Sequence[tf.Tensor]) -> list[int | None]:
-    """Return each tensor's number of elements where its static shape tells, else None."""
+    """Return each tensor's number of elements; None if its static shape is not known."""
     return [math.prod(t.shape) if t.shape.is_fully_defined() else None for t in tensors]
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Give `flat` the shape of `like`, statically where it is known."""
+    """Give `flat` the shape of `like`; static dimensions stay static."""
     if like.shape.is_fully_defined():
         return tf.reshape(flat, like.shape)
     return tf.ensure_shape(tf.reshape(flat, tf.shape(like)), like.shape)

@@ -1,23 +1,23 @@
 """TensorFlow's own collectives: nothing to install, one gRPC server per rank.
 
-Constructing `tf.distribute.MultiWorkerMirroredStrategy` is the public way to bring the runtime up.
+Constructing `tf.distribute.MultiWorkerMirroredStrategy` is the public way to start the runtime.
 The strategy is then only kept alive: it owns the thread that notices dead peers and turns a wait
-for them into an error. The ops are called with group and instance keys of our own:
+for them into an error. We call the ops with group and instance keys of our own:
 
     group key     which ranks take part; a group forms when `size` ranks have named the same key
     instance key  which collective of the group this is; ranks that name the same one are matched
 
 An instance key may be used again once its first use is over on this rank: a rank leaves a
-collective only after its peers have taken every buffer it offered, and the sequencer sees to the
-order. But TensorFlow remembers the *shape* a key was first used with, for ever, and aborts on
-another. So a key belongs to a label ("in/train_step/3") and a size, and sizes that vary (ragged
-gathers) are rounded up to three significant bits, which bounds what is remembered. Inside graphs
-keys are hashes, computed when the graph runs if the size is only known then: ranks agree without
-counting together, and a rank that traces a function twice finds the same keys again. Eager calls,
-whose order is the same on every rank, number theirs. Messages of a pair are counted when they run,
+collective only after its peers have taken every buffer it offered, and the sequencer keeps the
+order. But TensorFlow remembers the *shape* of a key's first use for ever, and aborts on another
+shape. So a key belongs to a label ("in/train_step/3") and a size. Sizes that vary (ragged gathers)
+are rounded up to three significant bits, to bound what TensorFlow remembers. Inside graphs keys are
+hashes, computed when the graph runs if the size is only known then: ranks agree without counting
+together, and a rank that traces a function twice finds the same keys again. Eager calls come in the
+same order on every rank, so their keys are numbers. Messages of a pair are counted when they run,
 on both ends, see `dtk.communicators.messages`.
 
-Everything runs on the host's CPU device; on GPUs Horovod with NCCL is the communicator to use.
+Everything runs on the host's CPU device; on GPUs use Horovod with NCCL.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from dtk.errors import CommunicatorError, at_rank
 
 _MERGE = {"sum": "Add", "min": "Min", "max": "Max", "prod": "Mul"}
 
-# The strategy that brings the runtime up numbers its own keys from 1. Ours are counted from
-# _FIRST_KEY (eager calls) or hashed to _FIRST_HASH and above (graphs, groups).
+# The strategy that starts the runtime numbers its own keys from 1. Our keys count from _FIRST_KEY
+# (eager calls) or are hashes from _FIRST_HASH on (graphs, groups).
 _FIRST_KEY = 1 << 20
 _FIRST_HASH = 1 << 28
 _SPAN = (1 << 31) - _FIRST_HASH
 _MIX = 1_103_515_245  # odd and below 2^31: the product stays within int64
 
-# One op keeps one core busy adding; four at once measured twice as fast at 100 MB.
+# One op adds on one core; four at once measured twice as fast at 100 MB.
 _PIECES = 4
 _PIECE_BYTES = 1 << 20
 
@@ -62,7 +62,7 @@ def start(
     timeout: float | None = None,
     prepare: Callable[[int], None] | None = None,
 ) -> Communicator:
-    """Bring TensorFlow's collective runtime up over all ranks of `environment`."""
+    """Start TensorFlow's collective runtime over all ranks of `environment`."""
     if environment in _STARTED:
         return _STARTED[environment]
     rank, addresses = environment.rank, environment.addresses
@@ -85,7 +85,7 @@ def start(
             rank, ("",) * environment.size, range(environment.size), _FIRST_KEY, runtime
         )
         hosts = environment.hosts
-        # The first collective also proves that every peer came up; still under the limit.
+        # The first collective also proves that every peer has started, within the time limit.
         names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
     world.set_hosts(names)
     _STARTED[environment] = world
@@ -122,7 +122,7 @@ class CollectiveCommunicator(PackedCommunicator):
     name = "collective"
 
     reduces = frozenset({tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
-    # What gather, broadcast and all-to-all have in common.
+    # Dtypes that gather, broadcast and all-to-all all take.
     moves = frozenset({tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
 
     def __init__(
@@ -147,7 +147,7 @@ class CollectiveCommunicator(PackedCommunicator):
         self._slots = [names.index(member) for member in self._members]
 
     def _group(self, label: str, size: int | tf.Tensor) -> dict[str, int | tf.Tensor]:
-        """Return the keys of one collective; `size` is whatever varies in its shape."""
+        """Return the keys of one collective; `size` is the part of its shape that varies."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
                 (label, int(size)), _FIRST_KEY + len(self._eager_keys)
@@ -182,10 +182,10 @@ class CollectiveCommunicator(PackedCommunicator):
         return tf.concat(parts, axis=0)
 
     def _token(self, lane: int = 0) -> list[tf.Tensor]:
-        """Return what the graph orders an op by.
+        """Return the resource by which a graph orders an op.
 
-        Without one it would order all collectives it holds: the pieces of a bucket, and the
-        replicas of a mirrored strategy, who wait for each other.
+        Without one, the graph would run all its collectives one after the other: the pieces of a
+        bucket, and the replicas of a mirrored strategy, which wait for each other.
         """
         return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % _PIECES)]
 
@@ -204,7 +204,7 @@ class CollectiveCommunicator(PackedCommunicator):
         )
 
     def _reduce_small(self, flat: tf.Tensor, op: str, label: str, lane: int) -> tf.Tensor:
-        """Send to every rank, and add up in rank order: one hop, where a ring has 2(n-1)."""
+        """Send to every rank and add up in rank order: one hop, where a ring has 2(n-1)."""
         rows = tf.raw_ops.CollectiveAllToAllV2(
             input=tf.tile(flat[None], [self.size, 1]),
             **self._group(f"{label}/small/{flat.dtype.name}", _elements(flat)),
@@ -262,10 +262,7 @@ class CollectiveCommunicator(PackedCommunicator):
     def _pair(
         self, source: int, dest: int, tag: int, flat: tf.Tensor
     ) -> dict[str, int | tf.Tensor]:
-        """Return the keys of a group of two.
-
-        There is one for each direction, so that both ways can be under way at once.
-        """
+        """Return the keys of a pair's group: one for each direction, so that both can run."""
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
         counted = self._messages.get((source, dest, tag))
         if counted is None:
@@ -281,7 +278,7 @@ class CollectiveCommunicator(PackedCommunicator):
         return self._cast(room, False, self._pair(source, self.rank, tag, room))
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; any number of groups, and groups of groups."""
+        """See `Communicator.split`; groups may be split again."""
         self._splits += 1
         order = self.rank if key is None else key
         wishes = self.allgather_object((color, order))
@@ -304,9 +301,9 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
 
 
 def _round_up(size: tf.Tensor) -> tf.Tensor:
-    """Keep three significant bits, rounding up (at most a fifth more); at least 1.
+    """Round up to three significant bits (at most a fifth more), and to at least 1.
 
-    Few sizes means few keys for TensorFlow to remember.
+    So TensorFlow has few sizes, and few keys, to remember.
     """
     size = tf.maximum(size, 1)
     bits = tf.cast(tf.math.log(tf.cast(size, tf.float64)) / np.log(2.0), tf.int64)
@@ -315,16 +312,13 @@ def _round_up(size: tf.Tensor) -> tf.Tensor:
 
 
 def _hash(text: str) -> int:
-    """Return a number below the span of keys that every rank derives alike."""
+    """Return a key from a text, the same on every rank."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return _FIRST_HASH + int.from_bytes(digest, "big") % _SPAN
 
 
 def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Tensor:
-    """Return the key of a (label, size).
-
-    An int for an int, a tensor of the same value for a tensor.
-    """
+    """Return the key of a label and a size: an int, or a tensor if the size is one."""
     base = _hash(f"{group_key}/{label}") - _FIRST_HASH
     if not tf.is_tensor(size):
         return _FIRST_HASH + (base + size % _SPAN * _MIX) % _SPAN

@@ -1,12 +1,12 @@
-"""Measured once, kept for the next job: what a world's `Costs` are.
+"""A world's `Costs`, measured once and kept for later jobs.
 
-Rank 0 looks them up in its user's cache and tells the others. What is kept belongs to hosts,
-processors, communicator, versions and settings; another of any is another world. A link that has
-become faster is none that can be seen: then measure again. Until then, the same world
-decides alike, which a sum's last bit may depend on.
+Rank 0 looks them up in its user's cache and tells the others. An entry belongs to the hosts,
+processors, communicator, versions and settings: if one of them changes, dtk measures again. dtk
+cannot see that a link has become faster: set DTK_CALIBRATE=again then. Until then the same world
+makes the same choices, on which a sum's last bit may depend.
 
     DTK_CALIBRATE=again     measure, and keep that
-    DTK_CALIBRATE=0         neither look up nor measure; dtk's own constants hold
+    DTK_CALIBRATE=0         neither look up nor measure; use dtk's own constants
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dtk.version import __version__
 
 VARIABLE = "DTK_CALIBRATE"
 _WAYS = ("", "1", "0", "again")
-# Settings of transports; Open MPI's other variables say who and where, and differ by job.
+# Settings of transports; Open MPI's other variables name ranks and places, and differ by job.
 _SETTINGS = ("HOROVOD_", "NCCL_", "GRPC_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mpi_")
 _PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
 
@@ -57,7 +57,7 @@ def calibrate(communicator: Communicator, device: str, processors: list[str]) ->
 
 
 def _file(communicator: Communicator, processors: list[str]) -> Path | None:
-    """Return where the costs of this world are kept; None for a user without a home."""
+    """Return the file for the costs of this world; None for a user without a home."""
     settings = {
         name: value
         for name, value in os.environ.items()
@@ -72,7 +72,7 @@ def _file(communicator: Communicator, processors: list[str]) -> Path | None:
 
 
 def _read(file: Path | None) -> Costs | None:
-    """Return what is kept; None where there is no file, or one that is none of ours."""
+    """Return the costs in the file; None if there is no file, or one of another format."""
     if file is None:
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -81,7 +81,7 @@ def _read(file: Path | None) -> Costs | None:
 
 
 def _keep(costs: Costs, file: Path | None) -> None:
-    """Write the file, whole or not at all; where that is not possible each job measures."""
+    """Write the file, whole or not at all; if that fails, every job measures."""
     if file is not None:
         with contextlib.suppress(OSError), cache.replacing(file) as draft:
             draft.write_text(json.dumps(dataclasses.asdict(costs)))

@@ -1,7 +1,8 @@
-"""The cost model: what a collective sends, and the seconds that a world takes to send it.
+"""The cost model: the traffic of a collective, and the seconds that a world takes to send it.
 
-A collective is messages that wait for each other, and bytes: `Traffic`. In Hockney's model m
-messages and n bytes take m * message + n * byte seconds. With P ranks and n bytes on each:
+`Traffic` is the number of messages of a collective that wait for each other, and its bytes. In
+Hockney's model m messages and n bytes take m * message + n * byte seconds. With P ranks and n bytes
+on each:
 
     | collective        | messages, one after the other | bytes through a link             |
     |---|---|---|
@@ -13,12 +14,12 @@ messages and n bytes take m * message + n * byte seconds. With P ranks and n byt
     | ... within a host of w        | 2 (w-1)           | 2 (w-1)/w n                      |
     | parameter servers | 2: pull and push              | 2 n a worker; 2 P n / S a server |
 
-dtk chooses by it the size of buckets, whether an all-reduce goes in one hop or round a ring, and
-whether a Dense kernel's gradient goes as its factors (`Costs`). `dtk plan` predicts steps by it.
-What is chosen decides in which order numbers are added up, so ranks must choose alike, and so
-should the job that goes on tomorrow: see `cost_cache`.
+By this model dtk chooses the size of buckets, whether an all-reduce goes in one hop or round a
+ring, and whether to send a Dense kernel's gradient as its factors (`Costs`); `dtk plan` predicts
+steps. The choices decide in which order numbers are added up, so all ranks must choose alike, and
+so should a resumed job: see `cost_cache`.
 
-There is no TensorFlow here, so that `dtk plan` starts at once.
+This file does not import TensorFlow, so that `dtk plan` starts at once.
 
 Sources: Hockney 1994 (the model, and the half-performance length); Thakur, Rabenseifner and Gropp
 2005, "Optimization of Collective Communication Operations in MPICH" (costs, and choosing by size);
@@ -33,27 +34,27 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# No all-reduce of more bytes goes in one hop: in a ring ranks add up while others still send.
+# Larger all-reduces never go in one hop: in a ring, ranks add up while others still send.
 ONE_HOP_MOST = 1 << 16
 # Bytes of a bucket.
 BUCKET_LEAST, BUCKET_MOST = 1 << 16, 1 << 24
-# Floating point operations a worker does in the time one byte takes, where that was not measured:
-# less than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
+# Floating point operations a worker does in the time of one byte, if that was not measured: less
+# than most machines do. One core with AVX-512 on loopback does 450, eight on 10 Gbit/s 600.
 FLOPS_PER_BYTE = 100
-# dtk's collectives over TensorFlow's round up what varies in length to three significant bits, in
-# words of four bytes (`dtk.communicators.collective`).
+# `dtk.communicators.collective` rounds lengths that vary up to three significant bits, in words of
+# four bytes.
 _WORD = 4
 _KEPT_BITS = 3
 
 
 class Traffic(NamedTuple):
-    """Messages and bytes that go through the link of the busiest host."""
+    """Messages and bytes through the link of the busiest host."""
 
     messages: float = 0.0  # one after the other
-    bytes: float = 0.0  # in one direction; as many go in the other at the same time
+    bytes: float = 0.0  # in one direction; as many go in the other direction at the same time
 
     def and_then(self, other: Traffic) -> Traffic:
-        """Return both, one after the other.
+        """Return the sum of two traffics, one after the other.
 
         Example:
             >>> Traffic(1, 10).and_then(Traffic(2, 5))
@@ -62,7 +63,7 @@ class Traffic(NamedTuple):
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
     def times(self, factor: float) -> Traffic:
-        """Return a multiple of it.
+        """Return the traffic times a factor.
 
         Example:
             >>> Traffic(2, 10).times(0.5)
@@ -71,7 +72,7 @@ class Traffic(NamedTuple):
         return Traffic(self.messages * factor, self.bytes * factor)
 
     def seconds(self, message: float, byte: float) -> tuple[float, float]:
-        """Return the seconds of the messages, and those of the bytes, in Hockney's model.
+        """Return the seconds of the messages and the seconds of the bytes, in Hockney's model.
 
         Example:
             >>> Traffic(2, 10).seconds(message=0.5, byte=0.25)
@@ -83,7 +84,7 @@ class Traffic(NamedTuple):
 def ring_allreduce(ranks: int, nbytes: float) -> Traffic:
     """Return the traffic of a reduce-scatter, then an all-gather, round a ring.
 
-    It does not matter how many ranks share a host: one neighbor of each host is on another.
+    The number of ranks per host does not matter: the ring leaves and enters each host once.
 
     Source: Patarasuk and Yuan 2009.
 
@@ -95,7 +96,7 @@ def ring_allreduce(ranks: int, nbytes: float) -> Traffic:
 
 
 def one_hop_allreduce(ranks: int, nbytes: float) -> Traffic:
-    """Return the traffic of every rank sending all it has to every other, which adds it up.
+    """Return the traffic if every rank sends its n bytes to every other, which adds them up.
 
     Example:
         >>> one_hop_allreduce(4, 100)
@@ -105,7 +106,7 @@ def one_hop_allreduce(ranks: int, nbytes: float) -> Traffic:
 
 
 def ring_allgather(ranks: int, nbytes: float) -> Traffic:
-    """Return the traffic of every rank's part of n bytes going round a ring.
+    """Return the traffic if every rank's part of n bytes goes round a ring.
 
     Source: Thakur et al. 2005, section 3.1.
 
@@ -117,9 +118,9 @@ def ring_allgather(ranks: int, nbytes: float) -> Traffic:
 
 
 def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
-    """Return the traffic of every rank sending every other its part of n bytes.
+    """Return the traffic if every rank sends every other its part of n bytes.
 
-    Ranks of a host share its link.
+    Ranks of a host share the host's link.
 
     Source: Thakur et al. 2005, section 3.3 (pairwise exchange).
 
@@ -127,7 +128,7 @@ def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
         >>> [alltoall(4, 100, per_host).bytes for per_host in (1, 2, 4)]
         [75.0, 100.0, 75.0]
     """
-    # On one host nobody's bytes share a link with another's.
+    # On one host ranks share no link.
     sharing, away = (per_host, ranks - per_host) if ranks > per_host else (1, ranks - 1)
     return Traffic(ranks - 1, sharing * away / ranks * nbytes)
 
@@ -146,9 +147,10 @@ def hierarchical_allreduce(hosts: int, per_host: int, nbytes: float) -> tuple[Tr
 
 
 def pull(workers: int, servers: int, per_host: int, nbytes: float) -> Traffic:
-    """Return the traffic of all workers reading all weights from parameter servers.
+    """Return the traffic if all workers read all weights from parameter servers.
 
-    The busier of a server's and a host's link counts. A push is the same in the other direction.
+    The link of a server or of a host counts, whichever is busier. A push has the same traffic in
+    the other direction.
 
     Source: Li et al., OSDI'14.
 
@@ -160,7 +162,7 @@ def pull(workers: int, servers: int, per_host: int, nbytes: float) -> Traffic:
 
 
 def padded(nbytes: float) -> int:
-    """Return the bytes that a part of unequal parts takes on the wire.
+    """Return the bytes on the wire of one of several unequal parts, padding included.
 
     See `dtk.communicators.collective`.
 
@@ -176,7 +178,7 @@ def padded(nbytes: float) -> int:
 def fit_allreduces(
     ranks: int, seconds: Mapping[int, float], least: float = 0.0
 ) -> tuple[float, float]:
-    """Return the seconds of a message and of a byte that two all-reduces round a ring tell.
+    """Return the seconds of a message and of a byte, fitted to two all-reduces round a ring.
 
     Example:
         >>> fit_allreduces(2, {100: 1.0, 300: 2.0})
@@ -191,7 +193,7 @@ def fit_allreduces(
 def half_length(message: float, byte: float) -> float:
     """Return the bytes that take as long as a message: Hockney's n_1/2, to a power of two.
 
-    So close, most measurements of one world agree.
+    Rounded like this, most measurements of one world agree.
 
     Example:
         >>> half_length(0.5e-3, 4e-9)
@@ -201,10 +203,10 @@ def half_length(message: float, byte: float) -> float:
 
 
 def bucket(total: float, half_length: float) -> float:
-    """Return the bytes of a bucket of a list of tensors that become ready one by one.
+    """Return the bytes of a bucket, for a list of tensors that become ready one by one.
 
     n bytes in k buckets cost k messages, and 1/k of the bytes are left to send when the last
-    gradient is there: least at n / k = sqrt(n message / byte).
+    gradient is ready; the sum is smallest at n / k = sqrt(n message / byte).
 
     Example:
         >>> bucket(8 << 20, 1 << 17), bucket(1000, 1 << 17)
@@ -215,7 +217,7 @@ def bucket(total: float, half_length: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds that a world's communicator and processors take.
+    """Measured costs of a world's communicator and processors.
 
     Example:
         >>> costs = Costs(size=2, message=0.5e-3, byte=4e-9, operation=0.03e-9)
@@ -224,9 +226,9 @@ class Costs:
     """
 
     size: int  # ranks, 2 or more
-    message: float  # seconds of a message of no length
-    byte: float  # seconds of a byte more, in a message or in what is added up of it
-    operation: float  # seconds of a floating point operation in a product of matrices
+    message: float  # seconds of an empty message
+    byte: float  # seconds of each further byte, to send and to add up
+    operation: float  # seconds of a floating point operation in a matrix product
 
     def __post_init__(self) -> None:
         for name in ("size", "message", "byte", "operation"):
@@ -245,7 +247,7 @@ class Costs:
         return _power_of_two(self.byte / self.operation)
 
     def bucket(self, total: int) -> int:
-        """Return the bytes of a bucket of a list of tensors that become ready one by one."""
+        """Return the bytes of a bucket, for a list of tensors that become ready one by one."""
         return int(bucket(total, self.half_length))
 
     def allreduce(self, nbytes: float) -> float:
@@ -269,9 +271,9 @@ class Costs:
 
     @property
     def one_hop(self) -> int:
-        """Bytes up to which an all-reduce goes to everyone at once, and not round a ring.
+        """Bytes up to which an all-reduce goes in one hop, not round a ring.
 
-        In one hop it has fewer messages, and where there are more than two ranks, more bytes.
+        One hop needs fewer messages and, with more than two ranks, more bytes.
 
         Example:
             >>> [Costs(size, 1e-4, 1e-8, 1e-11).one_hop for size in (2, 4, 64)]
@@ -282,7 +284,7 @@ class Costs:
         return min(ONE_HOP_MOST, int(fewer / more * self.half_length)) if more else ONE_HOP_MOST
 
     def __str__(self) -> str:
-        """What was found, and what dtk does because of it."""
+        """Return the measured costs and what dtk does because of them."""
         return (
             f"{self.size} ranks: a message takes {1e3 * self.message:.2f} ms, a megabyte "
             f"{1e9 * self.byte:.1f} ms, a product of 1 GFlop {1e12 * self.operation:.0f} ms\n"

@@ -1,6 +1,6 @@
 """Whether TensorFlow was asked for the same bits in every run.
 
-Then nothing that was measured may decide in which order numbers are added up.
+If so, no measurement may decide in which order numbers are added up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tensorflow as tf
 def is_asked_for() -> bool:
     """Return whether `tf.config.experimental.enable_op_determinism` was called.
 
-    TensorFlow has no public function that tells, but then it refuses to tell the time.
+    TensorFlow has no public function for this, but `tf.timestamp` raises once it was called.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         try:

@@ -1,16 +1,16 @@
 """Horovod's engine, by its low-level ops only.
 
-Nothing of `horovod.keras` and none of Horovod's optimizers is used: on Keras 3 they reduce nothing.
-Ranks are matched by op *name*. Names are derived like the keys of TensorFlow's collectives, from a
-label, so that retracing on some ranks only changes nothing.
+We do not use `horovod.keras` or Horovod's optimizers: on Keras 3 they reduce nothing. Horovod
+matches ranks by op *name*. A name comes from a label, like the keys of TensorFlow's collectives, so
+retracing on some ranks only changes nothing.
 
 Sub-groups are Horovod's process sets. All ranks of the *world* take part in making one, so `split`
 works on the world communicator only, and links for `send` (a pair is a set of two) are opened ahead
 with `connect` when the world has more than two ranks. Both need HOROVOD_DYNAMIC_PROCESS_SETS=1 in
 every rank's environment: it slows all reductions down, so it is not the default.
 
-Horovod orders a set by world rank. Where `split` was given keys that order the group otherwise,
-rows are put in the group's order here.
+Horovod orders a set by world rank. If the keys of `split` order the group differently, this file
+puts rows into the group's order.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.packed import PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
 
-# Process sets can be added after start-up only if Horovod is told so before it starts; then ranks
-# also talk about sets in every cycle, and now and then wait for each other for 20 ms.
+# Horovod adds process sets after start-up only if this is set before; then ranks also talk about
+# sets in every cycle, and sometimes wait for each other for 20 ms.
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
-# Milliseconds between two looks for work, which a small reduction waits for; Horovod's own is 1.
+# Milliseconds between two looks for work; a small reduction waits for one. Horovod's default is 1.
 _CYCLE = "0.2"
 
 
@@ -46,7 +46,7 @@ def start(environment: Environment) -> Communicator:
     """Initialise Horovod and check that it sees the world the launcher described."""
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":  # over Gloo a look costs more
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
-    # Open MPI's word for it: its thread that waits must not keep others from computing.
+    # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     _check_own_address(environment)
     with progress.polling_threads():
@@ -65,9 +65,7 @@ def start(environment: Environment) -> Communicator:
 
 
 def _check_own_address(environment: Environment) -> None:
-    """Refuse what Horovod as published would abort of: ranks of several hosts, over Gloo, on
-    loopback.
-    """
+    """Refuse ranks of several hosts over Gloo on loopback: Horovod as published would abort."""
     over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
     alone = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
     if not over_gloo or alone or importlib.util.find_spec("horovod.dtk_patches") is not None:
@@ -76,7 +74,7 @@ def _check_own_address(environment: Environment) -> None:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return  # of which Horovod itself says so
+        return  # Horovod itself reports this
     if address.startswith("127."):
         raise CommunicatorError(
             at_rank(
@@ -98,7 +96,7 @@ class _Sets:
         }
 
     def get(self, members: Iterable[int]) -> hvd.ProcessSet | None:
-        """Return the set of these world ranks if it was made, whatever their order."""
+        """Return the set of these world ranks, in any order; None if it was not made."""
         return self._known.get(tuple(sorted(members)))
 
     def make(self, members: Iterable[int]) -> None:
@@ -147,7 +145,7 @@ class HorovodCommunicator(PackedCommunicator):
         self._ranks = [self._members.index(member) for member in ordered]
 
     def _options(self, label: str) -> dict[str, object]:
-        # Horovod takes an op's name up to its last slash as a scope; TensorFlow limits letters.
+        # Horovod takes a name up to its last slash as a scope; TensorFlow allows few characters.
         return {
             "name": self._prefix + re.sub(r"[^A-Za-z0-9_]", lambda m: f".{ord(m[0]):x}.", label),
             "ignore_name_scope": True,
@@ -155,7 +153,7 @@ class HorovodCommunicator(PackedCommunicator):
         }
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
-        # One op each, not a group: a group starts when its last bucket is ready.
+        # One op for each bucket: a Horovod group would start only when its last bucket is ready.
         return [self._reduce_one(t, op, f"{label}/{i}/{t.dtype.name}") for i, t in enumerate(flat)]
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str) -> tf.Tensor:
@@ -214,7 +212,7 @@ class HorovodCommunicator(PackedCommunicator):
             self._sets.make(self._members[rank] for rank in pair)
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; into several groups on the world communicator only."""
+        """See `Communicator.split`; only the world communicator can make several groups."""
         self._splits += 1
         order = self.rank if key is None else key
         groups: dict[int, list[tuple[int, int]]] = {}

@@ -15,7 +15,8 @@ from dtk.communicators.base import Communicator
 class LocalCommunicator(Communicator):
     """The group of this process alone.
 
-    It refuses what the others refuse, so a script that runs here runs there.
+    It refuses what the other communicators refuse, so a script that runs here also runs on several
+    ranks.
 
     Args:
         host: This host's name.
@@ -93,14 +94,14 @@ class LocalCommunicator(Communicator):
         return self._checked(value)
 
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
-        """See `Communicator.send`; there is nobody to send to."""
+        """Raise: there is no other rank. See `Communicator.send`."""
         del value, tag
         raise ValueError(f"dest={dest}: a world of one has nobody to send to")
 
     def recv(
         self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
     ) -> tf.Tensor:
-        """See `Communicator.recv`; there is nobody to receive from."""
+        """Raise: there is no other rank. See `Communicator.recv`."""
         del shape, dtype, tag
         raise ValueError(f"source={source}: a world of one has nobody to receive from")
 
@@ -114,7 +115,7 @@ class LocalCommunicator(Communicator):
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
-        """See `Communicator.sequence`; nothing needs a name here."""
+        """Do nothing; see `Communicator.sequence`."""
         del name
         yield
 

@@ -1,11 +1,11 @@
-"""Measuring what a message, a byte and an operation take in a world: its `Costs`.
+"""Measure what a message, a byte and an operation take in a world: its `Costs`.
 
-all-reduces of 128 kB, one after the other   ->  message   \\  Hockney's model: so many messages
-one of a few megabytes                       ->  byte      /   and bytes as a ring needs
+all-reduces of 128 kB, one after the other   ->  message   \\  Hockney's model, with the messages
+one of a few megabytes                       ->  byte      /   and bytes of a ring
 a product of two matrices                    ->  operation
 
-The least of several turns counts: what else a machine does makes one longer and none shorter, and
-what is found once is kept for later jobs.
+The shortest of several turns counts: other work on a machine makes turns longer, never shorter, and
+the result is kept for later jobs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs, fit_allreduces
 
 _FEW, _SOME, _MANY = 1 << 17, 1 << 20, 1 << 22  # bytes
-# Seconds that the messages of an all-reduce take at least.
+# Least seconds of the messages of an all-reduce.
 _LEAST = 1e-6
-# All-reduces in a turn, so that calling it costs none of them much.
+# All-reduces in a turn, so that the cost of calling it counts little for each.
 _CHAIN = 4
 _TURNS = 9
-# Where the shortest takes longer, in seconds, less is sent, in fewer turns.
+# If a short all-reduce takes longer, in seconds, the long one sends less, in fewer turns.
 _SLOW = 5e-3
-# A longer one is taken to need so much more than the shortest: less cannot be told from chance.
+# A long all-reduce takes at least this times a short one: less could be chance.
 _APART = 1.1
-# A product as `dtk.exchange.factors` has them: rows of a batch, and a kernel.
+# A product like in `dtk.exchange.factors`: rows of a batch, and the side of a kernel.
 _ROWS, _SIDE = 64, 1024
 
 
@@ -76,7 +76,7 @@ def _product(device: str) -> Callable[[], object]:
 
 
 def _time(work: Callable[[], object], turns: int) -> float:
-    """Return the seconds of the shortest of a few calls, after one that traces."""
+    """Return the seconds of the shortest of a few calls, after a first one that traces."""
     work()
     took = []
     for _ in range(turns):
@@ -87,5 +87,5 @@ def _time(work: Callable[[], object], turns: int) -> float:
 
 
 def _slowest(communicator: Communicator, seconds: float) -> float:
-    """Return the largest number of all ranks, which all wait for."""
+    """Return the seconds of the slowest rank: all others wait for it."""
     return float(communicator.allreduce(tf.constant(seconds, tf.float64), "max"))

@@ -1,11 +1,10 @@
-"""Collectives about to run, several of them side by side, and messages told from each other.
+"""Collectives that run side by side, and keys that tell messages of two ranks apart.
 
-Messages between two ranks are counted on both ends, whenever one runs.
-A message of the same key as the one before may reach the sender while that is still listed there:
-"Second consumer arrived for key". Counting while a function is traced would not do: a message in a
-loop is traced once, a body may be traced twice, and one end may trace again when the other does
-not. The k-th message that one end sends under a tag is the k-th that the other receives, so both
-count executions, and take keys in turn.
+Both ends count a message whenever it runs, and take keys in turn. With one key, a message may reach
+the sender while the message before is still listed there: "Second consumer arrived for key".
+Counting at trace time would fail: a message in a loop is traced once, a body may be traced twice,
+and one end may trace again when the other does not. But the k-th message that one end sends under a
+tag is always the k-th that the other end receives.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ class CollectiveMessage(NamedTuple):
     """A collective about to run."""
 
     inputs: list[tf.Tensor]  # flat tensors, in dtypes the backend takes
-    # called with them, and how many inputs of others go before: its first lane
+    # takes the inputs and the message's first lane: how many inputs other messages have before it
     send: Callable[[list[tf.Tensor], int], list[tf.Tensor]]
-    # makes the result of what `send` returned: a tensor, `tf.IndexedSlices`, or a list
+    # turns the tensors from `send` into the result: a tensor, `tf.IndexedSlices`, or a list
     finish: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]
 
 
 def run_together(
     messages: Sequence[CollectiveMessage], sequencer: CollectiveSequencer
 ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
-    """Send messages side by side, each once its own values are there.
+    """Send messages side by side, each once its own values are ready.
 
-    A backend may have few lanes, and let those that share one wait for each other.
+    A backend may have few lanes; messages that share a lane wait for each other.
     """
     if not messages:
         return []
@@ -58,8 +57,8 @@ def run_together(
     ]
 
 
-# An end starts a message when the one before is over on it, so the other has ended the one before
-# that: two keys would do. Four leave room for what TensorFlow clears up after an op has ended.
+# An end starts message k when its own k-1 is over, and then the other end has ended k-2: two keys
+# would do. Four leave room for what TensorFlow clears up after an op has ended.
 KEYS_IN_TURN = 4
 
 

@@ -1,4 +1,4 @@
-"""A communicator that packs and unpacks but sends nothing: what remains is dtk's own overhead."""
+"""A communicator that packs and unpacks but sends nothing, to measure dtk's own overhead."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dtk.communicators.packed import PackedCommunicator
 class NullCommunicator(PackedCommunicator):
     """Claims any world, and behaves as if every other rank held nothing.
 
-    A sum is the identity, a gather returns this rank's rows once per rank (so that shapes are those
-    of a real world), an all-to-all returns this rank's own block once per rank, cut or filled up
-    with zeros where other lengths are expected. Every dtype but bool is native. `bytes_sent` counts
-    what a real transport would have been given.
+    A sum is the identity. A gather returns this rank's rows once per rank, so that shapes are the
+    same as in a real world. An all-to-all returns this rank's own block once per rank, cut or
+    filled up with zeros to the expected length. Every dtype but bool is native. `bytes_sent` counts
+    the bytes that a real transport would have been given.
     """
 
     name = "null"
@@ -50,7 +50,7 @@ class NullCommunicator(PackedCommunicator):
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         del label
-        # What is expected of source j is what this rank would send to itself.
+        # For the block of every source, take the block that this rank would send to itself.
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
         return [_of_length(mine, sizes[source, self.rank]) for source in range(self.size)]
 
@@ -67,7 +67,7 @@ class NullCommunicator(PackedCommunicator):
         return tf.identity(room)
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; every claimed rank is taken to have chosen `color`."""
+        """Return the whole world, as if every rank had given `color`; see `Communicator.split`."""
         del color, key
         return NullCommunicator(self.rank, self.size)
 

@@ -1,7 +1,7 @@
-"""A base of backends: structures in, a handful of flat primitives out.
+"""The base of backends: it turns users' structures into a few flat primitives.
 
-A backend moves one-dimensional tensors of dtypes it likes. This class turns what users pass (lists,
-`IndexedSlices`, scalars, any shape, any dtype, unequal rows) into those and back:
+A backend moves one-dimensional tensors of its own dtypes. This class turns users' values (lists,
+`IndexedSlices`, scalars, any shape, any dtype, unequal rows) into such tensors and back:
 
     allreduce          -> _reduce(buckets, op)
     allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
@@ -49,7 +49,7 @@ class _Sequence:
 class PackedCommunicator(Communicator):
     """Base of the backends that really send."""
 
-    # What the backend adds up, and what it moves, without help.
+    # Dtypes that the backend adds up, and dtypes that it moves, without conversion.
     reduces: frozenset[tf.DType] = frozenset()
     moves: frozenset[tf.DType] = frozenset()
 
@@ -86,7 +86,7 @@ class PackedCommunicator(Communicator):
         """See `Communicator.seconds_communicating`."""
         return self._sequencer.seconds
 
-    # -- what a backend provides
+    # -- methods that a backend provides
 
     @abc.abstractmethod
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
@@ -94,10 +94,9 @@ class PackedCommunicator(Communicator):
 
     @abc.abstractmethod
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        """Return one flat tensor per rank.
+        """Return one flat tensor per rank; all ranks know their `sizes` (int64, shape [size]).
 
-        Of `sizes`, known to all ranks: int64, shape [size]. Gathers of other lanes may be under
-        way.
+        Gathers of other lanes may be under way.
         """
 
     @abc.abstractmethod
@@ -106,7 +105,7 @@ class PackedCommunicator(Communicator):
 
     @abc.abstractmethod
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        """Send `sizes[rank, j]` elements to rank j; returns what came from each rank."""
+        """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
 
     @abc.abstractmethod
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
@@ -114,11 +113,11 @@ class PackedCommunicator(Communicator):
 
     @abc.abstractmethod
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        """Send; returns any tensor that is ready when the send is over."""
+        """Send; return any tensor that becomes ready when the send is over."""
 
     @abc.abstractmethod
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        """Receive a flat tensor like `room`, whose values mean nothing."""
+        """Receive a flat tensor with the shape and dtype of `room`."""
 
     # -- naming
 
@@ -158,7 +157,7 @@ class PackedCommunicator(Communicator):
         """Return a name for the next collective, the same one on every rank.
 
         Eager collectives run one after the other, so all of a kind share one name: reuse is safe
-        once the first use is over, and what transports remember per name does not grow.
+        once the first use is over, and transports, which remember names, need not remember more.
         """
         if tf.executing_eagerly():
             return f"eager/{kind}"
@@ -203,7 +202,7 @@ class PackedCommunicator(Communicator):
             raise ValueError(
                 at_rank(self.rank, f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense")
             )
-        # Which rows a step reads is known long before their gradients are.
+        # The row numbers of a step are known long before the gradients of the rows.
         with self.concurrent("rows"):
             counts = self._count_rows(slices.indices)
             indices = self.allgather(slices.indices, counts)
@@ -223,7 +222,7 @@ class PackedCommunicator(Communicator):
         return gathering._replace(finish=finish)
 
     def _aligned(self, values: tf.Tensor, indices: tf.Tensor, mine: tf.IndexedSlices) -> tf.Tensor:
-        """Stack the ranks' values of slices that are of the same places, of which they assure."""
+        """Stack the ranks' values of aligned slices; fail if the ranks' indices differ."""
         everyone = tf.tile(mine.indices, [self.size])
         equal = tf.cond(
             tf.equal(tf.size(indices), tf.size(everyone)),
@@ -258,7 +257,7 @@ class PackedCommunicator(Communicator):
         return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
-        """Return the collective that gathers the rows of all ranks, of which each has `counts`."""
+        """Return the collective that gathers the rows of all ranks, `counts` for each."""
         rows = RowBlocks(tensor, self.moves)
         encoded, decode = rows.encode()
         label = self._label(f"gather/{encoded.dtype.name}")
@@ -289,10 +288,7 @@ class PackedCommunicator(Communicator):
     def _exchange_blocks(
         self, rows: RowBlocks, matrix: tf.Tensor
     ) -> tuple[list[tf.Tensor], wire.Decode]:
-        """Send `matrix[rank, j]` rows to rank j; return what came from each rank, and the way back.
-
-        The way back takes the part of any one rank.
-        """
+        """Send `matrix[rank, j]` rows to rank j; return each rank's part, and a part's decoder."""
         joined, decode = rows.encode_blocks(matrix[self.rank], self.size)
         words = rows.words(matrix)
         label = self._label(f"alltoall/{joined.dtype.name}")
@@ -302,7 +298,7 @@ class PackedCommunicator(Communicator):
     def reduce_scatter(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """See `Communicator.reduce_scatter`.
 
-        Blocks go straight to their owner, who adds them in rank order: each rank sends
+        Blocks go straight to their owner, which adds them in rank order: each rank sends
         (size-1)/size of its bytes, and the result does not depend on timing.
         """
         value = tf.convert_to_tensor(value)
@@ -387,7 +383,7 @@ class PackedCommunicator(Communicator):
 
 
 def _is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Return whether ranks get each other's slices of a value: where their number may differ."""
+    """Return whether ranks gather the slices of a value, since their number may differ by rank."""
     if not isinstance(value, tf.IndexedSlices):
         return False
     return not isinstance(value, AlignedSlices) or not value.values.shape.is_fully_defined()

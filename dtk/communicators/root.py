@@ -1,4 +1,4 @@
-"""Work that one rank does for all: the others get what it returned, or raise what it raised."""
+"""Run work on one rank for all: the other ranks get its result, or raise its error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_root(communicator: Communicator, work: Callable[[], _T], root: int = 0) -
 
 
 def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
-    """Return the pair (result, error) as other ranks read it, and the error itself."""
+    """Return the pair (result, error) as bytes for other ranks, and the error itself."""
     try:
         return objects.dumps((work(), None)), None
     except Exception as caught:
@@ -44,7 +44,7 @@ def _outcome(work: Callable[[], object]) -> tuple[bytes, Exception | None]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or one that says the same where it cannot be sent."""
+    """Return the error, or one with the same message if it cannot be sent."""
     try:
         objects.loads(objects.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Rows of a tensor on the wire: flat, one block for each rank, of whatever dtype can be moved."""
+"""Rows of a tensor on the wire: flat, one block for each rank, in a dtype that can be moved."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from dtk.errors import at_rank
 
 
 class RowBlocks:
-    """A tensor's rows as flat elements that a backend moves, and the way back."""
+    """Encodes a tensor's rows as flat elements that a backend moves, and decodes them."""
 
     def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
         self._tensor = tensor
         self._native = native
         self._width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])  # elements in one row
-        # Bytes packed four to a word: the last word of a block may be part padding.
+        # Four bytes share a word; the last word of a block may hold padding.
         self._per_word = 4 if (tensor.dtype.size == 1 and tensor.dtype not in native) else 1
 
     def encode(self) -> tuple[tf.Tensor, wire.Decode]:
-        """Return all rows as one flat tensor for the wire, and the way back."""
+        """Return all rows as one flat tensor for the wire, and its decoder."""
         return wire.for_moving(tf.reshape(self._tensor, [-1]), self._native)
 
     def encode_blocks(self, counts: tf.Tensor, size: int) -> tuple[tf.Tensor, wire.Decode]:
-        """Return the rows as `size` blocks, one after the other in a flat tensor for the wire.
+        """Return the rows as `size` blocks, one after the other in a flat tensor, and the decoder.
 
         Each block is encoded by itself: a word must not hold bytes for two ranks.
         """
-        if self._per_word == 1:  # an element for each: blocks lie where they are
+        if self._per_word == 1:  # one word per element: blocks need no padding
             return self.encode()
         flat = tf.reshape(self._tensor, [-1])
         blocks = tf.split(flat, counts * self._width, num=size)
@@ -37,14 +37,14 @@ class RowBlocks:
         return tf.concat([block for block, _ in encoded], axis=0), encoded[0][1]
 
     def words(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return how many elements on the wire numbers of rows take."""
+        """Return how many elements on the wire the rows take."""
         elements = rows * self._width
         return elements if self._per_word == 1 else -(-elements // self._per_word)
 
     def decode(
         self, parts: Sequence[tf.Tensor], decode: wire.Decode, counts: tf.Tensor
     ) -> tf.Tensor:
-        """Join what came from all ranks."""
+        """Decode and join the parts from all ranks."""
         flat = [decode(part) for part in parts]
         if self._per_word > 1:
             flat = [part[: counts[j] * self._width] for j, part in enumerate(flat)]
@@ -55,7 +55,7 @@ class RowBlocks:
 
 
 def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int) -> tf.Tensor:
-    """Return the rows that every rank gathers, once they fit this rank's."""
+    """Return the row count of every rank; raise if this rank's does not fit its tensor."""
     counts = list(known)
     if len(counts) != size or tensor.shape[0] not in (None, counts[rank]):
         raise ValueError(
@@ -73,9 +73,9 @@ def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int
 
 
 def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:
-    """Return `counts` in a graph that ends where `mine` is not the number of the tensor's rows.
+    """Return `counts`, in a graph that fails if `mine` is not the number of the tensor's rows.
 
-    MPI would send what lies in memory behind them.
+    Otherwise MPI would send the memory behind the rows.
     """
     rows = tf.shape(tensor, tf.int64)[0]
     check = tf.debugging.assert_equal(mine, rows, told)
@@ -86,7 +86,7 @@ def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) 
 def checked_splits(
     tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None, rank: int, size: int
 ) -> tf.Tensor:
-    """Return how many rows an all-to-all sends to each rank, once they fit the tensor."""
+    """Return how many rows an all-to-all sends to each rank; raise if they do not fit."""
     if tensor.shape.rank == 0:
         raise ValueError(at_rank(rank, "alltoall needs rows to send, got a scalar"))
     rows = tf.shape(tensor, tf.int64)[0]

@@ -1,15 +1,14 @@
-"""Order and account: one small variable that does both.
+"""The order of collectives, and the count of what they send: one small variable does both.
 
-Inside `tf.function` nothing orders two collectives by itself: TensorFlow runs whatever is ready, so
-two ranks may start them in opposite orders and wait for each other, and reusing a key needs the
-first use to be over. TensorFlow does order everything that touches the same *variable*, through
+Inside `tf.function` nothing orders two collectives by itself: TensorFlow runs whatever is ready. So
+two ranks may start them in opposite orders and wait for each other, and a key may be used again
+before its first use is over. But TensorFlow does order all ops on the same *variable*, through
 conditionals, loops and nested functions alike. So each collective reads the variable before it
-starts and adds to it when it is over. What it adds is the number of bytes it sent, and the time it
-took:
+starts, and when it is over adds the bytes it sent and the time it took:
 
     read -> collective -> add -> read -> collective -> add -> ...
 
-which counts executions exactly, dynamic shapes included, at next to no cost.
+This counts executions exactly, dynamic shapes included, at next to no cost.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _FROM_0, _TO_END = np.array([0]), np.array([-1])
 
 
 class CollectiveSequencer:
-    """Runs a communicator's collectives in trace order; counts what they send and how long.
-
-    The variable holds bytes and microseconds.
-    """
+    """Runs a communicator's collectives in trace order; counts their bytes and microseconds."""
 
     def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
         self._timed = timed
@@ -54,10 +50,7 @@ class CollectiveSequencer:
         return self._eager_seconds + self._counted(1) / 1e6
 
     def lane(self, number: int) -> tf.Tensor:
-        """Return a resource that orders some of a collective's parts only.
-
-        Parts in other lanes run beside them.
-        """
+        """Return a resource that orders the parts of one lane; other lanes run beside it."""
         if number not in self._lanes:
             self._lanes[number] = lane(self._device)
         return self._lanes[number]
@@ -67,7 +60,7 @@ class CollectiveSequencer:
             return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)[place])
 
     def _clock(self, ready: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the time in seconds, once these are there."""
+        """Return the time in seconds once all of `ready` are computed."""
         if not self._timed or determinism.is_asked_for():
             return tf.zeros([], tf.float64)
         with tf.control_dependencies(ready):
@@ -88,17 +81,17 @@ class CollectiveSequencer:
                 outputs = collective(list(inputs))
             self._eager_seconds += time.perf_counter() - start
             return outputs
-        # Outside the control dependencies below: TensorFlow leaves those off an op whose inputs
-        # have them already, and then loses them where the inputs are constants it folds away.
+        # Outside the control dependencies below: TensorFlow omits them on an op whose inputs
+        # already have them, and loses them when it folds constant inputs away.
         sent = _bytes(inputs if sends else [])
         before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
         none = tf.minimum(before[:1], 0)
         behind = [_behind(none, t) for t in inputs]
         start = self._clock(behind)
         outputs = collective(behind)
-        # Horovod does not mark its ops as stateful, so a result that is only waited for would be
-        # optimized away, on the ranks that do not use it. No element of it is counted here, which
-        # the optimizer cannot foresee. (An assertion would wait for those of other sequencers.)
+        # Horovod does not mark its ops as stateful, so ranks that do not use a result would
+        # optimize the op away. So use it here: count 0 of its elements, a number that the optimizer
+        # cannot foresee. (An assertion would wait for the assertions of other sequencers.)
         flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
         kept = tf.add_n([tf.size(tf.slice(o, _FROM_0, none), tf.int64) for o in flat])
         with tf.control_dependencies([kept]):
@@ -109,10 +102,10 @@ class CollectiveSequencer:
 
 
 def lane(device: str = "CPU:0") -> tf.Tensor:
-    """Make a resource of its own, for the graph to order ops by.
+    """Make a resource by which the graph orders ops.
 
-    A bare resource, not a tf.Variable: whatever strategy or scope is active when it is made must
-    neither mirror nor track it. An op that touches it runs on its device.
+    It is not a tf.Variable, so that no active strategy or scope mirrors or tracks it. An op that
+    touches it runs on its device.
     """
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(
@@ -121,7 +114,7 @@ def lane(device: str = "CPU:0") -> tf.Tensor:
 
 
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return how many bytes they take; a constant where all shapes are known."""
+    """Return the bytes of tensors; a constant if all shapes are known."""
     counts = [t.shape.num_elements() for t in tensors]
     known = sum(count * t.dtype.size for t, count in zip(tensors, counts, strict=True) if count)
     sizes = [
@@ -135,10 +128,10 @@ def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     """Return the same tensor, made to depend on a value known only when the graph runs.
 
-    TensorFlow evaluates what depends on constants alone while it prepares a graph, on this rank and
-    out of order, and Horovod's ops look to it as if they could be. Control dependencies do not stop
-    it, and it looks through reshapes and placeholders. The count read is never negative, so the
-    slice below always starts at 0 (and copies nothing), but only running the graph can tell.
+    While TensorFlow prepares a graph, it evaluates ops that depend on constants alone, on this rank
+    and out of order; it takes Horovod's ops for such. Control dependencies do not stop it, and it
+    looks through reshapes and placeholders. The count is never negative, so the slice below always
+    starts at 0 (and copies nothing), but TensorFlow cannot know that before the graph runs.
     """
     same = tf.slice(flat, none, _TO_END)
     same.set_shape(flat.shape)

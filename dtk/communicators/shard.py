@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank of a group holds."""
+"""The part of a tensor that a rank of a group holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def offset(self) -> int:
-        """Where this rank's part begins in the whole axis."""
+        """First position of this rank's part in the whole axis."""
         return sum(self.sizes[: self.communicator.rank])
 
     @property
@@ -84,13 +84,13 @@ class Shard:
     def whole(self, part: tf.Tensor | Array) -> tf.Tensor:
         """Gather the whole tensor; every rank of the group calls it.
 
-        Each rank sends its part once; which rank holds how much is known, and not sent.
+        Each rank sends its part once. All ranks know the sizes, so these are not sent.
         """
         part = tf.convert_to_tensor(part)
         self._with_axis(part.shape.as_list(), self.size, self.length)
         if self.communicator.size == 1:
             return tf.identity(part)
-        # Elements as they lie: moving the axis to the front and back would copy the whole twice.
+        # Gather flat parts: moving the axis to the front and back would copy the whole twice.
         shape = tf.shape(part, tf.int64)
         before, behind = shape[: self.axis], shape[self.axis + 1 :]
         shapes = [tf.concat([before, [size], behind], 0) for size in self.sizes]
@@ -118,7 +118,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class OneRanks:
-    """A tensor that one rank of a group holds, and the others do not: a pipeline's stage has it."""
+    """A tensor that only one rank of a group holds, like the weights of a pipeline's stage."""
 
     owner: int
     communicator: Communicator

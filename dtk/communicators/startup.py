@@ -1,13 +1,13 @@
-"""Bringing a runtime up so that it cannot wait for ever, and without noise.
+"""Start a runtime so that it cannot wait for ever, and without noise.
 
-TensorFlow's bring-up waits in C++ for all peers: without a limit, deaf to signals, and holding
-Python's interpreter lock, so that no thread of ours could watch it. Hence two phases:
+TensorFlow's start waits in C++ for all peers: without a limit, deaf to signals, and holding
+Python's interpreter lock, so that no Python thread could watch it. Hence two phases:
 
-    1. meet       in Python, over the very addresses TensorFlow will use: rank 0 listens, every rank
-                  says who it is, and when all are there rank 0 tells them to go on. Whoever is
-                  missing is known by rank and address, and Ctrl-C works.
-    2. bring-up   TensorFlow's, which is then a matter of a second. Should a peer die in that
-                  second, `faulthandler`, which needs no lock, ends the process.
+    1. meet       in Python, over the addresses that TensorFlow will use: rank 0 listens, every rank
+                  sends its number, and when all have, rank 0 tells them to go on. A missing rank is
+                  named with its address, and Ctrl-C works.
+    2. start      TensorFlow's, which then takes about a second. If a peer dies in that second,
+                  `faulthandler`, which needs no lock, ends the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
 DEFAULT_TIMEOUT = 120.0
-# Between two attempts to reach rank 0: often at first, since ranks come at about the same time.
+# Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
 _GO = b"go"
@@ -48,7 +48,7 @@ def limit(timeout: float | None = None) -> float:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port"; an IPv6 host may stand in brackets."""
+    """Split "host:port"; an IPv6 host may be in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise CommunicatorError(f"cannot read address {address!r}; expected host:port")
@@ -56,7 +56,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
-    """Make sure this rank can listen on its own address."""
+    """Raise if this rank cannot listen on its own address."""
     try:
         _listen(address, world).close()
     except OSError as error:
@@ -86,7 +86,7 @@ def _resolve(
 
 
 def _holder(address: str) -> str:
-    """Return which process listens there, as far as this user may see."""
+    """Name the process that listens on an address, as far as this user may see."""
     import psutil
 
     port = parse_address(address)[1]
@@ -99,7 +99,7 @@ def _holder(address: str) -> str:
 
 
 def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
-    """Return once every rank is there; all of them call this."""
+    """Return once every rank has called this."""
     wait = Wait(f"rank {rank}", timeout)
     if rank == 0:
         _host(addresses, wait)
@@ -145,7 +145,7 @@ def _host(addresses: Sequence[str], wait: Wait) -> None:
             with contextlib.suppress(OSError):
                 client.sendall(answer)
                 client.shutdown(socket.SHUT_WR)
-                client.recv(1)  # let the client hang up first, so that our port is free at once
+                client.recv(1)  # the client must close first, so that this port is free at once
     if problem:
         raise CommunicatorError(at_rank(0, problem))
 
@@ -196,7 +196,7 @@ def _listen(address: str, world: Sequence[str]) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # A name that leads here by way of a proxy or NAT is not an address of this host.
+            # A name that leads here through a proxy or NAT is not an address of this host.
             listener.bind(("", target[1]))
         listener.listen(max(1, len(world)))
     except BaseException:
@@ -206,9 +206,9 @@ def _listen(address: str, world: Sequence[str]) -> socket.socket:
 
 
 def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> bool:
-    """Return whether this host's name means loopback here, while ranks elsewhere reach it by it.
+    """Return whether a name that ranks of other hosts use for this host means loopback here.
 
-    Debian's /etc/hosts gives a host's own name 127.0.1.1, on which no other host reaches it.
+    Debian's /etc/hosts gives a host's own name 127.0.1.1, which no other host can reach.
     """
     own = parse_address(address)[0]
     others = {parse_address(one)[0] for one in world} - {own, "localhost", "127.0.0.1", "::1"}
@@ -216,7 +216,7 @@ def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> boo
 
 
 def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:
-    """Make sure that a library sees the world which the launcher described."""
+    """Raise if a library sees another world than the launcher described."""
     if (rank, size) != (environment.rank, environment.size):
         raise CommunicatorError(
             at_rank(

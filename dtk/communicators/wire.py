@@ -1,8 +1,8 @@
-"""Dtypes on the wire: what a backend cannot carry or add travels as something it can.
+"""Dtypes on the wire: values travel in a dtype that the backend can move or add.
 
 Moving needs only the bits, so a value is *reinterpreted* as a dtype of the same width, or four
 bytes as one word: compressed uint8 gradients stay as small as they are. Reducing needs arithmetic,
-so a value is *converted* to a wider dtype of its own kind: never an integer to floating point.
+so a value is *converted* to a wider dtype of its own kind, never from integer to floating point.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtk.communicators.base import REDUCE_OPS
 
 Decode = Callable[[tf.Tensor], tf.Tensor]
 
-# For a dtype the backend cannot reduce: the wider ones to try, best first.
+# For a dtype that the backend cannot reduce: the wider dtypes to try, best first.
 _WIDER = {
     tf.bool: (tf.uint8, tf.int32),
     tf.int8: (tf.int32,),
@@ -29,13 +29,13 @@ _WIDER = {
 
 
 def check_all(dtypes: Iterable[tf.DType], op: str = "sum") -> None:
-    """Refuse what no backend can do, alike on all of them."""
+    """Raise for a dtype and op that no backend can do, so that all backends refuse the same."""
     for dtype in dict.fromkeys(dtypes):
         check(dtype, op)
 
 
 def check(dtype: tf.DType, op: str = "sum") -> None:
-    """Refuse what no backend can do, alike on all of them."""
+    """Raise for a dtype and op that no backend can do, so that all backends refuse the same."""
     if op not in REDUCE_OPS:
         raise ValueError(f"unknown reduction {op!r}; use one of {', '.join(REDUCE_OPS)}")
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:

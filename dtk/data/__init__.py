@@ -1,4 +1,4 @@
-"""Data: which rows a rank reads, and in which order."""
+"""Data: which rows each rank reads, and in which order."""
 
 from dtk.data.describe import Description, describe
 from dtk.data.empty import empty_dataset

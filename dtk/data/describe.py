@@ -1,4 +1,4 @@
-"""Description of what each rank reads of the data, before anything is trained on it."""
+"""Description of the data that each rank will read in training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtk.nests import Nest
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
-# What Keras's `fit` takes for arrays when nothing is said.
+# The default batch size of Keras's `fit` for arrays.
 _BATCH_SIZE = 32
 _VALUES = 4
 
@@ -28,15 +28,15 @@ _VALUES = 4
 class BatchPartRead(NamedTuple):
     """Part of one batch that one rank takes."""
 
-    # index of its first row within the global batch; None where every rank reads a pipeline of its
-    # own, so that a global batch is only what ranks read together
+    # index of its first row within the global batch; None if every rank reads its own pipeline, so
+    # that only all ranks together have a global batch
     first: int | None
-    taken: int  # how many rows it takes; 0 where there are fewer rows than ranks
+    taken: int  # number of rows; may be 0 if there are fewer rows than ranks
     rows: int  # rows of the global batch
-    hash: str  # A short hash of these rows; "" without any
-    sample: str  # the first values of the first of them
-    # A hash of the global batch, which must be the same on all ranks; "" where every rank reads a
-    # pipeline of its own
+    hash: str  # short hash of the rows taken; "" if there are none
+    sample: str  # first values of the first row
+    # hash of the global batch, which must be the same on all ranks; "" if every rank reads its own
+    # pipeline
     whole: str
 
 
@@ -45,19 +45,19 @@ class Share(NamedTuple):
 
     rank: int
     host: str
-    # batches of an epoch; `math.inf` without end, None where only reading would tell
+    # batches of an epoch; `math.inf` without end, None if not known without reading
     batches: float | None
-    types: tuple[str, ...]  # type and shape of a row of each part, such as "float32[8, 8, 1]"
-    parts: tuple[BatchPartRead, ...]  # of each of the first batches
+    types: tuple[str, ...]  # type and shape of a row of each input, such as "float32[8, 8, 1]"
+    parts: tuple[BatchPartRead, ...]  # part of each of the first batches
 
 
 class Description(NamedTuple):
-    """Description of what all ranks read; `print` makes a table of it.
+    """Description of the data that all ranks read; `print` shows a table.
 
     Attributes:
         what: Kind of data, in words.
         shares: Share of each rank, by rank.
-        notes: Remarks on what does not look right.
+        notes: Remarks on things that do not look right.
     """
 
     what: str
@@ -82,12 +82,12 @@ class Description(NamedTuple):
 
 
 class _Rereadable(NamedTuple):
-    """Data that can be read from its beginning."""
+    """Data that can be read again from the beginning."""
 
-    what: str  # words for it
-    batches: float | None  # as in `Share`
-    read: Callable[[], Iterable[Nest]]  # its batches: global ones, or this rank's own
-    own: bool = False  # whether they are this rank's own
+    what: str  # kind of data, in words
+    batches: float | None  # see `Share`
+    read: Callable[[], Iterable[Nest]]  # returns global batches, or this rank's own
+    own: bool = False  # whether the batches are this rank's own
 
 
 def describe(
@@ -95,25 +95,26 @@ def describe(
 ) -> Description:
     """Show what each rank reads: how many batches, and which rows of the first ones.
 
-    Every rank calls it, with what it is going to give to `fit`; rank 0 prints a table. Rows are cut
-    as `fit` cuts them. Arrays are shown in their own order, which `fit` shuffles anew for each
-    epoch, alike on every rank. What shuffles or is used up when it is read, is read once more.
+    Every rank calls it with the data that it will give to `fit`; rank 0 prints a table. Rows are
+    cut as `fit` cuts them. Arrays are shown in their own order; `fit` shuffles them anew for each
+    epoch, the same way on every rank. `fit` reads the data once more, which matters if reading
+    shuffles it or uses it up.
 
     Args:
         dataset: Arrays `x` or `(x, y)` or `(x, y, sample_weight)`; a `tf.data.Dataset` of global
-            batches; what `dtk.data.shard` or `distribute_datasets_from_function` returned; or a
+            batches; a dataset from `dtk.data.shard` or `distribute_datasets_from_function`; or a
             `keras.utils.PyDataset`.
         strategy: An `AllReduceStrategy` or a `MirroredStrategy`.
-        batch_size: Of arrays, the global batch as of `fit`; 32 when None, as there.
-        batches: How many batches to read and show.
+        batch_size: For arrays, the global batch as in `fit`; 32 when None, as in `fit`.
+        batches: Number of batches to read and show.
 
     Returns:
         The description, the same on every rank.
 
     Raises:
-        TypeError: This kind of data cannot be read without using it up.
-        ValueError: The batch is smaller than the number of workers; a batch size is given with
-            data that comes in batches; or the strategy has parameter servers.
+        TypeError: Reading this kind of data would use it up.
+        ValueError: The batch is smaller than the number of workers; a batch size is given for data
+            in batches; or the strategy has parameter servers.
 
     Example:
         >>> import dtk, numpy as np
@@ -132,7 +133,7 @@ def describe(
         raise ValueError(
             f"strategy is a {type(strategy).__name__}; expected an AllReduceStrategy or a "
             "MirroredStrategy of dtk. Workers of parameter servers take batches as they become "
-            "free, so nobody knows ahead which one reads what"
+            "free, so it is not known ahead which worker reads which rows"
         )
     if batches < 1:
         raise ValueError(f"batches={batches}, expected 1 or more")
@@ -213,7 +214,7 @@ def _count(dataset: tf.data.Dataset) -> float | None:
 def _parts(
     batch: Nest, strategy: DtkStrategy, own: bool
 ) -> list[tuple[BatchPartRead, tuple[str, ...]]]:
-    """Return, for each replica of this process, its part of a batch, and the types of its rows."""
+    """Return the part of a batch, and the types of its rows, for each replica of this process."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
         batch,
@@ -235,7 +236,7 @@ def _parts(
 
 
 def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
-    """Set the rows of each global batch: what all ranks read of it together."""
+    """Set the rows of each global batch: the sum over all ranks."""
     steps = itertools.zip_longest(*(share.parts for share in shares))
     rows = [sum(part.taken for part in parts if part is not None) for parts in steps]
     return [
@@ -249,7 +250,7 @@ def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
 
 
 def _notes(shares: Sequence[Share]) -> Iterable[str]:
-    """Yield what a reader should not overlook; at most one of a kind."""
+    """Yield remarks on mistakes, at most one of each kind."""
     first = shares[0]
     for share in shares[1:]:
         if share.batches != first.batches:

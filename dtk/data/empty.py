@@ -1,4 +1,4 @@
-"""Datasets of ranks that get their input from another rank."""
+"""Datasets for ranks that get their input from another rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dtk.data.rows import Data, count_rows
 
 
 def empty_dataset(dataset: Data) -> list[tuple[()]]:
-    """Return as many elements as a dataset has, with nothing in them.
+    """Return as many empty elements as a dataset has.
 
     This is ChainerMN's `create_empty_dataset`: in a chain of stages only the first rank reads
-    inputs. The others loop over this, and so take as many steps without reading or holding a row.
+    inputs. The other ranks loop over the empty elements, and so take as many steps without reading
+    or holding a row.
 
     Args:
         dataset: An array, a tuple or dict of arrays, a sequence, or a `tf.data.Dataset`.
@@ -18,7 +19,7 @@ def empty_dataset(dataset: Data) -> list[tuple[()]]:
         A list of empty tuples, one for each row.
 
     Raises:
-        ValueError: Its rows cannot be counted.
+        ValueError: The dataset's rows cannot be counted.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Ranks that share data: a strategy's, or a communicator's own."""
+"""The ranks that share data, from a strategy or a communicator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dtk.strategies.base import DtkStrategy
 
 
 def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:
-    """Return the communicator of a strategy; a communicator as it is.
+    """Return a strategy's communicator, or the communicator itself.
 
     Example:
         >>> from dtk.communicators import create

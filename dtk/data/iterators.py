@@ -1,7 +1,7 @@
-"""Iterators for ranks that must work on the same batches (ChainerMN's two).
+"""Iterators for ranks that must work on the same batches, after ChainerMN.
 
-broadcast_iterator       root reads and sends: whatever root alone can reach
-synchronized_iterator    every rank reads for itself, in one random order: nothing is sent
+broadcast_iterator       root reads and sends: for data that only root can reach
+synchronized_iterator    every rank reads for itself, in the same random order: nothing is sent
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def broadcast_iterator(
 ) -> Iterator[_Item]:
     """Iterate on every rank over the batches that `root` reads.
 
-    Every rank takes the same number of batches; what ends or breaks the iterator on `root` ends or
-    breaks it on all.
+    Every rank takes the same number of batches: if the iterator ends or raises on `root`, it does
+    so on all ranks.
 
     Args:
-        iterable: Of structures of arrays or tensors, or of what else can be sent, see
+        iterable: Yields structures of arrays or tensors, or other values that can be sent, see
             `dtk.communicators.objects`. Only `root`'s is read; None elsewhere.
         strategy_or_communicator: The ranks; None inside a strategy's scope.
         root: The rank that reads.
 
     Returns:
-        An iterator over `root`'s batches. Where `root`'s iterator raises, it raises the same on
+        An iterator over `root`'s batches. If `root`'s iterable raises, it raises the same error on
         every rank.
 
     Example:
@@ -60,7 +60,7 @@ def _broadcast(
 
 
 def _items(iterable: Iterable[_Item] | None) -> Iterator[_Item]:
-    """Yield its items; what cannot be iterated over raises at the first, for all ranks to hear."""
+    """Yield the items; if there is no iterable, raise at the first item, where all ranks see it."""
     if iterable is None:
         raise TypeError("'NoneType' object is not iterable")
     yield from iterable
@@ -72,17 +72,17 @@ def synchronized_iterator(
     seed: int | None = None,
     root: int = 0,
 ) -> Iterator[_Item]:
-    """Iterate on every rank over what it reads for itself, in the same random order.
+    """Iterate on every rank over its own data, in the same random order.
 
     Args:
-        make: Makes the batches from a seed, of which alone their order may depend; such as
-            `lambda seed: dataset.shuffle(1000, seed=seed)`.
+        make: Makes the batches from a seed, such as
+            `lambda seed: dataset.shuffle(1000, seed=seed)`. Their order may depend on nothing else.
         strategy_or_communicator: The ranks; None inside a strategy's scope.
-        seed: What `make` is given; None draws one from numpy's generator.
+        seed: The seed for `make`; None draws one from numpy's generator.
         root: The rank whose seed counts.
 
     Returns:
-        An iterator over what `make` returned.
+        An iterator over the result of `make`.
 
     Example:
         >>> import dtk, numpy as np

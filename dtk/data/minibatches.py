@@ -1,12 +1,12 @@
-"""Minibatches in an order that depends on nothing but a seed (CNTK's partitioned minibatches).
+"""Minibatches in an order that depends only on a seed (CNTK's partitioned minibatches).
 
     sweep 0                        sweep 1
-    3 0 4 1 2                      1 4 0 2 3             a new order every sweep, of one seed
+    3 0 4 1 2                      1 4 0 2 3             a new order every sweep, from one seed
     [3 0 4] [1 2]                  [1 4 0] [2 3]         size 3: a minibatch ends with its sweep
-    [3 0|4] [1|2]                  [1 4|0] [2|3]         two ranks: each has its slice of every one
+    [3 0|4] [1|2]                  [1 4|0] [2|3]         two ranks: each has a slice of every one
 
-Read end to end, the minibatches of all ranks are the same rows in the same order at every size,
-also one that changes, with any number of workers, and however often the job was stopped.
+All minibatches of all ranks, one after the other, have the same rows in the same order: for any
+size, even one that changes, for any number of workers, and however often the job was stopped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dtk.trainer.ranks import rank_checks
 
 
 class Minibatch(NamedTuple):
-    """Slice that one rank gets of a global minibatch.
+    """One rank's slice of a global minibatch.
 
     Attributes:
-        data: This rank's rows, in the structure of the data; none for the last ranks of a minibatch
-            of fewer rows than ranks.
+        data: This rank's rows, in the structure of the data. If a minibatch has fewer rows than
+            there are ranks, the last ranks get no rows.
         rows: Rows of the global minibatch.
-        ends_sweep: Whether it is the last of its sweep.
+        ends_sweep: Whether the minibatch is the last of its sweep.
     """
 
     data: Data
@@ -49,28 +49,29 @@ class Position(TypedDict):
 
     position: int  # rows taken so far by all ranks together
     rows: int  # rows of the data
-    seed: int | None  # seed of the orders; None for that of the data
+    seed: int | None  # seed of the orders; None for the order of the data
 
 
 class PartitionedMinibatches:
     """Reader of arrays by minibatches: every rank calls `next_minibatch` and gets its slice.
 
-    Nothing is sent between ranks after the constructor: where a rank is follows from how many rows
-    all have taken, which `get_state` and `set_state` save and restore, with another number of
-    workers too.
+    Ranks send nothing after the constructor: a rank's position follows from the number of rows that
+    all ranks have taken. `get_state` and `set_state` save and restore it, also for another number
+    of workers.
 
     Args:
         data: An array, or a tuple or dict of arrays with the same rows; the same on every rank. A
             `numpy.memmap` is read minibatch by minibatch.
-        strategy_or_communicator: Whose ranks share each minibatch; None inside a strategy's scope.
-        shuffle: Whether each sweep over the rows has a random order of its own.
-        seed: Seed of these orders; None draws one, the same for all ranks.
-        sweeps: After how many sweeps the data ends; None never ends it.
+        strategy_or_communicator: The ranks that share each minibatch; None inside a strategy's
+            scope.
+        shuffle: Whether each sweep over the rows has a new random order.
+        seed: Seed of the random orders; None draws one, the same for all ranks.
+        sweeps: Number of sweeps after which the data ends; None never ends it.
 
     Raises:
-        TypeError: The data is something else than arrays.
-        ValueError: It has no rows, or `sweeps` is less than 1.
-        DisagreementError: Ranks were given different numbers of rows, seeds or sweeps.
+        TypeError: The data is not an array, or a tuple or dict of arrays.
+        ValueError: The data has no rows, or `sweeps` is less than 1.
+        DisagreementError: Ranks have different numbers of rows, seeds or sweeps.
 
     Example:
         >>> import dtk, numpy as np
@@ -102,7 +103,7 @@ class PartitionedMinibatches:
             seed = agree_on_seed(None, communicator)
         self._seed = seed if shuffle else None
         self._position = 0
-        # The last order, and of which seed and sweep it is.
+        # The last order, with its seed and sweep.
         self._kept: tuple[tuple[int, int] | None, Indices] = (None, ())
 
     @property
@@ -119,14 +120,14 @@ class PartitionedMinibatches:
         return -(-self._rows // self._checked_size(batch_size))
 
     def next_minibatch(self, size: int) -> Minibatch | None:
-        """Return this rank's slice of the next `size` rows, or of those left of the sweep.
+        """Return this rank's slice of the next `size` rows, or of the rest of the sweep.
 
         Args:
-            size: Rows of the global minibatch, the same on every rank; it may change from one to
-                the next.
+            size: Rows of the global minibatch, the same on every rank; each minibatch may have
+                another size.
 
         Returns:
-            The slice; None after the last sweep, on all ranks alike.
+            The slice; None after the last sweep, on all ranks.
 
         Raises:
             ValueError: The size is not at least 1.
@@ -139,10 +140,11 @@ class PartitionedMinibatches:
         return Minibatch(rows.take(self._data, taken[begin:end]), len(taken), ends_sweep)
 
     def dataset(self, batch_size: int) -> tf.data.Dataset:
-        """Return a dataset of the global minibatches from here on, which `fit` slices itself.
+        """Return a dataset of the global minibatches from here on; `fit` slices it itself.
 
-        `fit` reads ahead, so this does not move `position`: `dtk.callbacks.Checkpoint` keeps the
-        place instead. Without `sweeps` it never ends: give `fit` steps_per_epoch as well.
+        The dataset does not move `position`, since `fit` reads ahead: `dtk.callbacks.Checkpoint`
+        keeps the place instead. Without `sweeps` the dataset never ends: give `fit` steps_per_epoch
+        as well.
 
         Args:
             batch_size: Rows of a global minibatch.
@@ -162,17 +164,17 @@ class PartitionedMinibatches:
         )
 
     def get_state(self) -> Position:
-        """Return where this is and in which order it goes on, as plain numbers."""
+        """Return the position and the seed of the order, as plain numbers."""
         return {"position": self._position, "rows": self._rows, "seed": self._seed}
 
     def set_state(self, state: Position) -> None:
-        """Go on from where `get_state` was called, in that reader's order.
+        """Go on where `get_state` was called, in that reader's order.
 
         Args:
-            state: What `get_state` returned.
+            state: The result of `get_state`.
 
         Raises:
-            ValueError: The state is that of data with another number of rows.
+            ValueError: The state is from data with another number of rows.
         """
         if state["rows"] != self._rows:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Order of rows: a function of a seed and a sweep, of nothing else."""
+"""The order of rows depends on a seed and a sweep only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dtk.nests import Array
 def permutation(rows: int, seed: int) -> Array:
     """Return the rows `0 .. rows - 1` in random order.
 
-    Drawn from numpy's `RandomState`, whose numbers never change between versions of numpy, as
-    ChainerMN does: the same seed gives the same order there.
+    Like ChainerMN, this draws from numpy's `RandomState`, which gives the same numbers in every
+    version of numpy. So a seed gives the same order as in ChainerMN.
 
     Example:
         >>> permutation(6, seed=0).tolist()
@@ -31,7 +31,7 @@ def sweep_order(rows: int, seed: int, sweep: int) -> Array:
 
 
 def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
-    """Return where the minibatch at a position lies; it ends with its sweep, as CNTK's do.
+    """Return the sweep, begin and end of a minibatch; it ends with its sweep, as in CNTK.
 
     Example:
         >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]

@@ -1,7 +1,7 @@
-"""Rows of whatever holds them: arrays, sequences of samples, `tf.data`.
+"""Rows of arrays, sequences of samples, and `tf.data`.
 
-holds                                          some of its rows            sent as
-an array, or a tuple or dict of arrays         the same of arrays          itself
+data                                           some of its rows            sent as
+an array, or a tuple or dict of arrays         the same, with fewer rows   itself
 a tf.data.Dataset of single elements           a tf.data.Dataset           Elements
 a sequence of samples                          a Subset, read when asked   a list
 """
@@ -19,10 +19,10 @@ from dtk.nests import Array, Nest, Specs
 _Item = TypeVar("_Item")
 _Read = TypeVar("_Read", covariant=True)
 
-# Anything that rows are taken from: arrays, a sequence of samples, a dataset of single elements.
+# Data with rows: arrays, a sequence of samples, a dataset of single elements.
 Data: TypeAlias = "Nest | Array | Sequence[object] | tf.data.Dataset"
 
-# Numbers of rows, in the order wanted.
+# Row numbers, in the wanted order.
 Indices: TypeAlias = "Sequence[int] | Array"
 
 
@@ -34,7 +34,7 @@ class Items(Protocol[_Read]):
 
 
 class Subset(Sequence[_Item]):
-    """Some items of a sequence, each read when asked for.
+    """Some items of a sequence; each is read on access.
 
     Example:
         >>> list(Subset("abcde", [4, 0]))
@@ -75,13 +75,13 @@ class Elements(NamedTuple):
 
 
 def are_arrays(dataset: Data) -> bool:
-    """Return whether rows lie along the first axis of one array, or of each of a tuple or dict."""
+    """Return whether a dataset is an array, or a tuple or dict of arrays."""
     leaves = tf.nest.flatten(dataset) if isinstance(dataset, tuple | dict) else [dataset]
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
 
 def count_rows(dataset: Data) -> int:
-    """Return how many rows, elements or samples there are.
+    """Return the number of rows, elements or samples.
 
     Example:
         >>> count_rows((np.zeros((4, 2)), np.zeros(4))), count_rows(["a", "b"])
@@ -128,7 +128,7 @@ def take(dataset: Data, indices: Indices) -> Data:
 
 
 def _sequence(dataset: Data) -> Sequence[object]:
-    # Neither arrays nor a dataset; what is no sequence either, Python refuses when it is read.
+    # Neither arrays nor a dataset. If it is not a sequence either, reading raises.
     return cast(Sequence[object], dataset)
 
 
@@ -139,7 +139,7 @@ def _take_array(array: Array | tf.Tensor, indices: Indices) -> Array | tf.Tensor
 
 
 def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
-    """Read the elements wanted by their position, in one pass."""
+    """Read the elements at some positions, in one pass."""
     specs = tf.nest.flatten(dataset.element_spec)
     if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:
         raise ValueError(
@@ -151,7 +151,7 @@ def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
 
 
 def pack(dataset: Data, blocks: Sequence[Indices]) -> list[Data | Elements]:
-    """Return several blocks of rows, each as a value that can be sent; `unpack` is the way back."""
+    """Return several blocks of rows, each as a value that can be sent; `unpack` undoes it."""
     if isinstance(dataset, tf.data.Dataset):
         held = _read(dataset, {index for block in blocks for index in block})
         return [Elements(dataset.element_spec, [held[i] for i in block]) for block in blocks]

@@ -1,4 +1,4 @@
-"""Scattered datasets: every rank a block of rows, as ChainerMN scatters them.
+"""Scattered datasets: every rank gets a block of rows, as in ChainerMN.
 
     N = 10 rows over P = 3 ranks, begin of block i = floor(N i / P), ceil(N / P) rows each:
 
@@ -7,8 +7,9 @@
                           [6 7 8 9]
     unequal   [0 1 2 3] [4 5 6] [7 8 9]     the first N mod P ranks get one more
 
-Equal lengths keep ranks that loop over their part in step, at the price of rows that two of them
-read. `fit` needs neither: it cuts every global batch of data that is the same on all ranks.
+With equal lengths, ranks that loop over their parts take the same number of steps, but two ranks
+may read the same row. `fit` needs neither: it cuts every global batch of data that is the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.strategies.base import DtkStrategy
 
-# Bytes a rank is sent at once: what is scattered may be larger than one message.
+# Bytes sent to a rank at once: a block may be larger than one message can be.
 _MESSAGE = 1 << 24
 
 
 def block(
     n_total: int, rank: int, size: int, *, force_equal_length: bool = True
 ) -> tuple[int, int]:
-    """Return the first row of a rank's block and the one after its last.
+    """Return the first row of a rank's block, and the row after the last.
 
     Example:
         >>> [block(10, rank, 3) for rank in range(3)]
@@ -60,14 +61,14 @@ def scatter_index(
     """Return which rows this rank reads, for data that every rank can reach. Every rank calls it.
 
     Args:
-        n_total: Rows in all; only `root`'s counts.
-        strategy_or_communicator: Whose ranks share the rows; None inside a strategy's scope.
+        n_total: Number of rows in all; only `root`'s number counts.
+        strategy_or_communicator: The ranks that share the rows; None inside a strategy's scope.
         root: The rank that knows `n_total`.
-        force_equal_length: Whether all ranks get `ceil(n_total / size)` rows, of which neighbours
-            may share one. Otherwise ranks differ by one row and share none.
+        force_equal_length: Whether all ranks get `ceil(n_total / size)` rows; neighbours may then
+            share one row. Otherwise ranks differ by at most one row and share none.
 
     Returns:
-        The first row and the one after the last.
+        The first row and the row after the last.
 
     Raises:
         ValueError: `n_total` is not a number of rows, or `root` not a rank.
@@ -98,31 +99,31 @@ def scatter_dataset(
 ) -> Data:
     """Give every rank its block of a dataset's rows. Every rank calls it.
 
-    Where every rank has the dataset, each takes its own rows and nothing is sent. Where a rank has
+    If every rank has the dataset, each takes its own rows and nothing is sent. If some rank has
     None, `root` reads all rows once and sends every rank its block.
 
-    Custom loops read the parts; ranks of unequal length must agree on their steps by themselves.
-    `fit` takes a part per rank as
+    Parts are for custom loops; if their lengths differ, the loops must agree on their steps. For
+    `fit`, give each rank's part to
     `strategy.distribute_datasets_from_function(lambda context: part.batch(rows_per_rank))`.
 
     Args:
         dataset: An array; a tuple or dict of arrays with the same rows; a sequence of samples, read
-            one by one; or a `tf.data.Dataset` of single elements, as many as its cardinality and
-            in an order that does not change. None on a rank without data.
-        strategy_or_communicator: Whose ranks share the rows; None inside a strategy's scope.
+            one by one; or a `tf.data.Dataset` of single elements with a known cardinality and a
+            fixed order. None on a rank without data.
+        strategy_or_communicator: The ranks that share the rows; None inside a strategy's scope.
         root: The rank whose dataset, `shuffle`, `seed` and `force_equal_length` count.
-        shuffle: Whether to deal out the rows in a random order, one for all ranks. Those of a
-            `tf.data.Dataset` are then read once and kept in memory.
-        seed: Of that order; None draws one from numpy's generator.
-        force_equal_length: Whether all ranks get `ceil(rows / size)` rows, of which neighbours may
-            share one. Otherwise ranks differ by one row and share none.
+        shuffle: Whether to deal out the rows in a random order, the same for all ranks. The rows of
+            a `tf.data.Dataset` are then read once and kept in memory.
+        seed: Seed of the random order; None draws one from numpy's generator.
+        force_equal_length: Whether all ranks get `ceil(rows / size)` rows; neighbours may then
+            share one row. Otherwise ranks differ by at most one row and share none.
 
     Returns:
-        This rank's rows: arrays of arrays, a dataset of a dataset, a sequence of a sequence.
+        This rank's rows: arrays from arrays, a dataset from a dataset, a sequence from a sequence.
 
     Raises:
-        ValueError: On every rank: `root` has no dataset, its rows cannot be counted, another rank
-            has another number of them, or ragged or sparse elements would have to be kept in
+        ValueError: On every rank, if `root` has no dataset, its rows cannot be counted, another
+            rank has another number of rows, or ragged or sparse elements would have to be kept in
             memory.
 
     Example:
@@ -145,7 +146,7 @@ def scatter_dataset(
 
 
 def _agreed_rows(dataset: Data, communicator: Communicator, root: int) -> tuple[int, bool]:
-    """Return the rows of `root`'s dataset, and whether every rank has one; errors rise on all."""
+    """Return the row count of `root`'s dataset, and whether all ranks have it; raise on all."""
     held = communicator.allgather_object(_counted(dataset))
     wrong = next((told for told in held if isinstance(told, str)), None)
     if wrong is None and held[root] is None:
@@ -161,7 +162,7 @@ def _agreed_rows(dataset: Data, communicator: Communicator, root: int) -> tuple[
 
 
 def _counted(dataset: Data) -> int | str | None:
-    """Return its rows; what is wrong with it; or None for no dataset."""
+    """Return the number of rows, or an error message; None if there is no dataset."""
     try:
         return None if dataset is None else rows.count_rows(dataset)
     except (TypeError, ValueError) as error:
@@ -169,7 +170,7 @@ def _counted(dataset: Data) -> int | str | None:
 
 
 def _deal(dataset: Data, blocks: Sequence[Indices], communicator: Communicator, root: int) -> Data:
-    """Give rank i the i-th block of rows that `root` reads."""
+    """Let `root` read all blocks and send the i-th to rank i; return this rank's."""
     written = [b""] * communicator.size
 
     def write() -> int:

@@ -1,4 +1,4 @@
-"""Seeds: what must agree on all ranks, and what must not."""
+"""Seeds that must be equal on all ranks, and seeds that must differ."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dtk.trainer.ranks.seeds import spread_seed
 
 
 def set_seed(seed: int, strategy: DtkStrategy) -> int:
-    """Seed everything that must agree on all ranks, and return a seed that is this rank's own.
+    """Seed everything that must be equal on all ranks, and return another seed for each rank.
 
     Weights and the order of rows must be the same everywhere, because every rank reads the same
-    global batches and keeps a slice. Give the returned seed to what must differ, such as the
-    augmentation in a pipeline made with `dtk.data.shard`.
+    global batches and keeps a slice. Use the returned seed where ranks must differ, for example for
+    the augmentation in a pipeline made with `dtk.data.shard`.
 
     Args:
         seed: The job's seed.
-        strategy: Whose rank asks.
+        strategy: The strategy, which knows this process's rank.
 
     Returns:
         `seed` on rank 0, and a different number on every other rank.
@@ -34,15 +34,15 @@ def set_seed(seed: int, strategy: DtkStrategy) -> int:
 
 
 def drawn(seed: int | None) -> int:
-    """Return the seed itself, or where it is None a number from numpy's generator.
+    """Return the seed, or a number from numpy's generator if it is None.
 
-    Every rank draws, also where only one rank's number will count: generators stay alike.
+    Every rank draws, even if only one rank's number counts, so that generators stay equal.
     """
     return int(np.random.randint(2**31)) if seed is None else seed
 
 
 def agree_on_seed(seed: int | None, communicator: Communicator, root: int = 0) -> int:
-    """Return `root`'s seed on every rank; where that is None, the one `root` draws.
+    """Return `root`'s seed on every rank; if it is None, `root` draws one.
 
     Example:
         >>> from dtk.communicators import create

@@ -1,15 +1,15 @@
-"""Sharded pipelines, too heavy to read everywhere: each rank reads its own part.
+"""Sharded pipelines: each rank reads its own part of data that is too heavy to read everywhere.
 
-`fit` normally reads every global batch on every rank and keeps a slice, which is exact and needs no
-thought. Where decoding is the bottleneck, `shard` gives each rank its own files or elements:
+Normally `fit` reads every global batch on every rank and keeps a slice, which is exact and simple.
+If decoding is the bottleneck, `shard` gives each rank its own files or elements:
 
     files   --list--> [a b c d e]   --rank 0 of 2-->  a c e      every second file
                                     --rank 1 of 2-->  b d
-    batches of the shorter rank end first, so ranks agree on the number of steps beforehand, and
-    rank 0 says how many rows of the longer ones that leaves out.
+    A rank with fewer rows ends first, so ranks agree on the number of steps beforehand, and rank 0
+    prints how many rows of other ranks are left out.
 
-The rows of a global batch are then the rows of all ranks' local batches; each rank's loss counts
-with its share of them, so uneven local batches are weighed exactly.
+A global batch then consists of all ranks' local batches. Each rank's loss counts with its share of
+the rows, so uneven local batches are weighted exactly.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ def shard(
     read: Callable[[tf.Tensor], tf.data.Dataset] | None = None,
     steps: int | None = None,
 ) -> tf.data.Dataset | tf_datasets.PerRankDataset:
-    """Give every rank its own part of the data, with the same number of steps on all of them.
+    """Give every rank its own part of the data, with the same number of steps on all ranks.
 
     Args:
-        source: File names, of which rank r takes every `size`-th from the r-th on; or a dataset of
-            single elements, taken likewise. With fewer files than ranks every rank reads all files
-            and takes every `size`-th element. Every rank runs a dataset's own `map` on all of its
-            elements: decode in `read`, or in a `map` on what is returned.
-        strategy: Whose ranks share the data.
-        batch_size: The global batch; each rank reads its slice's worth of rows per step.
-        read: Turns one file name (a string tensor) into a dataset of elements; needed for file
-            names only, such as `tf.data.TFRecordDataset`.
-        steps: Steps of an epoch, the same on all ranks; no more than every rank has data for. None
-            counts the elements of every rank once, by reading them where TensorFlow does not know,
-            and takes the shortest rank's: no rank waits at the end. Rows that others have beyond
-            these steps are left out of every epoch, and rank 0 prints how many; a dataset, which is
-            dealt out element by element, leaves out hardly any.
+        source: File names: rank r takes every `size`-th, from the r-th on. Or a dataset of single
+            elements: rank r takes elements the same way. With fewer files than ranks every rank
+            reads all files and takes every `size`-th element. Every rank runs a dataset's own `map`
+            on all elements, so decode in `read`, or in a `map` on the result.
+        strategy: The strategy whose ranks share the data.
+        batch_size: The global batch; in each step a rank reads the rows of its slice.
+        read: Turns a file name (a string tensor) into a dataset of elements, such as
+            `tf.data.TFRecordDataset`; only needed for file names.
+        steps: Steps of an epoch, the same on all ranks; every rank must have data for them. None:
+            each rank counts its elements once, by reading them if TensorFlow does not know their
+            number, and all take the steps of the shortest rank, so that no rank waits at the end.
+            Rows of other ranks beyond these steps are left out of every epoch, and rank 0 prints
+            how many. A dataset is dealt out element by element and leaves out hardly any.
 
     Returns:
-        A dataset to give to `model.fit`, which does not cut it again.
+        A dataset for `model.fit`, which does not cut it again.
 
     Raises:
         ValueError: The batch is smaller than the number of workers, `read` is missing, or a rank
-            has too few elements for `steps`, or for a single step. Where only reading tells how
-            many there are, `steps` is taken on trust, and a rank that runs out raises
+            has too few elements for `steps`, or for a single step. If TensorFlow does not know the
+            number of elements, `steps` is not checked, and a rank that runs out of data raises
             TensorFlow's error in that step.
 
     Example:
@@ -114,7 +114,7 @@ def _elements(
 def _agreed_steps(
     asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Communicator
 ) -> int:
-    """Return the steps every rank takes, in batches of `mine` rows here; errors rise on all."""
+    """Return the steps that every rank takes; `mine` is this rank's batch size. Raise on all."""
     rows = int(elements.cardinality())
     if asked is None and rows == tf.data.UNKNOWN_CARDINALITY:
         rows = int(elements.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
@@ -140,7 +140,7 @@ def _agreed_steps(
 def _wrong_steps(
     asked: int | None, everyone: list[int | None], held: list[tuple[int, int]]
 ) -> str | None:
-    """Return what is wrong with the steps asked for, given (rows, rows of a batch) by rank."""
+    """Return an error message for the steps, given (rows, rows of a batch) by rank; else None."""
     if len(set(everyone)) > 1:
         return f"steps={asked}, but it must be the same on all ranks (by rank: {everyone})"
     if asked is not None and asked < 1:

@@ -1,7 +1,7 @@
-"""Model parallelism: layers of which every rank of a group computes a part, exactly.
+"""Model parallelism: every rank of a group computes a part of a layer, exactly.
 
-Importing this package registers its layers with Keras: do it before `keras.saving.load_model`
-reads a model that has some.
+Importing this package registers its layers with Keras: import it before `keras.saving.load_model`
+reads a model with such layers.
 """
 
 from dtk.compat.keras_shards import shard_of

@@ -1,10 +1,10 @@
-"""Layers whose channels are divided among the ranks of a group; results are those of one device.
+"""Layers with channels divided among the ranks of a group; results equal those of one device.
 
     split="output"     each rank has some of the filters     x -> copy, compute, gather channels
     split="input"      each rank has some of the inputs      x -> slice, compute, add up
 
-The two in a row need one all-reduce each way, after Shoeybi et al. (Megatron-LM,
-arXiv:1909.08053): the first keeps its part of the channels, which the second takes.
+An "output" layer and then an "input" layer need one all-reduce each way, after Shoeybi et al.
+(Megatron-LM, arXiv:1909.08053): the second takes the part of the channels that the first computes.
 
     hidden = ChannelParallelDense(4096, "gelu", gather_output=False)(x)
     y = ChannelParallelDense(1024, split="input", input_is_split=True)(hidden)
@@ -36,7 +36,7 @@ from dtk.layers.sharded_weights import (
 )
 from dtk.nests import Config, Function
 
-# What these activations do to a channel depends on no other.
+# For these activations a channel's output depends on no other channel.
 # fmt: off
 _ELEMENTWISE = frozenset(
     {
@@ -52,21 +52,22 @@ _Shape = Sequence[int | None]
 
 
 class ChannelParallel(keras.layers.Layer):
-    """Base of layers in channel parts: goes before the Keras layer among the base classes.
+    """Base of layers with divided channels; list it before the Keras layer among the base classes.
 
     Args:
-        args: Of the Keras layer.
+        args: Arguments of the Keras layer.
         split: "output", each rank has some of the filters; or "input", some of the input channels.
-        communicator: Of the ranks that share the layer; `model_communicator` of the strategy in
-            whose scope it is built when None, and without one the layer is not divided. It is no
-            part of the configuration: a layer made from one looks for the strategy's.
-        gather_output: Whether every rank gets all channels; False, with "output" only, leaves each
-            with those it computes.
+        communicator: Communicator of the ranks that share the layer. None:
+            `model_communicator` of the strategy in whose scope the layer is built; without one the
+            layer is not divided. It is not part of the configuration: a layer made from a
+            configuration uses the strategy's.
+        gather_output: Whether every rank gets all channels. False, with "output" only, leaves each
+            rank with the channels that it computes.
         input_is_split: Whether the input has this rank's channels only, with "input" only.
-        kwargs: Of the Keras layer.
+        kwargs: Arguments of the Keras layer.
 
     Raises:
-        ValueError: Arguments that contradict each other, or that cannot be kept in parts.
+        ValueError: Arguments contradict each other, or do not work in parts.
     """
 
     communicates = True
@@ -84,7 +85,7 @@ class ChannelParallel(keras.layers.Layer):
         self.split = split
         self.gather_output = gather_output
         self.input_is_split = input_is_split
-        self.supports_jit = False  # XLA cannot contain what ranks send
+        self.supports_jit = False  # XLA cannot compile communication
         self._communicator = communicator
         self._channels: Shard | None = None
         self._check_arguments()
@@ -130,14 +131,14 @@ class ChannelParallel(keras.layers.Layer):
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
-        """Refuse it, see the class."""
+        """Raise: a divided layer has no LoRA."""
         del args, kwargs
         self._refuse("enable_lora", "it before the layer is divided, or a layer that is not")
 
     # Variables.
 
     def build(self, input_shape: _Shape) -> None:
-        """Make this rank's variables; every rank of the group builds the same layers."""
+        """Make this rank's variables; every rank of the group must build the same layers."""
         group = model_group(self._communicator)
         axis = self._channel_axis
         channels = input_shape[axis]
@@ -169,13 +170,13 @@ class ChannelParallel(keras.layers.Layer):
 
     @property
     def _input_axis(self) -> int:
-        """Axis of a kernel that belongs to the input channels; the next one to the output's."""
+        """Axis of the input channels in a kernel; the next axis has the output channels."""
         return len(self.kernel_size) if hasattr(self, "kernel_size") else 0
 
     def add_weight(
         self, *args: object, shape: Sequence[int] = (), name: str | None = None, **kwargs: object
     ) -> keras.Variable:
-        """Add this rank's part of a weight that the Keras layer asks for."""
+        """Add this rank's part of a weight of the Keras layer."""
         divided = self._divided
         initializer = keras.initializers.get(kwargs.pop("initializer", None) or "zeros")
         if name == "bias" and self.split == "output":
@@ -206,7 +207,7 @@ class ChannelParallel(keras.layers.Layer):
     # Computing.
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Compute this rank's part, and what the group makes of it."""
+        """Compute this rank's part, and combine the parts of the group."""
         divided, group = self._divided, self.group
         if self.split == "output":
             outputs = self._with_bias(self._linear(copy_to_group(inputs, group)))
@@ -248,14 +249,14 @@ class ChannelParallel(keras.layers.Layer):
         return outputs + keras.ops.reshape(self.bias, shape)
 
     def compute_output_shape(self, input_shape: _Shape) -> tuple[int | None, ...]:
-        """Return the shape of what `call` returns."""
+        """Return the shape of the outputs of `call`."""
         shape = list(super().compute_output_shape(input_shape))
         if not self.gather_output and self._channels is not None:
             shape[self._channel_axis] = self._channels.size
         return tuple(shape)
 
     def get_config(self) -> Config:
-        """Return the configuration: that of the Keras layer, and how it is divided."""
+        """Return the configuration of the Keras layer, and how the layer is divided."""
         config: Config = super().get_config()
         config["split"] = self.split
         config["gather_output"] = self.gather_output
@@ -264,14 +265,14 @@ class ChannelParallel(keras.layers.Layer):
 
 
 def is_elementwise(activation: Function[tf.Tensor] | None) -> bool:
-    """Return whether an activation is one of Keras's that work on each element by itself."""
+    """Return whether an activation is a Keras function that works on each element by itself."""
     name = getattr(activation, "__name__", "")
     return name in _ELEMENTWISE and getattr(keras.activations, name, None) == activation
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ChannelParallelDense(ChannelParallel, keras.layers.Dense):
-    """A `keras.layers.Dense` in parts: the arguments of both, see `ChannelParallel`.
+    """A `keras.layers.Dense` in parts, with its arguments and those of `ChannelParallel`.
 
     Example:
         >>> import dtk, numpy as np
@@ -283,9 +284,9 @@ class ChannelParallelDense(ChannelParallel, keras.layers.Dense):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class NodeParallelDense(ChannelParallelDense):
-    """A `keras.layers.Dense` of which every rank computes some of the nodes.
+    """A `keras.layers.Dense` in parts: every rank computes some of the nodes.
 
-    A `ChannelParallelDense` with split="output", by the name it has where neurons are divided.
+    This is a `ChannelParallelDense` with split="output", under the name used for dividing neurons.
     """
 
     def _check_arguments(self) -> None:
@@ -296,14 +297,14 @@ class NodeParallelDense(ChannelParallelDense):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ChannelParallelConv1D(ChannelParallel, keras.layers.Conv1D):
-    """A `keras.layers.Conv1D` in parts: the arguments of both, see `ChannelParallel`."""
+    """A `keras.layers.Conv1D` in parts, with its arguments and those of `ChannelParallel`."""
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ChannelParallelConv2D(ChannelParallel, keras.layers.Conv2D):
-    """A `keras.layers.Conv2D` in parts: the arguments of both, see `ChannelParallel`."""
+    """A `keras.layers.Conv2D` in parts, with its arguments and those of `ChannelParallel`."""
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ChannelParallelConv3D(ChannelParallel, keras.layers.Conv3D):
-    """A `keras.layers.Conv3D` in parts: the arguments of both, see `ChannelParallel`."""
+    """A `keras.layers.Conv3D` in parts, with its arguments and those of `ChannelParallel`."""

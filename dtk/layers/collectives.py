@@ -1,8 +1,8 @@
-"""Collectives that gradients pass through: inside layers, losses and custom training loops.
+"""Collectives with gradients, for layers, losses and custom training loops.
 
-Each returns what the method of the same name of a `Communicator` returns. The loss that is
-differentiated is the sum of the losses of all ranks; a loss that every rank computes alike is for
-the functions of `dtk.layers.regions`. Forward, and what the backward pass does with gradients:
+Each returns the result of the `Communicator` method of the same name. Its gradient is of the sum of
+the losses of all ranks; if every rank computes the same loss, use the functions of
+`dtk.layers.regions`. Forward, and the backward pass:
 
     allreduce sum, mean     the same
     allgather               reduce-scatter: a rank gets the sum of the gradients of its rows
@@ -13,18 +13,18 @@ the functions of `dtk.layers.regions`. Forward, and what the backward pass does 
     send, recv              recv, send
 
 After Fukuda et al. (ChainerMN, arXiv:1710.11351). Gradients of gradients are right, since the
-backward pass is made of these functions.
+backward pass consists of these functions.
 
 The rule of `Communicator` holds for the backward pass, too: all ranks must reach the same
 collectives in the same order.
 
-- Whether a collective is reached does not depend on its input: gradients pass wherever the result
+- The backward pass reaches a collective whatever its input is: gradients pass wherever the result
   is used, since every call reads `Communicator.watched`. (A tape made with
-  `watch_accessed_variables=False` must watch that variable.) What needs no gradient goes by the
+  `watch_accessed_variables=False` must watch that variable.) For values without gradients use the
   communicator's own methods.
-- TensorFlow walks backwards through a graph in an order that its shape alone decides, so nothing is
-  to be done where the functions of all ranks have one shape. Where they have not, as at the ends of
-  `send` and `recv`, each collective must depend on the one before it: see `pseudo_connect`.
+- The shape of a graph alone decides in which order TensorFlow walks backwards through it, so you
+  need to do nothing if the functions of all ranks have the same shape. If they do not, as at the
+  ends of `send` and `recv`, each collective must depend on the one before: see `pseudo_connect`.
 - A tape may be in a loop (`steps_per_execution`), but not around a `tf.while_loop` with collectives
   in it: TensorFlow refuses to trace their backward pass. Write such a loop in Python.
 """
@@ -65,15 +65,15 @@ def allreduce(value: tf.Tensor, communicator: Communicator, op: str = "sum") -> 
     """Combine a tensor over all ranks.
 
     Args:
-        value: Of equal shape on all ranks.
-        communicator: Of the ranks.
+        value: A tensor of equal shape on all ranks.
+        communicator: Communicator of the ranks.
         op: "sum" or "mean".
 
     Returns:
         The sum or mean, on every rank.
 
     Raises:
-        ValueError: For another op, which has no gradient here.
+        ValueError: Another op, which has no gradient here.
     """
     if op not in ("sum", "mean"):
         raise ValueError(
@@ -88,8 +88,8 @@ def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None =
 
     Args:
         value: Shape `[rows, ...]`; row counts may differ. A scalar counts as one row.
-        communicator: Of the ranks.
-        rows: How many come from each rank, where every rank knows; saves a message.
+        communicator: Communicator of the ranks.
+        rows: Row count of each rank, if every rank knows it; saves a message.
 
     Returns:
         All rows, on every rank.
@@ -109,14 +109,14 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
 
     Args:
         value: Shape `[rows, ...]`, equal on all ranks; `rows` is known when a function is traced.
-        communicator: Of the ranks.
+        communicator: Communicator of the ranks.
         op: "sum" or "mean".
 
     Returns:
         This rank's rows, see `dtk.even_division.even_sizes`.
 
     Raises:
-        ValueError: For another op, or a number of rows that is not known.
+        ValueError: Another op, or the number of rows is not known.
     """
     value = tf.convert_to_tensor(value)
     if op not in ("sum", "mean") or value.shape.rank == 0 or value.shape[0] is None:
@@ -141,16 +141,16 @@ def alltoall(
 
     Args:
         value: Shape `[rows, ...]`.
-        communicator: Of the ranks.
-        splits: Rows for each rank, shape `[size]`; equal blocks when None; or `[size, size]`, where
-            every rank knows that row i is what rank i sends.
+        communicator: Communicator of the ranks.
+        splits: Rows for each rank, shape `[size]`; equal blocks when None. If every rank knows all
+            others' splits, give them as shape `[size, size]`, row i for rank i; saves a message.
 
     Returns:
         The received rows in rank order, and how many came from each rank (int32, shape `[size]`).
 
     Raises:
-        ValueError: Equal blocks are asked for, of rows that do not divide; or `splits` has another
-            shape or, eagerly, another sum.
+        ValueError: `splits` is None and the rows do not divide evenly; or `splits` has a wrong
+            shape or, eagerly, a wrong sum.
     """
     size, rank = communicator.size, communicator.rank
     value = tf.convert_to_tensor(value)
@@ -166,8 +166,8 @@ def broadcast(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf
     """Give every rank the root's value.
 
     Args:
-        value: Of equal shape and dtype on all ranks; counts on `root` only.
-        communicator: Of the ranks.
+        value: A tensor of equal shape and dtype on all ranks; only `root`'s values count.
+        communicator: Communicator of the ranks.
         root: The rank whose value counts.
 
     Returns:
@@ -181,8 +181,8 @@ def reduce(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf.Te
     """Add a tensor up on the root: the gradient of `broadcast`.
 
     Args:
-        value: Of equal shape on all ranks.
-        communicator: Of the ranks.
+        value: A tensor of equal shape on all ranks.
+        communicator: Communicator of the ranks.
         root: The rank that gets the sum.
 
     Returns:
@@ -198,22 +198,22 @@ def scatter(
     """Divide the root's rows among all ranks.
 
     Args:
-        value: Shape `[rows, ...]`, of equal row shape and dtype on all ranks; counts on `root`
-            only.
-        communicator: Of the ranks.
-        root: The rank whose rows they are.
-        rows: How many each rank gets, where every rank knows; saves a message. As even as can be
-            when None.
+        value: Shape `[rows, ...]`, of equal row shape and dtype on all ranks; only `root`'s values
+            count.
+        communicator: Communicator of the ranks.
+        root: The rank whose rows are divided.
+        rows: How many rows each rank gets, if every rank knows it; saves a message. As even as
+            possible when None.
 
     Returns:
         This rank's rows.
 
     Raises:
-        ValueError: `value` is a scalar, or `rows` has not one number for each rank.
+        ValueError: `value` is a scalar, or `rows` does not have one number for each rank.
     """
     value = _with_rows(value, rows, communicator, "scatter")
     counts: _Rows
-    if rows is None:  # the root alone knows how many there are
+    if rows is None:  # only the root knows how many rows there are
         counts = even_sizes_in_graph(
             communicator.broadcast(tf.shape(value, tf.int64)[0], root), communicator.size
         )
@@ -229,21 +229,21 @@ def gather(
 ) -> tf.Tensor:
     """Concatenate every rank's rows on the root.
 
-    What the other ranks get holds no rows, but their gradient comes by it: connect it to what they
-    differentiate (`pseudo_connect`).
+    The other ranks get a tensor without rows. They need it for their gradient: connect it to the
+    tensor that they differentiate (`pseudo_connect`).
 
     Args:
         value: Shape `[rows, ...]`.
-        communicator: Of the ranks.
-        root: The rank that gets them.
-        rows: How many come from each rank, where every rank knows; saves a message.
+        communicator: Communicator of the ranks.
+        root: The rank that gets the rows.
+        rows: Row count of each rank, if every rank knows it; saves a message.
 
     Returns:
         All rows on `root`, a tensor of no rows elsewhere.
 
     Raises:
-        ValueError: `value` is a scalar, or `rows` has not one number for each rank, or another one
-            for this rank's.
+        ValueError: `value` is a scalar, or `rows` does not have one number for each rank, or does
+            not fit this rank's rows.
     """
     value = _with_rows(value, rows, communicator, "gather")
     counts = _counts(value, communicator) if rows is None else list(rows)
@@ -260,7 +260,7 @@ def _counts(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
 def _with_rows(
     value: tf.Tensor, rows: Sequence[int] | None, communicator: Communicator, called: str
 ) -> tf.Tensor:
-    """Return the value, which must have rows, and `rows` a number for each rank."""
+    """Return the value; raise if it is a scalar or `rows` is not one number per rank."""
     value = tf.convert_to_tensor(value)
     size = communicator.size
     if value.shape.rank == 0 or (rows is not None and len(rows) != size):
@@ -271,12 +271,12 @@ def _with_rows(
 
 
 def _from_root(rows: _Rows, root: int, size: int) -> tf.Tensor:
-    """Return who sends how many rows to whom, shape `[size, size]`: the root does, to all."""
+    """Return how many rows each rank sends to each, shape `[size, size]`; only the root sends."""
     counts = tf.cast(tf.convert_to_tensor(rows), tf.int64)
     return tf.one_hot(root, size, dtype=tf.int64)[:, None] * counts
 
 
-# The gradients of these are made of each other.
+# The gradients of these functions consist of each other.
 
 
 def _allreduce(value: tf.Tensor, communicator: Communicator, op: str) -> tf.Tensor:
@@ -297,7 +297,7 @@ def _allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> tf.
 
 
 def _reduce_rows(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> tf.Tensor:
-    """Add up, and keep this rank's rows, of which each rank has as many as `rows` says."""
+    """Add up, and keep this rank's block; `rows` is the length of each rank's block."""
     size, rank = communicator.size, communicator.rank
 
     def forward(x: tf.Tensor) -> tf.Tensor:
@@ -316,8 +316,8 @@ def _reduce_rows(value: tf.Tensor, communicator: Communicator, rows: _Rows) -> t
 def exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) -> tf.Tensor:
     """Send `matrix[i, j]` rows from rank i to rank j, as `alltoall` does.
 
-    Unlike it, nothing is sent in the backward pass where `value` depends on nothing that is
-    differentiated by; that must be alike on all ranks.
+    Unlike `alltoall`, the backward pass sends nothing if `value` does not depend on a source of the
+    gradient; this must be the same on all ranks.
     """
     return with_gradient(
         value,
@@ -345,7 +345,7 @@ def _reduce(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tenso
 def _scatter_rows(
     value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows
 ) -> tf.Tensor:
-    """Divide the root's rows; the values of other ranks have none."""
+    """Divide the root's rows; other ranks pass a value without rows."""
     matrix = _from_root(rows, root, communicator.size)
 
     def forward(x: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Functions with gradients of their own, which AutoGraph leaves as they are."""
+"""Functions with custom gradients, which AutoGraph does not rewrite."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dtk.nests import Function
 
 _Called = TypeVar("_Called")
 
-# Of a tensor, or of the gradient of one.
+# Maps a tensor, or the gradient of a tensor.
 Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
 def unconverted(function: _Called) -> _Called:
-    """Keep AutoGraph from rewriting a function, which is slow and gains nothing here."""
+    """Keep AutoGraph from rewriting a function: that is slow and gains nothing here."""
     kept: _Called = tf.autograph.experimental.do_not_convert(function)
     return kept
 
 
 @unconverted
 def with_gradient(value: tf.Tensor, forward: Map, backward: Map) -> tf.Tensor:
-    """Return `forward(value)`, whose gradient is `backward` of the result's."""
+    """Return `forward(value)`; its gradient is `backward` of the result's gradient."""
 
     @tf.custom_gradient
     def mapped(x: tf.Tensor) -> tuple[tf.Tensor, Map]:
@@ -38,8 +38,8 @@ def pseudo_connect(token: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Make a tensor depend on a token, so that the backward pass reaches the `send` behind it.
 
     Args:
-        token: As `send` returns it, or another tensor that must not be left out.
-        value: The tensor that is used further.
+        token: The token from `send`, or another tensor that must not be left out.
+        value: The tensor that you use further.
 
     Returns:
         `value`. Its gradient goes to `value`, and zeros to `token`.
@@ -54,8 +54,9 @@ def pseudo_connect(token: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 def watched(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-    """Return the same tensor, which every tape takes note of.
+    """Return the same tensor, made to depend on a variable that every tape watches.
 
-    Other ranks wait in the backward pass for the part of a rank whose value depends on nothing.
+    Otherwise, if a rank's value depends on no variable, its backward pass would leave out the
+    collective for which the other ranks wait.
     """
     return pseudo_connect(tf.convert_to_tensor(communicator.watched), value)

@@ -1,4 +1,4 @@
-"""Which ranks hold the parts of a layer."""
+"""The ranks that hold the parts of a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_group(given: Communicator | None = None) -> Communicator:
 
 
 def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:
-    """Return what every rank holds of an axis; all ranks of the group call it while they build."""
+    """Return the length of an axis on every rank; all ranks of the group call it in `build`."""
     if communicator.size == 1:
         return (length,)
     with tf.init_scope():

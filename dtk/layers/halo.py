@@ -1,4 +1,4 @@
-"""Exchanging rows at the borders between ranks, in one message to each rank that needs some."""
+"""Exchange rows at the borders between ranks, in one message to each rank that needs some."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dtk.nests import Function
 
 
 class HaloRows(NamedTuple):
-    """What a rank needs of an axis, without padding: rows of ranks before, its own, of ranks after.
+    """Rows that a rank needs, without padding: from ranks before, its own, from ranks after.
 
-    `above` and `below` are None where no rank of the group needs rows of another.
+    `above` and `below` are None if no rank of the group needs rows of another.
     """
 
     above: tf.Tensor | None
@@ -30,7 +30,7 @@ class HaloRows(NamedTuple):
 class HaloExchange:
     """Gives each rank the rows that its part of an output needs, padding included.
 
-    Gradients of rows that came from another rank go back there, and are added.
+    Gradients of another rank's rows go back to that rank, which adds them.
     """
 
     axis: int
@@ -48,17 +48,17 @@ class HaloExchange:
         return tf.concat(rows, self.axis) if len(rows) > 1 else own
 
     def rows(self, value: tf.Tensor) -> HaloRows:
-        """Return the rows that this rank needs, not joined, since joining copies them."""
+        """Return the rows that this rank needs, without joining them: that would copy them."""
         rank = self.communicator.rank
         own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
-        if not np.any(self.halo.matrix):  # alike on all ranks: all know the whole of it
+        if not np.any(self.halo.matrix):  # the same on all ranks: all know the whole matrix
             return HaloRows(None, own, None)
         above, below = self._exchanged(parts)
         return HaloRows(above, own, below)
 
     @property
     def _ranks(self) -> list[int]:
-        """This rank, and the others in order."""
+        """This rank, then the other ranks in order."""
         rank = self.communicator.rank
         return [rank, *(j for j in range(self.communicator.size) if j != rank)]
 
@@ -73,7 +73,7 @@ class HaloExchange:
     def _exchanged(self, parts: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Send a part to each other rank; return the rows of ranks before and after this one."""
         rank, matrix = self.communicator.rank, self.halo.matrix
-        # The graph has one shape on all ranks: an empty part for each that gets none.
+        # Ranks that get no rows have an empty part, so that all ranks' graphs have the same shape.
         first = [self.axis, *(i for i in range(parts[0].shape.rank) if i != self.axis)]
         outgoing = tf.transpose(tf.concat(parts, self.axis), first)
         received = exchange(outgoing, self.communicator, tf.constant(matrix, tf.int64))
@@ -85,11 +85,11 @@ class HaloExchange:
 
 
 def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]:
-    """Return several slices of an axis, the first of which is most of it.
+    """Return several slices of an axis; the first has most of it.
 
-    The gradient of a slice of TensorFlow's is as large as the whole, and one is made for each slice
-    and added. Here the gradients of the other slices are added to the rows of the first's, in place
-    where nothing else needs that one.
+    TensorFlow's gradient of a slice is as large as the whole, and it makes one for each slice and
+    adds them up. Here the gradients of the other slices are added to the rows of the first slice's
+    gradient, in place if nothing else needs that.
     """
     length = value.shape[axis]
     if list(ranges) == [Range(0, length)]:
@@ -112,10 +112,7 @@ def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]
 
 
 def add_rows(value: tf.Tensor, added: tf.Tensor, rows: Range, axis: int) -> tf.Tensor:
-    """Return a tensor with something added to some of its rows.
-
-    TensorFlow adds in place where nothing else needs `value`.
-    """
+    """Return `value` with `added` added to some rows, in place if nothing else needs `value`."""
     length, inner = value.shape[axis], value.shape[axis + 1 :].num_elements()
     flat = tf.reshape(value, [-1, inner])
     first = tf.range(0, tf.shape(flat)[0], length)

@@ -1,11 +1,11 @@
-"""A convolution over part of an image that never joins its rows with those of other ranks.
+"""A convolution over part of an image that never joins its rows with other ranks' rows.
 
-    own rows, zeros where the halo is -> convolution -> output
+    own rows, zeros for the halo      -> convolution -> output
     rows from above, zeros elsewhere  -> convolution -> added to the first rows of the output
     rows from below, zeros elsewhere  -> convolution -> added to its last rows
 
-A convolution is a sum over its input's rows, so this is exact. Joined, the rows would be a copy of
-the input that is kept for the backward pass, and their gradient another.
+A convolution is a sum over its input's rows, so this is exact. Joining the rows would keep a copy
+of the input for the backward pass, and make another for the gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
 
 
 class BorderOutputs(NamedTuple):
-    """Outputs of a convolution that other ranks' rows reach, and their rows in its input."""
+    """Outputs of a convolution that depend on other ranks' rows, and the padding of these rows."""
 
     outputs: Range
     before: int
@@ -29,16 +29,17 @@ class BorderOutputs(NamedTuple):
 
 
 def fits(exchanges: Sequence[HaloExchange], windows: Sequence[Window]) -> bool:
-    """Return whether `convolve` can be used; alike on all ranks.
+    """Return whether `convolve` can be used: the same answer on all ranks.
 
-    One axis may be divided, and what each rank lacks must be what TensorFlow pads its rows with for
-    padding "same": with other padding oneDNN computes no gradients of convolutions, and what does
-    needs nine times the memory of the input for a kernel of nine.
+    Only one axis may be divided, and each rank must lack exactly the rows with which TensorFlow
+    pads its own rows for padding "same". With other padding oneDNN computes no gradients of
+    convolutions, and the other implementation needs nine times the memory of the input for a kernel
+    of nine.
     """
     if min(exchange.communicator.size for exchange in exchanges) > 1:
         return False  # corners would be added twice
     if any(window.dilation > 1 for window in windows):
-        return False  # TensorFlow pads copies of its own
+        return False  # TensorFlow would pad its own copies
     return all(
         _as_same(window, exchange.halo, rank)
         for exchange, window in zip(exchanges, windows, strict=True)
@@ -55,9 +56,9 @@ def _as_same(window: Window, halo: Halo, rank: int) -> bool:
 
 
 def pieces(window: Window, halo: Halo, rank: int) -> tuple[BorderOutputs, BorderOutputs]:
-    """Return what rows from above, and rows from below, are used for.
+    """Return the outputs that rows from above reach, and the outputs that rows from below reach.
 
-    Ranks that get none have one output each, of zeros only: graphs of all ranks have one shape.
+    If a rank gets no rows, the piece is one output of zeros, so that all graphs have one shape.
     """
     own, need = _rows_of(halo, rank)
     last = (need.length - window.extent) // window.stride
@@ -74,7 +75,7 @@ def pieces(window: Window, halo: Halo, rank: int) -> tuple[BorderOutputs, Border
 
 
 def _rows_of(halo: Halo, rank: int) -> tuple[Range, Range]:
-    """Return which rows of the image a rank uses of its own, and all that it needs."""
+    """Return which rows of the image a rank uses of its own, and which it needs in all."""
     start = ranges_of(halo.sizes)[rank].start
     own = halo.sent(rank, rank)
     return Range(start + own.start, start + own.stop), halo.needs[rank]

@@ -1,4 +1,4 @@
-"""Messages between two ranks that gradients pass through; see `dtk.layers.collectives`."""
+"""Messages between two ranks, with gradients; see `dtk.layers.collectives`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtk.layers.gradients import Map, pseudo_connect, unconverted, watched, with
 
 __all__ = ["pseudo_connect", "recv", "send"]
 
-# Messages of gradients have a tag of their own: they never meet those of values.
+# Messages of gradients have another tag, so that they never meet messages of values.
 _GRADIENT_TAG = 1 << 20
 
 
@@ -20,13 +20,13 @@ _GRADIENT_TAG = 1 << 20
 def send(value: tf.Tensor, communicator: Communicator, dest: int, tag: int = 0) -> tf.Tensor:
     """Send one tensor to `dest`, which calls `recv` with the same tag.
 
-    The gradient comes back the same way, once the backward pass reaches the token: connect it to
-    what this rank differentiates. If this rank has nothing else to differentiate, the token itself
-    will do.
+    The gradient comes back the same way, once the backward pass reaches the token: connect the
+    token to the tensor that this rank differentiates. A rank with nothing else to differentiate can
+    differentiate the token itself.
 
     Args:
-        value: Floating point, of any shape; `dest` must know it.
-        communicator: Of the two ranks.
+        value: A floating-point tensor of any shape; `dest` must know the shape.
+        communicator: Communicator of the two ranks.
         dest: The rank that receives.
         tag: Tells messages between the same two ranks apart.
 
@@ -45,7 +45,7 @@ def send(value: tf.Tensor, communicator: Communicator, dest: int, tag: int = 0) 
     """
     value = watched(tf.convert_to_tensor(value), communicator)
     shape = value.shape if value.shape.is_fully_defined() else tf.shape(value)
-    none = tf.reshape(value, [-1])[:0]  # depends on what the value does
+    none = tf.reshape(value, [-1])[:0]  # empty, but depends on the value
 
     def forward(x: tf.Tensor) -> tf.Tensor:
         communicator.send(x, dest, tag)
@@ -73,12 +73,13 @@ def recv(
     """Receive one tensor of known shape and dtype from `source`; its gradient is sent back.
 
     Args:
-        shape: Of what is sent.
-        dtype: Of what is sent, floating point.
-        communicator: Of the two ranks.
+        shape: Shape of the tensor sent.
+        dtype: Dtype of the tensor sent, floating point.
+        communicator: Communicator of the two ranks.
         source: The rank that sends.
-        tag: As the sender gives it.
-        token: Of a `send` that comes first: its gradient comes after this one's is sent.
+        tag: The sender's tag.
+        token: Token of a `send` before this `recv`: in the backward pass, this rank first sends the
+            gradient of the `recv`, then receives the gradient of the `send`.
 
     Returns:
         The tensor.

@@ -1,4 +1,4 @@
-"""Dividing the layers of an existing model among ranks, by a plan of names."""
+"""Divide the layers of an existing model among ranks, by a plan of layer names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BY_IMAGE = {
     keras.layers.UpSampling2D: spatially_parallel.SpatiallyParallelUpSampling2D,
     keras.layers.BatchNormalization: spatially_parallel.SpatiallyParallelBatchNormalization,
 }
-# What they compute of an element depends on that element alone: they stay between the borders.
+# Layers that compute each element from that element alone: they stay between the borders.
 ELEMENTWISE = (
     keras.layers.ReLU,
     keras.layers.LeakyReLU,
@@ -54,27 +54,27 @@ def parallelize(
 ) -> keras.Model:
     """Return a model that computes the same, with some layers divided among the ranks of a group.
 
-    Layers of the plan are replaced by those of `dtk.layers`, with their part of the weights. Where
-    layers divide rows or columns, `SplitRows` and `GatherRows` (or those of columns) are put at the
-    borders; layers between them that work on each element stay there. All other layers are the same
-    objects as before.
+    Layers of `dtk.layers`, with this rank's part of the weights, replace the layers of the plan.
+    `SplitRows` and `GatherRows` (or `SplitColumns` and `GatherColumns`) stand at the borders of
+    layers that divide rows (or columns); layers in between that work on each element stay there.
+    All other layers are the same objects as before.
 
     Args:
-        model: Functional or Sequential, and built. It is left as it is, but shares what is not
-            divided.
-        plan: Name of a layer, or a pattern as of `fnmatch` -> "channels" or "output" (each rank
-            has some of the filters), "input" (some of the input channels), "rows" or "columns"
+        model: A built functional or Sequential model. It is not changed, but shares the undivided
+            layers.
+        plan: Maps the name of a layer, or a pattern of `fnmatch`, to "channels" or "output" (each
+            rank has some of the filters), "input" (some of the input channels), "rows" or "columns"
             (part of the image). Every rank gives the same plan.
-        communicator: Of the ranks that share the model; `model_communicator` of the current
-            strategy when None.
+        communicator: Communicator of the ranks that share the model; `model_communicator` of the
+            current strategy when None.
 
     Returns:
-        A functional model, compiled as `model` is.
+        A functional model, compiled like `model`.
 
     Raises:
-        ValueError: No layer has such a name, a layer fits two patterns that say different things,
-            or it is of a kind that cannot be divided so.
-        TypeError: The plan is no mapping.
+        ValueError: No layer matches a name, two patterns divide a layer differently, or a layer
+            cannot be divided like this.
+        TypeError: The plan is not a mapping.
 
     Example:
         >>> import dtk, keras
@@ -104,7 +104,7 @@ class _Rewriting:
         self._group = group
         self._how = _planned(model, plan)
         self._replaced: list[tuple[keras.Layer, keras.Layer]] = []
-        self._spatial: dict[int, str] = {}  # layer -> what it divides
+        self._spatial: dict[int, str] = {}  # layer -> "rows" or "columns"
         self._parts: dict[int, tuple[keras.KerasTensor, str]] = {}  # tensor -> how it is divided
 
     def result(self) -> keras.Model:
@@ -173,7 +173,7 @@ def keeps_parts(layer: keras.Layer) -> bool:
 
 
 def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
-    """Return what is planned for every layer by its name."""
+    """Return how to divide each layer of the plan, by its name."""
     if not isinstance(plan, Mapping):
         raise TypeError(
             f"plan={plan!r}; expected a dict of names of layers and how each is divided, such as "

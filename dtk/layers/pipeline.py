@@ -1,4 +1,4 @@
-"""A model cut into stages, each on a rank of its own: layer-wise model parallelism."""
+"""A model cut into stages, one per rank: layer-wise model parallelism."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from dtk.nests import Nest
 
 
 class PipelineConfig(TypedDict):
-    """What a pipeline can be made from again."""
+    """Configuration of a pipeline."""
 
     stages: list[dict[str, object]]  # configuration of each stage
-    microbatches: int  # as of `Pipeline`
-    schedule: str  # as of `Pipeline`
-    links: list[tuple[int, list[int]]]  # pairs of a stage and the stages it takes outputs of
+    microbatches: int  # see `Pipeline`
+    schedule: str  # see `Pipeline`
+    links: list[tuple[int, list[int]]]  # pairs of a stage and its sources
     name: str  # name of the model
 
 
 class Pipeline(keras.Model):
-    """Run a model's stages on one rank each, a part of the batch behind the other.
+    """Run a model's stages on one rank each, one part of the batch after the other.
 
     The batch is cut into microbatches. While one stage computes a microbatch, the stage before it
-    computes the next one. Outputs, losses and metrics are those of the whole batch, on every rank
-    of the group, so plain `fit`, `evaluate` and `predict` work, and gradients are those of the
-    stages one behind the other in a single process. Of P stages and M microbatches a stage is idle
-    for (P - 1) / (M + P - 1) of a step, if all take equally long.
+    computes the next one. Every rank of the group gets the outputs, losses and metrics of the whole
+    batch, so plain `fit`, `evaluate` and `predict` work. Gradients equal those of all stages in a
+    single process. With P stages and M microbatches a stage is idle for (P - 1) / (M + P - 1) of a
+    step, if all take equally long.
 
-    `BatchNormalization` normalizes each microbatch by itself, as in GPipe: its statistics are not
-    those of the batch unless `microbatches` is 1. Masks do not travel between stages.
+    `BatchNormalization` normalizes each microbatch by itself, as in GPipe: it uses the statistics
+    of the batch only if `microbatches` is 1. Masks do not travel between stages.
 
     Args:
         stages: Models with one output each, or functions that build them. Every rank builds all,
-            one after the other, so that initial weights are those of one process, and keeps its
+            one after the other, so that initial weights equal those of one process, and keeps its
             own.
-        microbatches: Into how many parts a replica's batch is cut.
+        microbatches: Number of parts that a replica's batch is cut into.
         schedule: "gpipe": all microbatches forwards, then all backwards, for any loss. "1f1b": one
             forwards and one backwards in turn, which holds the activations of at most P instead of
             M microbatches, for losses that are means over rows.
-        links: The stages whose outputs a stage takes, by the stage's number; a list of outputs
-            where there are several. Those left out take the output of the stage before them; stage
-            0 takes the model's inputs.
-        communicator: Of one rank for each stage; of one rank that holds them all, as in a script
-            that runs without a launcher. None: `model_communicator` of the strategy in whose scope
-            the pipeline is made.
+        links: The source stages of a stage, by its number. A stage with several sources takes a
+            list of their outputs. A stage that is left out takes the output of the stage before it;
+            stage 0 takes the model's inputs.
+        communicator: Communicator with one rank for each stage, or with one rank that holds all
+            stages, as in a script without a launcher. None: `model_communicator` of the strategy in
+            whose scope the pipeline is made.
         name: Name of the model.
 
     Attributes:
-        stage: The stage of this rank; None where one rank holds them all.
+        stage: The stage of this rank; None if one rank holds all stages.
 
     Raises:
-        ValueError: There is another number of ranks than of stages; or links do not lead to the
-            last stage; or a stage has several outputs or inputs of unknown shape.
+        ValueError: The numbers of ranks and stages differ; or links do not lead to the last stage;
+            or a stage has several outputs or inputs of unknown shape.
 
     Example:
         >>> import keras
@@ -84,7 +84,7 @@ class Pipeline(keras.Model):
         schedule: str = "gpipe",
         **kwargs: object,
     ) -> Pipeline:
-        """Make the class that has the schedule's train step."""
+        """Make an instance of the class with the schedule's train step."""
         del stages, microbatches, kwargs
         wanted = InterleavedPipeline if cls is Pipeline and schedule == "1f1b" else cls
         return super().__new__(wanted)
@@ -128,15 +128,15 @@ class Pipeline(keras.Model):
 
     @property
     def output_shape(self) -> tuple[int | None, ...]:
-        """Shape of what the last stage puts out."""
+        """Shape of the last stage's output."""
         return tuple(self._outputs[-1].shape)
 
     def on_one_rank(self) -> Pipeline:
-        """Build the pipeline anew with all stages in this process, with other weights."""
+        """Build the pipeline again, with all stages in this process and new weights."""
         return type(self).from_config(self.get_config(), LocalCommunicator())
 
     def get_config(self) -> PipelineConfig:
-        """Return what a pipeline like this one is made from."""
+        """Return the configuration, from which `from_config` makes such a pipeline."""
         return {
             "stages": self._configs,
             "microbatches": self._microbatches,
@@ -149,7 +149,7 @@ class Pipeline(keras.Model):
     def from_config(
         cls, config: PipelineConfig, communicator: Communicator | None = None
     ) -> Pipeline:
-        """Make a pipeline of a configuration."""
+        """Make a pipeline from a configuration."""
         return Pipeline(
             [keras.saving.deserialize_keras_object(one) for one in config["stages"]],
             config["microbatches"],
@@ -161,7 +161,7 @@ class Pipeline(keras.Model):
 
     @property
     def losses(self) -> list[tf.Tensor]:
-        """Penalties on weights, of all stages; those of other ranks are constants here."""
+        """Weight penalties of all stages; the penalties of other ranks are constants here."""
         if not self._counts_penalties:
             return []
         own = super().losses
@@ -182,7 +182,7 @@ class Pipeline(keras.Model):
             )
 
     def _take(self, number: int, stage: keras.Model) -> None:
-        """Keep a stage that is this rank's, and of the others what they put out."""
+        """Keep this rank's stage; of other stages only the configuration and the output's spec."""
         outputs = getattr(stage, "outputs", None) or []
         if len(outputs) != 1:
             raise ValueError(
@@ -204,7 +204,7 @@ class Pipeline(keras.Model):
                 set_owner(variable, OneRanks(number, self._group))
 
     def call(self, inputs: Nest, training: bool | None = None) -> tf.Tensor:
-        """Compute the outputs of the last stage; every rank of the group gets them."""
+        """Compute the outputs of the last stage, on every rank of the group."""
         if self.stage is None:
             return self._alone(inputs, training)
         anchor = self._anchor(self.stage) if training else None
@@ -247,7 +247,7 @@ class Pipeline(keras.Model):
         return link.receive([rows, *output.shape[1:]], output.dtype, source, part)
 
     def _nothing(self, inputs: Nest) -> tf.Tensor:
-        """Return what takes the place of outputs where the last stage is elsewhere."""
+        """Return zeros in place of outputs, on a rank without the last stage."""
         rows = tf.shape(tf.nest.flatten(inputs)[0])[0]
         output = self._outputs[-1]
         value = tf.zeros([rows, *output.shape[1:]], output.dtype)
@@ -266,7 +266,7 @@ class Pipeline(keras.Model):
         return tf.convert_to_tensor(stage.trainable_variables[0])
 
     def _alone(self, inputs: Nest, training: bool | None) -> tf.Tensor:
-        """Compute all stages in this process, by the same microbatches."""
+        """Compute all stages in this process, with the same microbatches."""
         outputs = []
         for part in range(self._microbatches):
             given = microbatch(inputs, part, self._microbatches)
@@ -280,10 +280,10 @@ class Pipeline(keras.Model):
 
 
 class InterleavedPipeline(Pipeline):
-    """Pipeline whose stages compute one microbatch forwards and one backwards in turn."""
+    """Pipeline with schedule "1f1b": one microbatch forwards and one backwards in turn."""
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Train on one batch, in place of Keras's own train step."""
+        """Train on one batch; replaces Keras's train step."""
         if self.stage is None:
             return super().train_step(data)
         self._check_reduction()
@@ -302,7 +302,7 @@ class InterleavedPipeline(Pipeline):
                 tape.watch(output)
                 loss = self._loss_of_rows(parts[number], given[0], output, given[1])
                 loss = self.optimizer.scale_loss(loss)
-            # A mean over the microbatch's rows counts with their share.
+            # Weight the mean over a microbatch by the microbatch's share of the rows.
             share = tf.shape(output)[0] / rows
             return tape.gradient(loss, output) * tf.cast(share, output.dtype)
 
@@ -320,7 +320,7 @@ class InterleavedPipeline(Pipeline):
     def _loss_of_rows(
         self, x: Nest, y: Nest, output: tf.Tensor, weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """Compute the loss of a microbatch without penalties, for which ranks would communicate."""
+        """Compute the loss of a microbatch without penalties: these would need communication."""
         self._counts_penalties = False
         try:
             return self.compute_loss(x, y, output, weight, training=True)
@@ -330,7 +330,7 @@ class InterleavedPipeline(Pipeline):
     def _with_penalties(
         self, gradients: Sequence[interleaved.Gradient]
     ) -> list[interleaved.Gradient]:
-        """Add the gradients of penalties on this stage's weights."""
+        """Add the gradients of the penalties on this stage's weights."""
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
             penalty = tf.add_n(

@@ -1,4 +1,4 @@
-"""The Keras layers that compute alone what layers in parts compute together."""
+"""The plain Keras layers of one device for layers in parts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dtk.nests import Config
 _KERAS = {made: layer for layer, made in (*BY_CHANNELS.items(), *BY_IMAGE.items())}
 _KERAS[channel_parallel.NodeParallelDense] = keras.layers.Dense
 _BORDERS = (spatial.SplitRows, spatial.SplitColumns, spatial.GatherRows, spatial.GatherColumns)
-# What a layer in parts is told besides the arguments of the Keras layer.
+# Arguments of a layer in parts that the Keras layer does not have.
 _OWN = ("split", "gather_output", "input_is_split")
 
 
 def is_in_parts(layer: keras.Layer) -> bool:
-    """Return whether a layer is one of those that compute parts."""
+    """Return whether a layer computes a part only."""
     return isinstance(layer, _BORDERS) or type(layer) in _KERAS
 
 
 def plain_layer(layer: keras.Layer) -> keras.Layer:
-    """Make the layer of one device that a layer of one rank is a part of."""
+    """Make the layer of one device for a layer in parts."""
     if isinstance(layer, _BORDERS):
         return keras.layers.Identity(name=layer.name)
     config: Config = layer.get_config()

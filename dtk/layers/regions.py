@@ -1,4 +1,4 @@
-"""The borders of what ranks compute in parts: gradients of a loss that every rank computes alike.
+"""The borders of regions that ranks compute in parts, for a loss that is equal on all ranks.
 
 Outside such a region tensors are equal on all ranks of a group, and so is the loss. The functions
 of Shoeybi et al. (Megatron-LM, arXiv:1909.08053), forward and backward:
@@ -8,9 +8,9 @@ of Shoeybi et al. (Megatron-LM, arXiv:1909.08053), forward and backward:
     gather_from_group    allgather    slice         parts -> the whole
     scatter_to_group     slice        allgather     the whole -> parts
 
-Each one's gradient is made of the one opposite, so gradients of gradients are right. Nothing is
-sent for what depends on nothing that is differentiated by, such as a batch; that is alike on all
-ranks.
+The gradient of each function is its opposite, so gradients of gradients are right. No gradient is
+sent for a tensor that depends on no source of the gradient, such as a batch; all ranks agree on
+that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def copy_to_group(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
     """Enter a region with a tensor that every rank uses as a whole.
 
     Args:
-        value: Equal on all ranks.
-        communicator: Of the group.
+        value: A tensor that is equal on all ranks.
+        communicator: Communicator of the group.
 
     Returns:
-        `value`; its gradient is the sum of all ranks'.
+        `value`; its gradient is the sum of all ranks' gradients.
     """
     return with_gradient(
         value,
@@ -47,8 +47,8 @@ def reduce_from_group(value: tf.Tensor, communicator: Communicator) -> tf.Tensor
     """Leave a region in which every rank has computed a part of a sum.
 
     Args:
-        value: This rank's part, of the shape of the sum.
-        communicator: Of the group.
+        value: This rank's part, with the shape of the sum.
+        communicator: Communicator of the group.
 
     Returns:
         The sum, on every rank.
@@ -80,11 +80,11 @@ def gather_from_group(value: tf.Tensor, shard: Shard) -> tf.Tensor:
 
 @unconverted
 def scatter_to_group(value: tf.Tensor, shard: Shard) -> tf.Tensor:
-    """Enter a region with a tensor of which every rank uses a part.
+    """Enter a region in which every rank uses a part of a tensor.
 
     Args:
-        value: Equal on all ranks.
-        shard: How it is divided.
+        value: A tensor that is equal on all ranks.
+        shard: How the tensor is divided.
 
     Returns:
         This rank's part.

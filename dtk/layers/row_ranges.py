@@ -1,14 +1,14 @@
-"""Which rows of an image a rank needs to compute its rows of a window's output.
+"""The rows of an image that a rank needs to compute its rows of a window's output.
 
 Convolutions and pooling slide a window over an axis. With kernel k, stride s, dilation d and p rows
 of padding in front, outputs [a, b) need inputs
 
     [a s - p,  (b - 1) s - p + (k - 1) d + 1)
 
-of which those outside [0, length) are padding. With TensorFlow's "same" padding an axis of length n
-has ceil(n / s) outputs, and p is half, rounded down, of what these need beyond n rows.
+where rows outside [0, length) are padding. With TensorFlow's "same" padding an axis of length n has
+ceil(n / s) outputs, and p is half the number of rows that they need beyond n, rounded down.
 
-What is true of rows is true of columns. Nothing here computes with tensors.
+The same holds for columns. This file computes with integers only, not with tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Rows `start` to `stop`, without the last; empty where `stop <= start`."""
+    """Rows from `start` up to, but not including, `stop`; empty if `stop <= start`."""
 
     start: int
     stop: int
 
     @property
     def length(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return max(0, self.stop - self.start)
 
     def within(self, other: Range) -> Range:
-        """Return the rows that both have; an empty range lies at the nearer end of `other`."""
+        """Return the rows in both ranges; if there are none, an empty range at the nearer end."""
         start = min(max(self.start, other.start), other.stop)
         return Range(start, max(start, min(self.stop, other.stop)))
 
@@ -57,13 +57,13 @@ class Window:
         return (self.kernel - 1) * self.dilation + 1
 
     def outputs(self, length: int) -> int:
-        """Return how many outputs there are."""
+        """Return the number of outputs of an axis."""
         if self.padding == "same":
             return -(-length // self.stride)
         return max(0, (length - self.extent) // self.stride + 1)
 
     def front(self, length: int) -> int:
-        """Return the rows of padding in front."""
+        """Return the number of padding rows in front."""
         if self.padding != "same":
             return 0
         return max(0, (self.outputs(length) - 1) * self.stride + self.extent - length) // 2
@@ -74,20 +74,20 @@ class Window:
         return Range(start, start + (outputs.length - 1) * self.stride + self.extent)
 
     def taps(self, output: int, length: int) -> int:
-        """Return how many taps of an output lie on rows that exist."""
+        """Return how many taps of an output are on rows, not on padding."""
         start = output * self.stride - self.front(length)
         return sum(0 <= start + tap * self.dilation < length for tap in range(self.kernel))
 
 
 def ranges_of(sizes: Sequence[int]) -> list[Range]:
-    """Return the rows of every rank, which follow each other."""
+    """Return the rows of every rank: consecutive ranges of these sizes."""
     ends = [0, *itertools.accumulate(sizes)]
     return [Range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """What ranks send each other so that each has the rows it needs.
+    """The rows that ranks send each other, so that each has the rows it needs.
 
     Example:
         >>> halo = Halo((2, 2), (Range(-1, 3), Range(1, 5)))
@@ -99,19 +99,19 @@ class Halo:
     needs: tuple[Range, ...]
 
     def sent(self, source: int, dest: int) -> Range:
-        """Return which of its own rows a rank sends to another, counted from its first."""
+        """Return which of its rows a rank sends to another, counted from its own first row."""
         own = ranges_of(self.sizes)[source]
         found = self.needs[dest].within(own)
         return Range(found.start - own.start, found.stop - own.start)
 
     @property
     def matrix(self) -> list[list[int]]:
-        """How many rows rank i sends to rank j; none to itself."""
+        """Number of rows that rank i sends to rank j; 0 to itself."""
         ranks = range(len(self.sizes))
         return [[self.sent(i, j).length if i != j else 0 for j in ranks] for i in ranks]
 
     def padding(self, rank: int) -> tuple[int, int]:
-        """Return the rows of padding that a rank adds before and behind."""
+        """Return the numbers of padding rows that a rank adds before and behind."""
         inside = self.needs[rank].within(Range(0, sum(self.sizes)))
         before = min(self.needs[rank].length, max(0, -self.needs[rank].start))
         return before, self.needs[rank].length - before - inside.length

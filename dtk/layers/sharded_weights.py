@@ -1,7 +1,6 @@
-"""What belongs to a variable of which every rank of a group holds a part.
+"""Initializers, regularizers and constraints of a variable in parts, one part on every rank.
 
-Initial values, regularizers and constraints are those of the whole variable, so that a layer in
-parts is the layer of one device.
+They treat the parts as one whole variable, so that a layer in parts equals the layer of one device.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dtk.communicators.shard import Shard
 from dtk.layers.regions import gather_from_group, reduce_from_group
 from dtk.nests import Function
 
-# Of the variable's shape and dtype, and of its value.
+# Take the variable's shape and dtype, and the variable's value.
 _Initializer: TypeAlias = Function[tf.Tensor]
 _OfValue: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
-# Sums over elements: the penalty of the whole is the sum of those of its parts.
+# Sums over elements: the penalty of the whole is the sum of the penalties of its parts.
 _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-# Norms along axes of their own.
+# Norms along axes that the constraint names.
 _NORMS = (
     keras.constraints.MaxNorm,
     keras.constraints.MinMaxNorm,
@@ -33,8 +32,8 @@ _NORMS = (
 class PartInitializer:
     """Draws the whole variable, and keeps this rank's part.
 
-    The numbers are those of the group's first rank: ranks that drew different ones would hold parts
-    of different variables.
+    All ranks take the numbers of the group's first rank: ranks that draw different numbers would
+    hold parts of different variables.
     """
 
     def __init__(self, initializer: _Initializer, shard: Shard, whole_shape: Sequence[int]) -> None:
@@ -50,7 +49,7 @@ class PartInitializer:
 
 
 class SharedInitializer:
-    """Draws a variable that all ranks of a group hold as a whole, alike on all of them."""
+    """Draws a variable that all ranks of a group hold as a whole, with the same values."""
 
     def __init__(self, initializer: _Initializer, shard: Shard) -> None:
         self._initializer = initializer
@@ -63,10 +62,10 @@ class SharedInitializer:
 
 
 def part_regularizer(regularizer: _OfValue | None, shard: Shard) -> _OfValue | None:
-    """Return a regularizer of a part that is, on every rank, the penalty of the whole.
+    """Return a regularizer that takes a part and returns the penalty of the whole, on every rank.
 
-    It counts once over the group: its gradient on a rank is that of this rank's part. Sums over
-    elements (L1, L2) send one number; any other gathers the variable.
+    The penalty counts once over the group: its gradient on a rank is the gradient of this rank's
+    part. Sums over elements (L1, L2) send one number; any other regularizer gathers the variable.
     """
     if regularizer is None:
         return None
@@ -76,9 +75,9 @@ def part_regularizer(regularizer: _OfValue | None, shard: Shard) -> _OfValue | N
 
 
 def part_constraint(constraint: _OfValue | None, shard: Shard) -> _OfValue | None:
-    """Return a constraint of a part that leaves what the whole's would.
+    """Return a constraint on a part with the effect of the constraint on the whole.
 
-    What works on each element, or on norms along other axes than the divided one, sends nothing;
+    A constraint on each element, or on norms along other axes than the divided one, sends nothing;
     any other gathers the variable after each update.
     """
     if constraint is None or type(constraint) is keras.constraints.NonNeg:

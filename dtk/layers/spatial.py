@@ -1,11 +1,11 @@
-"""What layers have in common that see part of an image's rows or columns.
+"""The base of layers that see part of an image's rows or columns, and the layers at the borders.
 
     x -> SplitRows -> SpatiallyParallelConv2D -> ... -> GatherRows -> y
          slice        halo exchange, convolution        allgather
 
-Between the borders a tensor holds this rank's rows only, as do shapes of Keras. Layers tell each
-other how many rows each rank has when they are built; the numbers need not be equal. Each computes
-its output's rows in parts that are as even as can be.
+Between the borders a tensor holds this rank's rows only, and Keras's shapes count only these. When
+a layer is built, ranks tell each other how many rows each has; the numbers need not be equal. Each
+layer divides its output's rows as evenly as possible.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from dtk.layers.regions import copy_to_group, gather_from_group, scatter_to_grou
 from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
 from dtk.nests import Config
 
-# One group divides rows or columns; of a pair, the first rows and the second columns.
+# One group divides rows or columns; in a pair, the first divides rows and the second columns.
 Groups: TypeAlias = "Communicator | tuple[Communicator, Communicator] | None"
 Shape: TypeAlias = Sequence[int | None]
 
 
 class SpatiallyParallel(keras.layers.Layer):
-    """Base of layers that see part of an image: goes before the Keras layer among the base classes.
+    """Base of layers that see part of an image; list it before the Keras layer in the base classes.
 
     Args:
-        args: Of the Keras layer.
+        args: Arguments of the Keras layer.
         split: "rows", "columns" or "both": what ranks divide.
-        communicator: Of the ranks that divide the image, in the order of their parts; for "both" a
-            pair, of the ranks that have this rank's columns and divide rows, and of those that have
-            its rows and divide columns. `model_communicator` of the strategy in whose scope the
-            layer is built when None. It is no part of the configuration.
-        kwargs: Of the Keras layer.
+        communicator: Communicator of the ranks that divide the image, in the order of their parts.
+            For "both" a pair: first the ranks that have this rank's columns and divide rows, then
+            the ranks that have its rows and divide columns. None: `model_communicator` of the
+            strategy in whose scope the layer is built. It is not part of the configuration.
+        kwargs: Arguments of the Keras layer.
 
     Raises:
-        ValueError: Arguments that contradict each other, or that cannot be kept in parts.
+        ValueError: Arguments contradict each other, or do not work in parts.
     """
 
     communicates = True
@@ -59,7 +59,7 @@ class SpatiallyParallel(keras.layers.Layer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.split = split
-        self.supports_jit = False  # XLA cannot contain what ranks send
+        self.supports_jit = False  # XLA cannot compile communication
         self._given = communicator
         self._groups: tuple[Communicator, ...] = ()
         self._exchanges: tuple[HaloExchange, ...] = ()
@@ -76,14 +76,14 @@ class SpatiallyParallel(keras.layers.Layer):
         self.check_arguments()
 
     def check_arguments(self) -> None:
-        """Raise a ValueError for arguments that cannot be kept in parts."""
+        """Raise a ValueError for arguments that do not work in parts."""
 
     def refuse(self, given: str, expected: str) -> NoReturn:
         """Raise a ValueError that names the layer.
 
         Args:
-            given: What was given.
-            expected: What to use instead.
+            given: The argument that the layer refuses.
+            expected: The argument to use instead.
         """
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 
@@ -98,10 +98,10 @@ class SpatiallyParallel(keras.layers.Layer):
         return None
 
     def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
-        """Return what every rank needs of an axis, and how much it computes.
+        """Return the range of an axis that every rank needs, and the length that it computes.
 
         Args:
-            axis: 0 of rows, 1 of columns.
+            axis: 0 for rows, 1 for columns.
             inputs: Length of every rank's part.
         """
         windows = self.windows()
@@ -122,7 +122,7 @@ class SpatiallyParallel(keras.layers.Layer):
         return tuple(needs), outputs
 
     def build(self, input_shape: Shape) -> None:
-        """Agree with the other ranks on who has which rows, and make the variables."""
+        """Agree with the other ranks on which rank has which rows, and make the variables."""
         self._groups = groups_of(self.split, self._given)
         whole = list(input_shape)
         exchanges, parts = [], []
@@ -145,7 +145,7 @@ class SpatiallyParallel(keras.layers.Layer):
         return length
 
     def with_halo(self, inputs: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
-        """Return this rank's rows and columns with those that it needs of others, and padding.
+        """Return this rank's rows and columns with padding and the ones it needs of other ranks.
 
         Args:
             inputs: This rank's part.
@@ -156,10 +156,10 @@ class SpatiallyParallel(keras.layers.Layer):
         return inputs
 
     def copied(self, weight: tf.Tensor | keras.Variable) -> tf.Tensor:
-        """Return a weight whose gradient is the sum of those of all parts of the image.
+        """Return a weight; its gradient is summed over all parts of the image.
 
         Args:
-            weight: Equal on all ranks.
+            weight: A weight that is equal on all ranks.
         """
         value = tf.convert_to_tensor(weight)
         for group in self._groups:
@@ -181,14 +181,14 @@ class SpatiallyParallel(keras.layers.Layer):
         return tuple(outputs)
 
     def get_config(self) -> Config:
-        """Return the configuration: that of the Keras layer, and what is divided."""
+        """Return the configuration of the Keras layer, and `split`."""
         config: Config = super().get_config()
         config["split"] = self.split
         return config
 
 
 def groups_of(split: str, given: Groups) -> tuple[Communicator, Communicator]:
-    """Return the ranks that divide rows, and those that divide columns."""
+    """Return the ranks that divide rows, and the ranks that divide columns."""
     if isinstance(given, tuple):
         return given
     group, alone = model_group(given), LocalCommunicator()
@@ -196,13 +196,13 @@ def groups_of(split: str, given: Groups) -> tuple[Communicator, Communicator]:
 
 
 class Border(keras.layers.Layer):
-    """Base of the layers where an image is divided and gathered.
+    """Base of the layers that divide or gather an image.
 
     Args:
-        communicator: Of the ranks that divide the image, in the order of their parts;
+        communicator: Communicator of the ranks that divide the image, in the order of their parts;
             `model_communicator` of the strategy in whose scope the layer is built when None.
         data_format: "channels_last" or "channels_first"; Keras's when None.
-        kwargs: Of a Keras layer.
+        kwargs: Arguments of a Keras layer.
     """
 
     communicates = True
@@ -228,7 +228,7 @@ class Border(keras.layers.Layer):
         return self._shard
 
     def build(self, input_shape: Shape) -> None:
-        """Agree on who has which rows."""
+        """Agree on which rank has which rows."""
         axis = self.place + (2 if self.data_format == "channels_first" else 1)
         length = input_shape[axis]
         if length is None:
@@ -243,9 +243,9 @@ class Border(keras.layers.Layer):
         """Return how the image is divided.
 
         Args:
-            length: Of the input.
-            axis: Which is divided.
-            group: Of the ranks.
+            length: Length of the input along the axis.
+            axis: The axis that is divided.
+            group: Communicator of the ranks.
         """
         raise NotImplementedError
 
@@ -258,7 +258,7 @@ class Border(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class SplitRows(Border):
-    """Leaves each rank some of an image's rows: as even as can be, the first ranks one more."""
+    """Gives each rank some of an image's rows: as even as possible, the first ranks one more."""
 
     def divide(self, length: int, axis: int, group: Communicator) -> Shard:
         """See `Border.divide`."""
@@ -292,7 +292,7 @@ class GatherRows(Border):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class SplitColumns(SplitRows):
-    """Leaves each rank some of an image's columns."""
+    """Gives each rank some of an image's columns."""
 
     place = 1
 

@@ -1,4 +1,4 @@
-"""Keras's layers over images, each rank with part of the rows or columns; exact."""
+"""Keras's layers over images; each rank computes part of the rows or columns, exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtk.layers.spatial import SpatiallyParallel
 class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
     """A `keras.layers.Conv2D` over part of an image, between `SplitRows` and `GatherRows`.
 
-    Args as of both; see `SpatiallyParallel`. All ranks hold the whole kernel.
+    Takes its arguments and those of `SpatiallyParallel`. All ranks hold the whole kernel.
 
     Example:
         >>> import dtk, keras
@@ -48,7 +48,7 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
         return outputs if self.activation is None else self.activation(outputs)
 
     def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-        # Alike on all ranks, whose graphs must have one shape.
+        # All ranks choose the same way, since their graphs must have the same shape.
         plain = self.groups == 1 and self.data_format == "channels_last"
         if plain and halo_convolution.fits(self._exchanges, self.windows()):
             return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
@@ -72,7 +72,7 @@ class _Pooling(SpatiallyParallel):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class SpatiallyParallelMaxPooling2D(_Pooling, keras.layers.MaxPooling2D):
-    """A `keras.layers.MaxPooling2D` over part of an image: the arguments of both."""
+    """A `keras.layers.MaxPooling2D` over part of an image; see `SpatiallyParallel`."""
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
@@ -87,14 +87,14 @@ class SpatiallyParallelMaxPooling2D(_Pooling, keras.layers.MaxPooling2D):
 
 @keras.saving.register_keras_serializable(package="dtk")
 class SpatiallyParallelAveragePooling2D(_Pooling, keras.layers.AveragePooling2D):
-    """A `keras.layers.AveragePooling2D` over part of an image: the arguments of both."""
+    """A `keras.layers.AveragePooling2D` over part of an image; see `SpatiallyParallel`."""
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
         sums = keras.ops.average_pool(
             self.with_halo(inputs), self.pool_size, self.strides, "valid", self.data_format
         )
-        # Padding does not count.
+        # Keras does not count padding, but the pooling over the halo does: divide by the real rows.
         for exchange, window, sizes in zip(
             self._exchanges, self.windows(), self._outputs, strict=True
         ):
@@ -111,7 +111,8 @@ class SpatiallyParallelAveragePooling2D(_Pooling, keras.layers.AveragePooling2D)
 class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D):
     """A `keras.layers.UpSampling2D`, nearest or bilinear, over part of an image.
 
-    The arguments of both. A rank computes what its own rows become.
+    Takes its arguments and those of `SpatiallyParallel`. A rank computes the outputs of its own
+    rows.
     """
 
     def check_arguments(self) -> None:
@@ -122,7 +123,7 @@ class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D
     def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
         """See `SpatiallyParallel.needed`."""
         image = Range(0, sum(inputs))
-        # Bilinear interpolation sees the next row on each side, at the border none.
+        # Bilinear interpolation reads the next row on each side, except at the border.
         beside = int(self.interpolation == "bilinear")
         needs = [
             Range(part.start - beside, part.stop + beside).within(image) if part.length else part
@@ -143,10 +144,11 @@ class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D
 
 @keras.saving.register_keras_serializable(package="dtk")
 class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchNormalization):
-    """A `keras.layers.BatchNormalization` whose statistics are those of the whole image.
+    """A `keras.layers.BatchNormalization` with the statistics of the whole image.
 
-    The arguments of both. With `synchronized=True` they are those of all replicas of a strategy,
-    too. Mean and variance are computed one after the other, as Keras does for one device.
+    Takes its arguments and those of `SpatiallyParallel`. With `synchronized=True` the statistics
+    cover all replicas of a strategy, too. Mean and variance are computed one after the other, as
+    Keras does on one device.
 
     Raises:
         ValueError: `renorm`, or an axis other than the channels'.
@@ -154,14 +156,14 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
 
     def check_arguments(self) -> None:
         """See `SpatiallyParallel.check_arguments`."""
-        if getattr(self, "renorm", False):  # which came with Keras 3.14
+        if getattr(self, "renorm", False):  # new in Keras 3.14
             self.refuse("renorm=True", "renorm=False")
         self.data_format = "channels_first" if self.axis == 1 else "channels_last"
         if self.axis not in (1, 3, -1):
             self.refuse(f"axis={self.axis}", "the axis of the channels, -1 or 1")
 
     def _sum(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the sum over all parts; every part needs the gradient of all that uses it."""
+        """Return the sum over all parts; its gradient is summed over all parts, too."""
         for group in self._groups:
             if group.size > 1:
                 values = copy_to_group(reduce_from_group(values, group), group)

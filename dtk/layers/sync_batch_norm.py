@@ -1,4 +1,4 @@
-"""Batch normalization over the rows of all workers, in a model that exists."""
+"""Make an existing model normalize batches over the rows of all workers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _Model = TypeVar("_Model", bound=keras.Model)
 def convert_sync_batchnorm(model: _Model) -> _Model:
     """Make every BatchNormalization of a model compute its statistics over all workers.
 
-    The layers stay the same objects, with their weights: what is shared stays shared, in models
-    within models and in subclassed ones as well. N workers then train as one process does on the
-    whole batch (Ioffe and Szegedy, arXiv:1502.03167; Goyal et al., arXiv:1706.02677, leave it out).
+    The layers stay the same objects with the same weights, so shared layers stay shared, also in
+    nested and subclassed models. N workers then train like one process on the whole batch (Ioffe
+    and Szegedy, arXiv:1502.03167; Goyal et al., arXiv:1706.02677, leave it out).
 
     Args:
-        model: Functional, Sequential or subclassed; changed in place. Steps that were traced are
+        model: A functional, Sequential or subclassed model; changed in place. Traced steps are
             traced again.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: A BatchNormalization that Keras does not know to be part of the model, such as
-            one kept in an object of the script's; it is named.
+        ValueError: Keras does not know a BatchNormalization as part of the model, for example
+            because an object of the script holds it; the error names it.
 
     Example:
         >>> import dtk, keras
@@ -57,7 +57,7 @@ def convert_sync_batchnorm(model: _Model) -> _Model:
 
 
 def _kept_in(owner: object) -> Iterator[tuple[str, keras.layers.BatchNormalization]]:
-    """Yield the normalizations in an object's attributes, and in the objects it holds there."""
+    """Yield the normalizations in an object's attributes, and in the attributes of these."""
     for name, value in list(vars(owner).items()):
         for item in _items(value):
             if isinstance(item, keras.layers.BatchNormalization):

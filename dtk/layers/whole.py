@@ -1,4 +1,4 @@
-"""A model whose parts several ranks hold, put together on one of them, and divided again."""
+"""Put a model in parts together on one rank, and divide it again."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dtk.trainer.model_state import seed_states_of
 
 
 def whole(model: keras.Model) -> keras.Model:
-    """Return the model of one device that the ranks of a group hold in parts.
+    """Return the model of one device for a model that the ranks of a group hold in parts.
 
-    Every rank of the group calls it. The result has the weights and the optimizer of the model, can
-    be saved, exported, or trained by one process, and shares nothing with it.
+    Every rank of the group calls `whole`. The result has the weights and the optimizer of the
+    model, but shares nothing with it. One process can save, export or train it.
 
     Args:
-        model: It holds this rank's parts.
+        model: The model with this rank's parts.
 
     Returns:
-        The model, on every rank; the model itself where it is not in parts.
+        The whole model, on every rank; `model` itself if it is not in parts.
 
     Raises:
         ValueError: The model cannot be built again from its configuration.
@@ -48,7 +48,7 @@ def whole(model: keras.Model) -> keras.Model:
     if group is None:
         if not any(map(is_in_parts, keras_models.layers_of(model))):
             return model
-        group = LocalCommunicator()  # the weights are whole: nothing is to be gathered
+        group = LocalCommunicator()  # this process has all weights: there is nothing to gather
     parts = ModelInParts(model, group)
     parts.build()
     parts.gather()
@@ -60,13 +60,13 @@ class Entry(NamedTuple):
     """A variable of the whole model."""
 
     key: str  # equal on all ranks
-    shape: tuple[int, ...]  # of the whole variable
-    dtype: str  # of the variable
-    owner: int  # the rank of the group that holds it; the lowest where several do
+    shape: tuple[int, ...]  # shape of the whole variable
+    dtype: str
+    owner: int  # the lowest rank of the group that holds it
 
 
 class ModelInParts:
-    """What the ranks of a group hold of one model, variable by variable."""
+    """The variables of one model that the ranks of a group hold in parts."""
 
     def __init__(self, model: keras.Model, group: Communicator):
         self._model, self._group = model, group
@@ -107,9 +107,9 @@ class ModelInParts:
         return self.whole
 
     def gather(self) -> None:
-        """Give the whole model, where it was built, the values of all parts.
+        """Give the whole model the values of all parts, on the ranks that have built it.
 
-        Every rank of the group calls it. One variable at a time is sent.
+        Every rank of the group calls this. One variable is sent at a time.
         """
         for entry in self._entries:
             value = self._value(entry)
@@ -128,9 +128,9 @@ class ModelInParts:
         return self._group.broadcast(room, entry.owner)
 
     def scatter(self, world: Communicator) -> None:
-        """Give all parts the values of the whole model that rank 0 of the world has built.
+        """Give all parts the values of the whole model, which rank 0 of the world has built.
 
-        Every rank of the world calls it. One variable at a time is sent.
+        Every rank of the world calls this. One variable is sent at a time.
         """
         for entry in self._entries:
             given = self._of_whole.get(entry.key) if world.rank == 0 else None
@@ -150,7 +150,7 @@ def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
 
 
 def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
-    """Return a model's weights, seeds and optimizer state by names that all ranks use alike."""
+    """Return a model's weights, seeds and optimizer state by keys that are equal on all ranks."""
     stages = model.stages if isinstance(model, Pipeline) else {0: model}
     found = {
         f"stage {number} variable {index}": variable
@@ -171,7 +171,7 @@ def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _of_one_device(model: keras.Model) -> keras.Model:
-    """Build a model anew with whole layers in place of parts."""
+    """Build a model again, with whole layers in place of parts."""
     if isinstance(model, Pipeline):
         return model.on_one_rank()
     return keras.models.clone_model(model, clone_function=plain_layer)
@@ -185,7 +185,7 @@ def _like(optimizer: keras.Optimizer, model: keras.Model) -> keras.Optimizer:
 
 @contextlib.contextmanager
 def _as_if_nothing_was_drawn() -> Iterator[None]:
-    """Keep the generators that Keras draws seeds from where they were: other ranks draw nothing."""
+    """Restore the generators from which Keras draws seeds, since other ranks draw nothing."""
     before, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,6 +1,6 @@
 """Optimizers for large batches, as ordinary Keras optimizers, one per file.
 
-Importing this package registers them with Keras: do it before `keras.saving.load_model` reads a
+Importing this package registers them with Keras: import it before `keras.saving.load_model` reads a
 model that was compiled with one.
 """
 

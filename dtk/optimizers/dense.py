@@ -1,4 +1,4 @@
-"""Gradients as whole tensors, for optimizers whose step moves every row."""
+"""Gradients as dense tensors, for optimizers that change every row in a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tensorflow as tf
 
 
 def dense(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor:
-    """Return a gradient in the shape and type of its variable; rows named twice are summed first.
+    """Return a gradient in the shape and dtype of its variable; repeated rows are summed first.
 
-    Norms, decay and decaying moments concern every row of a table, also those that a batch does not
-    read, so a sparse gradient saves nothing here. Squares of its slices would not be the square of
-    their sum.
+    Norms, decay and decaying moments involve every row of a table, also rows that a batch does not
+    read, so a sparse gradient saves nothing here. Besides, the sum of squared slices is not the
+    square of their sum.
 
     Example:
         >>> import tensorflow as tf

@@ -22,7 +22,7 @@ from dtk.optimizers.layerwise import (
 
 @keras.saving.register_keras_serializable(package="dtk")
 class LAMB(LayerwiseOptimizer):
-    """Adam with a step as long as the weights of a variable, times the rate.
+    """Adam with a step for each variable of length rate times |w|.
 
         m = b1 m + (1 - b1) g           mhat = m / (1 - b1^t)
         v = b2 v + (1 - b2) g^2         vhat = v / (1 - b2^t)
@@ -31,21 +31,21 @@ class LAMB(LayerwiseOptimizer):
 
     Biases and normalizations take plain Adam steps, see `LayerwiseOptimizer`.
 
-    `keras.optimizers.Lamb` is another algorithm in two ways: its weight decay is decoupled, `w (1 -
-    rate * decay)` before the step, so that the ratio neither sees nor scales it; and it adapts
-    every variable, biases and normalizations too. For matrices without decay both are the same. Its
-    epsilon is 1e-7, the paper's 1e-6.
+    `keras.optimizers.Lamb` differs in two ways: its weight decay is decoupled, `w (1 - rate *
+    decay)` before the step, so that the ratio neither sees nor scales it; and it adapts every
+    variable, biases and normalizations too. For matrices without decay both are the same. Its
+    default epsilon is 1e-7, the paper's 1e-6.
 
-    Sparse gradients of embeddings are made dense: moments, decay and norm concern every row.
+    Sparse gradients of embeddings are made dense: moments, decay and norm involve every row.
 
     Args:
         learning_rate: A float, a schedule, or a function.
         beta_1: b1, 0.0 up to but below 1.0.
-        beta_2: b2, likewise.
+        beta_2: b2, 0.0 up to but below 1.0.
         epsilon: Keeps the division finite, above 0.
         weight_decay: Factor of the weights in the update; None or 0.0 for none.
         exclude: Regular expressions for paths of other variables to skip.
-        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+        **kwargs: Arguments of every Keras optimizer: name, clipnorm, use_ema, ...
 
     Raises:
         ValueError: An argument is out of range.
@@ -111,7 +111,7 @@ class LAMB(LayerwiseOptimizer):
         return mhat / (ops.sqrt(vhat) + self.epsilon)
 
     def get_config(self) -> Config:
-        """Return what the constructor takes, as Keras saves it."""
+        """Return the constructor's arguments, as Keras saves them."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,

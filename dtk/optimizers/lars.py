@@ -28,24 +28,23 @@ class LARS(LayerwiseOptimizer):
         v = m v + rate * ratio * (g + beta w)
         w = w - v
 
-    with eta the trust coefficient and beta the weight decay. The buffer v contains the rate, as
-    SGD's does; `LearningRateScaling` corrects it. The paper's rate falls as
-    `dtk.schedules.polynomial_decay`.
+    with eta the trust coefficient and beta the weight decay. As in SGD, the buffer v contains the
+    rate; `LearningRateScaling` corrects it. `dtk.schedules.polynomial_decay` is the paper's rate.
 
-    Biases and normalizations take plain momentum steps, see `LayerwiseOptimizer`, and those with
-    the whole rate. If that is too much for them, make eta ten times larger and the rate ten times
-    smaller: only their steps change.
+    Biases and normalizations take plain momentum steps with the whole rate, see
+    `LayerwiseOptimizer`. If these steps are too large, make eta ten times larger and the rate ten
+    times smaller: no other steps change.
 
-    Sparse gradients of embeddings are made dense: the decay and the norm concern every row.
+    Sparse gradients of embeddings are made dense: the decay and the norm involve every row.
 
     Args:
-        learning_rate: A float, a schedule, or a function. A step is about eta times the rate times
-            the weights long, so rates are larger than SGD's.
+        learning_rate: A float, a schedule, or a function. A step has a length of about eta times
+            the rate times the norm of the weights, so rates are larger than for SGD.
         momentum: m, 0.0 up to but below 1.0.
         trust_coefficient: eta, above 0.
         weight_decay: beta; None or 0.0 for none.
         exclude: Regular expressions for paths of other variables to skip.
-        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+        **kwargs: Arguments of every Keras optimizer: name, clipnorm, use_ema, ...
 
     Raises:
         ValueError: An argument is out of range.
@@ -102,7 +101,7 @@ class LARS(LayerwiseOptimizer):
         return both_positive(weights, slope, ratio)
 
     def get_config(self) -> Config:
-        """Return what the constructor takes, as Keras saves it."""
+        """Return the constructor's arguments, as Keras saves them."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

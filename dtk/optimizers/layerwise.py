@@ -1,7 +1,7 @@
 """Base of LARS and LAMB: a step length for each variable, from the ratio of two norms.
 
-Of what Keras gives to subclasses without promising it, this uses `_get_variable_index`,
-`_use_weight_decay` and `_apply_weight_decay`; a test says when one is gone.
+It uses Keras's private `_get_variable_index`, `_use_weight_decay` and `_apply_weight_decay`; a test
+fails if one of them is gone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from keras import ops
 from dtk.errors import check_number
 from dtk.nests import Config
 
-# What Keras takes for a learning rate.
+# Types that Keras takes for a learning rate.
 LearningRate: TypeAlias = (
     float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], float]
 )
 
 
 def norm(x: tf.Tensor) -> tf.Tensor:
-    """Return the L2 norm of all entries; half precision is cast first, so squares cannot overflow.
+    """Return the L2 norm of all entries, in float32 or wider: squares in half precision overflow.
 
     Example:
         >>> from keras import ops
@@ -37,24 +37,24 @@ def norm(x: tf.Tensor) -> tf.Tensor:
 
 
 def both_positive(first: tf.Tensor, second: tf.Tensor, ratio: tf.Tensor) -> tf.Tensor:
-    """Return the ratio where both norms are above 0, else 1."""
+    """Return the ratio if both norms are above 0, else 1."""
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, 1.0)
 
 
 def check_rate(value: object) -> None:
-    """Refuse a learning rate that is a number, but none to learn by."""
+    """Raise for a learning rate that is a negative number, a string or None."""
     if isinstance(value, (str, numbers.Number)) or value is None:
         expected = "a number of at least 0, a schedule, or a function"
         check_number("learning_rate", value, expected, lambda rate: rate >= 0)
 
 
 def check_below_one(name: str, value: object) -> None:
-    """Refuse what is no momentum, or such a part of what was."""
+    """Raise unless 0 <= value < 1, as for a momentum."""
     check_number(name, value, "0.0 up to but below 1.0", lambda part: 0.0 <= part < 1.0)
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is not above 0."""
+    """Raise unless a value is above 0."""
     check_number(name, value, "more than 0.0", lambda number: number > 0.0)
 
 
@@ -62,20 +62,20 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
     """Optimizer that adapts its rate to each variable, which the papers call a layer.
 
     Variables of rank 0 and 1 are skipped: biases, and the scales and offsets of normalizations.
-    They take the plain step of the algorithm, with a ratio of 1 and no weight decay. `exclude`
-    skips others. `exclude_from_weight_decay` works as in Keras and only takes the decay away.
+    They take the algorithm's plain step, with a ratio of 1 and no weight decay. `exclude` skips
+    others. `exclude_from_weight_decay` works as in Keras and only removes the decay.
 
-    Weight decay is part of the gradient or of the update, and so of the norms; it is not Keras's
-    decoupled one. Clipping, accumulation, loss scaling and moving averages are Keras's own.
+    Weight decay is part of the gradient or the update, and so of the norms, unlike Keras's
+    decoupled decay. Clipping, accumulation, loss scaling and moving averages are Keras's own.
 
-    A variable that parameter servers hold in parts has no such ratio: it must be skipped.
+    Skip variables that parameter servers hold in parts: the ratio needs the whole variable.
 
     Args:
         learning_rate: A float, a schedule, or a function.
-        exclude: Regular expressions; a variable is skipped when one is found in its path, such as
+        exclude: Regular expressions; a variable is skipped if one matches in its path, such as
             "dense_1/kernel".
         weight_decay: Factor of the weights in the step; None or 0.0 for none.
-        **kwargs: What every Keras optimizer takes: name, clipnorm, use_ema, ...
+        **kwargs: Arguments of every Keras optimizer: name, clipnorm, use_ema, ...
 
     Raises:
         ValueError: `exclude` is a string.
@@ -100,7 +100,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         self.exclude = tuple(exclude)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Decide which variables are skipped; here, because steps see variables without a path."""
+        """Decide which variables are skipped: steps would see variables without a path."""
         super().build(variables)
         self._skipped = tuple(self.skips(variable) for variable in variables)
 
@@ -114,7 +114,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         return len(variable.shape) <= 1 or any(re.search(text, path) for text in self.exclude)
 
     def adapts(self, variable: keras.Variable) -> bool:
-        """Return whether a variable that was there at build time has a ratio of its own.
+        """Return whether a variable, known since `build`, has its own ratio.
 
         Args:
             variable: The variable.
@@ -122,7 +122,7 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         return not self._skipped[self._get_variable_index(variable)]
 
     def decay_of(self, variable: keras.Variable) -> float:
-        """Return the weight decay of a variable; 0.0 for one that is skipped or excluded from it.
+        """Return the weight decay of a variable; 0.0 if it is skipped or excluded from decay.
 
         Args:
             variable: The variable.
@@ -131,8 +131,8 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         return self.weight_decay if decays else 0.0
 
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
-        """Keras would decay before the step; here decay is in the step."""
+        """Do nothing: Keras would decay before the step, but here the decay is in the step."""
 
     def get_config(self) -> Config:
-        """Return what the constructor takes, as Keras saves it."""
+        """Return the constructor's arguments, as Keras saves them."""
         return {**super().get_config(), "exclude": list(self.exclude)}

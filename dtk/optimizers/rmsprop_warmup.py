@@ -14,13 +14,13 @@ from dtk.optimizers.layerwise import LearningRate, check_below_one, check_positi
 
 
 def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:
-    """Return how much of a step is SGD's, a_s: first exponential, then linear, smooth between.
+    """Return SGD's share of a step, a_s: first exponential, then linear, with a smooth transition.
 
         a_s = exp(2 (e - center) / period) / 2      for e < center
         a_s = 1/2 + (e - center) / period           until it is 1, half a period later
 
-    The slope of the line is the one the exponential arrives with. Published ports of the recipe
-    double it, and so jump over half of the line.
+    The line continues with the slope of the exponential. Published ports of the recipe double the
+    slope, and so skip half of the line.
 
     Example:
         >>> [round(float(sgd_share(epoch)), 4) for epoch in (0.0, 5.0, 10.0, 11.0, 12.5, 90.0)]
@@ -33,16 +33,17 @@ def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf
 
 @keras.saving.register_keras_serializable(package="dtk")
 class RMSpropWarmup(keras.optimizers.Optimizer):
-    """Optimizer that begins with RMSprop, ends with momentum SGD: the warm-up for batches of 32k.
+    """Optimizer that moves from RMSprop to momentum SGD: the warm-up for batches of 32k.
 
         m = rho m + (1 - rho) g^2
         D = momentum D - (a_s + a_r / (sqrt(m) + epsilon)) g
         w = w + rate * D
 
     with `a_s = sgd_share(epoch)` and `a_r = (1 - a_s) * rmsprop_rate / rate`, so that the RMSprop
-    part has a rate of its own. The epoch is a fraction, from the optimizer's own count of steps: a
-    resumed job goes on where it was. The recipe's rates are `dtk.schedules.slow_start`; do not warm
-    up the rate as well, because a_r grows as it shrinks. At a rate of 0 there is no RMSprop part.
+    part has its own rate. The epoch is fractional and follows from the optimizer's count of steps,
+    so a resumed job goes on where it was. `dtk.schedules.slow_start` has the recipe's rates; do not
+    warm up the rate as well, because a_r grows if the rate shrinks. At a rate of 0 there is no
+    RMSprop part.
 
     Weight decay is Keras's, decoupled. Sparse gradients of embeddings are made dense: m and D decay
     in every row.
@@ -51,12 +52,12 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         learning_rate: The rate of the SGD part: a float, a schedule, or a function.
         steps_per_epoch: Batches in an epoch, as `fit` counts them.
         center: Epoch at which half of a step is SGD's.
-        period: Epochs; half of it after `center` all is SGD's.
+        period: Length in epochs; `period / 2` after `center`, the whole step is SGD's.
         rmsprop_rate: The rate of the RMSprop part.
         momentum: Decay of D.
         rho: Decay of m.
         epsilon: Keeps the division finite, above 0.
-        **kwargs: What every Keras optimizer takes: name, weight_decay, clipnorm, use_ema, ...
+        **kwargs: Arguments of every Keras optimizer: name, weight_decay, clipnorm, use_ema, ...
 
     Raises:
         ValueError: An argument is out of range.
@@ -112,7 +113,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
 
     @property
     def epoch(self) -> tf.Tensor:
-        """Epochs taken so far, with a fraction; an accumulation window counts all its batches."""
+        """Epochs so far, fractional; with gradient accumulation every batch counts."""
         taken = self.iterations * (self.gradient_accumulation_steps or 1)
         return ops.cast(taken, "float32") / self.steps_per_epoch
 
@@ -134,7 +135,7 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
         self.assign_add(variable, rate * step)
 
     def get_config(self) -> Config:
-        """Return what the constructor takes, as Keras saves it."""
+        """Return the constructor's arguments, as Keras saves them."""
         names = ("center", "period", "rmsprop_rate", "momentum", "rho", "epsilon")
         own = {name: getattr(self, name) for name in ("steps_per_epoch", *names)}
         return {**super().get_config(), **own}

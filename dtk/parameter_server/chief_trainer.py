@@ -1,7 +1,7 @@
-"""Trainer on the chief: lets workers do what Keras's `fit`, `evaluate` and `predict` ask for.
+"""Trainer on the chief: workers compute the steps of Keras's `fit`, `evaluate` and `predict`.
 
-Keras's own loop runs on the chief. Where it would call the train function, dtk reads the next
-global batch, hands its slices to workers, applies what came back, and returns the logs so far; see
+Keras's own loop runs on the chief. In place of the train function, dtk reads the next global batch,
+hands its slices to workers, applies their gradients, and returns the logs so far; see
 `jobs/batch_dispatch.py`.
 """
 
@@ -34,13 +34,13 @@ from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer import epoch_data
 from dtk.trainer.strategy import Loop, StepFunction
 
-# What Keras's loop gives one of its functions: an iterator over slices, pipelines that workers
-# read, or single batches.
+# The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
+# workers read, or single batches.
 _Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]"
 
 
 class ParameterServerTrainer(JobTrainer):
-    """Trainer on the chief of a model whose weights are on parameter servers."""
+    """Trainer on the chief; the model's weights are on parameter servers."""
 
     def __init__(self, model: keras.Model, strategy: JobStrategy):
         super().__init__(model, strategy)
@@ -54,14 +54,14 @@ class ParameterServerTrainer(JobTrainer):
         return None if dispatcher is None else dispatcher.schedule
 
     def non_finite_step(self) -> NonFiniteStep | None:
-        """Return the first step that was not finite since this was asked last."""
+        """Return the first step since the last call that was not finite."""
         if self._update is None:
             return None
         found, self._update.non_finite = self._update.non_finite, None
         return found
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
-        """Return whether the evaluator validates in place of the chief."""
+        """Return whether the evaluator validates instead of the chief."""
         return evaluator.leaves_validation(asked, self.strategy)
 
     # Data.
@@ -79,7 +79,7 @@ class ParameterServerTrainer(JobTrainer):
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
     ) -> None:
-        """Do as the base class, and wait for the workers when the data of an epoch ends."""
+        """Do as the base class, and let the workers finish when the data of an epoch ends."""
         if iterator is not None:
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
@@ -96,21 +96,21 @@ class ParameterServerTrainer(JobTrainer):
             )
 
     def new_epoch(self, epoch: int) -> None:
-        """Begin what is observed anew."""
+        """Begin the statistics of an epoch."""
         dispatcher = self._dispatchers.get("train")
         if dispatcher is not None:
             dispatcher.new_epoch(epoch)
 
     def flush(self) -> None:
         """Wait until every step handed out is applied, and every batch counted."""
-        # Inside `fit` the workers go back to training, and may have to finish some of it.
+        # Training comes last: inside `fit`, workers go back to it and may have steps to finish.
         for name, dispatcher in sorted(self._dispatchers.items(), key=_is_training):
             dispatcher.drain()
             if name != "train":
                 dispatcher.close()
 
     def resume(self) -> None:
-        """Let workers go back to training: a call inside `fit` is over, well or not."""
+        """Let workers go back to training: a call inside `fit` has ended or failed."""
         for name, dispatcher in self._dispatchers.items():
             if name != "train":
                 dispatcher.close()
@@ -123,7 +123,7 @@ class ParameterServerTrainer(JobTrainer):
     def _read(
         self, iterator: _Batches
     ) -> Iterator[tuple[slicing.Slices | worker_data.Pipelines, Specs]]:
-        """Batches and the specification of their slices."""
+        """Yield batches and the specification of their slices."""
         if isinstance(iterator, worker_data.Pipelines):
             yield from itertools.repeat((iterator, tf.data.IteratorSpec(iterator.element_spec)))
         if isinstance(iterator, tf.data.Iterator):
@@ -145,7 +145,7 @@ class ParameterServerTrainer(JobTrainer):
     # Functions that Keras calls.
 
     def make_train_function(self, force: bool = False) -> Loop:
-        """Make what Keras calls for each batch of `fit`; see `Model.make_train_function`."""
+        """Make the function that Keras calls for batches of `fit`; see `Model`."""
         if self.model.train_function is None or force:
             self.bind_optimizers()
             strategy = self.strategy
@@ -161,7 +161,7 @@ class ParameterServerTrainer(JobTrainer):
                 strategy,
                 functools.partial(Schedule.of, strategy.consistency, strategy.workers),
                 job,
-                # Where every worker has one slice of each step.
+                # If every worker has one slice of each step.
                 in_turns=strategy.slices == strategy.workers,
                 serial_phase=serial_phase,
                 batcher=batcher,
@@ -170,7 +170,7 @@ class ParameterServerTrainer(JobTrainer):
         return self.model.train_function
 
     def make_test_function(self, force: bool = False) -> Loop:
-        """Make what Keras calls for each batch of `evaluate`; see `Model.make_test_function`."""
+        """Make the function that Keras calls for batches of `evaluate`; see `Model`."""
         if self.model.test_function is None or force:
             job = TestJob(self)
             new_schedule = functools.partial(Schedule, Async().tau, self.strategy.slices)
@@ -198,7 +198,7 @@ class ParameterServerTrainer(JobTrainer):
                     step_function = getattr(self.model, f"{name}_step")
                     if len(batch.parts) > 1:
                         self.try_step(name, step_function, batch)
-                    else:  # there are no parts to add up
+                    else:  # a single part: nothing is added up
                         self.build_by(step_function, batch)
                 dispatcher.submit(Batch.of(batch, spec, self.strategy.slices))
                 done += 1
@@ -214,7 +214,7 @@ class ParameterServerTrainer(JobTrainer):
         return run
 
     def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
-        """Make what Keras calls for batches of `predict`; see `Model.make_predict_function`."""
+        """Make the function that Keras calls for batches of `predict`; see `Model`."""
         if self.model.predict_function is not None and not force:
             return self.model.predict_function
         job, workers = PredictJob(self), self.strategy.workers
@@ -238,7 +238,7 @@ class ParameterServerTrainer(JobTrainer):
         return run
 
     def predict_on_batch(self, x: Nest) -> Nest:
-        """Predict for one batch, in place of `Model.predict_on_batch`."""
+        """Predict for one batch; replaces `Model.predict_on_batch`."""
         batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
         outputs = self.make_predict_function()([batch])
         return keras.tree.map_structure(

@@ -1,7 +1,7 @@
-"""Self-test of steps that workers behind parameter servers take; on the chief.
+"""Self-test, on the chief, of the steps that workers behind parameter servers take.
 
-The chief traces what workers compute anyway. So it computes a few rows as a whole and in as many
-parts as a step has slices, one after the other; only rows of tables come from the servers.
+The chief traces the workers' steps anyway. So it computes a few rows as a whole, and again in as
+many parts as a step has slices, one after the other. Only rows of tables come from the servers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChiefTrial(trial.Trial):
 
     @contextlib.contextmanager
     def _global_numbers(self) -> Iterator[None]:
-        yield  # `trace_functional_step` has a context of its own
+        yield  # `trace_functional_step` has its own context
 
     def _moments(
         self,
@@ -44,9 +44,9 @@ class ChiefTrial(trial.Trial):
         *,
         original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the moments of no rows.
+        """Return mean 0 and variance 1: moments that differ by slice are not a mistake here.
 
-        Workers cannot have those of all rows, and that each slice has its own is no mistake.
+        Workers cannot have the moments of all rows.
         """
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
@@ -97,7 +97,7 @@ class ChiefTrial(trial.Trial):
             )
 
     def _added_up(self, traced: list[FunctionalStep], names: list[trial.Names]) -> trial.Found:
-        """Add up what slices computed, as the chief and the servers do."""
+        """Add up the results of slices, as the chief and the servers do."""
         model = self.model
         metrics = replica_step.metric_variables(model)
         sparse = [trial.slices_of(t.applied) for t in traced]
@@ -138,7 +138,7 @@ class ChiefTrial(trial.Trial):
     def _squares(
         self, traced: list[FunctionalStep], column: Sequence[tuple[str, tf.IndexedSlices]]
     ) -> tf.Tensor:
-        """Square what servers make of one gradient's slices, sent by each of the steps."""
+        """Square one gradient's slices of all steps, summed as the servers sum them."""
         lines = column[0][1].dense_shape[0]
         lines = tf.cast(lines, tf.int64)
         tagged = [

@@ -1,6 +1,6 @@
 """Consistency models of parameter servers: synchronous, bounded delay, asynchronous.
 
-`scheduler` holds the one rule that all of them are.
+One rule covers all of them; see `scheduler`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ def _check_count(name: str, value: object, hint: str) -> None:
 
 @dataclass(frozen=True)
 class SerialStart:
-    """Start of a training whose first steps are serial, as one process would take them.
+    """Serial steps at the start of a training, as one process would take them.
 
     Stale gradients do most harm while weights still move far: Downpour (Dean et al. 2012) warms up
-    with one replica. The serial steps go to whichever worker is free.
+    with one replica. Any free worker takes the next serial step.
 
     Args:
-        epochs: Epochs of `fit` to take serially, those whose number is below it.
-        samples: Or rows; of a run that is resumed, each earlier step counts as one full batch.
+        epochs: Number of epochs of `fit` to take serially, counted from epoch 0.
+        samples: Number of rows to take serially instead; in a resumed run, each earlier step counts
+            as one full batch.
 
     Raises:
         ValueError: Both or none are given, or not a number of 1 or more.
@@ -66,7 +67,7 @@ def _check_warm_start(value: object) -> None:
 
 
 def check_no_exchange(value: object) -> None:
-    """Refuse a start of asynchronous steps where an exchange was expected."""
+    """Refuse a `SerialStart` where an exchange was expected."""
     if isinstance(value, SerialStart):
         raise TypeError(
             f"exchange={value!r} is no exchange: it says how asynchronous steps begin, as in "
@@ -80,13 +81,13 @@ def check_no_exchange(value: object) -> None:
 class Sync:
     """Synchronous steps: each applies the sum of exactly N gradients, N = workers - backup_workers.
 
-    A global batch is cut into N slices. A worker that would stand idle repeats a slice still being
-    computed, and the first result for a slice counts: backup workers (Chen et al. 2016), but for
-    the same rows, so no data is dropped and the result stays that of one process. (Workers that
-    read pipelines of their own have other rows, see `worker_data`.)
+    A global batch is cut into N slices. A worker without work repeats a slice that another worker
+    still computes, and the first result for a slice counts. Unlike the backup workers of Chen et
+    al. 2016 it computes the same rows, so no data is dropped and the result equals that of one
+    process. (Workers that read their own pipelines have other rows, see `worker_data`.)
 
     Args:
-        backup_workers: How many workers may be slow, or silent, without a step waiting for them.
+        backup_workers: How many workers may be slow or silent without delaying a step.
 
     Raises:
         ValueError: Not an int of 0 or more.
@@ -101,7 +102,7 @@ class Sync:
 
     @property
     def spare(self) -> int:
-        """Workers that may be busy with results that are not needed any more."""
+        """Number of workers that may be busy with results no longer needed."""
         return self.backup_workers
 
     def slices(self, workers: int) -> int:
@@ -125,7 +126,7 @@ class BoundedDelay:
 
     Args:
         tau: How many steps a worker may be ahead of the oldest unfinished one; 0 is serial.
-        warm_start: When to begin; until then steps are serial. See `SerialStart`.
+        warm_start: Serial steps to begin with, see `SerialStart`; None for none.
 
     Raises:
         ValueError: Not an int of 0 or more.
@@ -155,10 +156,10 @@ class BoundedDelay:
 
 @dataclass(frozen=True)
 class Async:
-    """Asynchronous steps: none ever waits for another; a step is one worker's batch.
+    """Asynchronous steps: no step waits for another; a step is one worker's batch.
 
     Args:
-        warm_start: When to begin; until then steps are serial. See `SerialStart`.
+        warm_start: Serial steps to begin with, see `SerialStart`; None for none.
 
     Raises:
         TypeError: `warm_start` is something else.
@@ -188,7 +189,7 @@ Consistency = Sync | BoundedDelay | Async
 
 
 def parse(consistency: object) -> Consistency:
-    """Turn what a user wrote into a consistency.
+    """Return the consistency for a user's argument.
 
     Example:
         >>> parse("sync"), parse(BoundedDelay(4))
@@ -207,7 +208,7 @@ def parse(consistency: object) -> Consistency:
 
 
 def check(consistency: Consistency, workers: int) -> None:
-    """Refuse a number of workers that cannot train."""
+    """Raise if there are too few workers to train."""
     if workers < 1:
         raise ValueError(f"workers={workers}; expected 1 or more: start a task of type worker")
     if consistency.spare >= workers:
@@ -218,9 +219,9 @@ def check(consistency: Consistency, workers: int) -> None:
 
 
 def ahead(tau: float, workers: int) -> int:
-    """Return how many steps may be offered and not applied when `fit` goes on with the next batch.
+    """Return how many offered steps may be unapplied when `fit` goes on with the next batch.
 
-    Asynchronous workers shall find work waiting, whatever the main thread is busy with. It bounds
-    how stale their steps can be, see `Staleness`.
+    With steps waiting, asynchronous workers stay busy while the main thread does other work. The
+    number bounds how stale their steps can be, see `Staleness`.
     """
     return 2 * workers if tau else 0

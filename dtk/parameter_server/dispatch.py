@@ -1,13 +1,13 @@
-"""Dispatch steps to workers behind parameter servers, and apply what they computed.
+"""Dispatch steps to workers behind parameter servers, and apply their results.
 
-Everything but the workers' computing happens on the main thread, inside the calls of a dispatcher:
-a callback that reads weights never sees half a step.
+Workers only compute. Everything else happens on the main thread, inside the calls of a dispatcher,
+so a callback that reads weights never sees half a step.
 
     main thread   submit ------------------- wait: complete --- apply --- applied ...
     workers          \\-- take, compute, hand in --/                         \\-- the next may start
 
-What is computed and applied is a job's business (`jobs`, `proximal`); when a step may start is the
-schedule's, and which worker takes what is the queue's.
+A job (`jobs`, `proximal`) says what to compute and apply, the schedule when a step may start, and
+the queue which worker takes which part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dtk.parameter_server.worker_pool import WorkerPool
 
 
 class WorkerJob(Protocol[WorkT, OutputsT]):
-    """What workers compute of a step's work, and what becomes of it."""
+    """How workers compute a part of a step, and how the chief applies a complete step."""
 
     def compute(self, task: Task[WorkT], worker: int, schedule: Schedule) -> Result[OutputsT]:
         """Compute a part of a step; called on the worker's thread."""
 
     def apply(self, work: WorkT, results: Sequence[Result[OutputsT]], schedule: Schedule) -> None:
-        """Apply a complete step; called on the main thread, one step after the other."""
+        """Apply a complete step; called on the main thread, for one step after the other."""
 
 
 def _none(schedule: Schedule) -> float:
@@ -64,13 +64,13 @@ class Dispatcher(Generic[WorkT, OutputsT]):
         return self._queue.schedule
 
     def submit(self, work: WorkT, empty: Collection[int] = ()) -> None:
-        """Dispatch one step; return once no more than `ahead` are under way."""
+        """Dispatch one step; return once at most `ahead` steps are under way."""
         self._start()
         self._pool.offer(functools.partial(self._queue.add, work, empty))
         self._apply_until(self._ahead(self.schedule))
 
     def run(self, works: Sequence[WorkT]) -> None:
-        """Dispatch steps, all of which are known; return once they are applied."""
+        """Dispatch several steps; return once all are applied."""
 
         def add_all() -> None:
             for work in works:
@@ -90,7 +90,7 @@ class Dispatcher(Generic[WorkT, OutputsT]):
         self._pool.offer(functools.partial(self.schedule.loosen, tau))
 
     def close(self) -> None:
-        """Let the workers go, and forget steps that are not finished: an exception left them."""
+        """Release the workers, and forget unfinished steps, which an exception has left."""
         self._open.close()
         self._is_open = False
         if self.schedule.unfinished:
@@ -112,7 +112,7 @@ class Dispatcher(Generic[WorkT, OutputsT]):
             return self._queue.next_complete() or self.schedule.unfinished <= allowed
 
         while True:
-            # mypy takes what two types have in common for their union.
+            # mypy infers the common base of the two types, not their union.
             found = cast(CompleteStep[WorkT, OutputsT] | bool, self._pool.wait(ready))
             if isinstance(found, bool):
                 return

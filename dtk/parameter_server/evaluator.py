@@ -1,9 +1,9 @@
 """Evaluator of a parameter-server job: evaluates checkpoints as they appear.
 
-It runs the same script as the others. Its `fit` trains nothing: it waits for what the chief's
-`dtk.callbacks.Checkpoint` saves, loads each into the model, evaluates it on `fit`'s validation data
-and writes the numbers down, until the chief is gone and the last checkpoint is done. Then its
-process ends, as those of workers and servers do.
+The evaluator runs the same script as the other tasks. Its `fit` trains nothing: it waits for the
+checkpoints of the chief's `dtk.callbacks.Checkpoint`, loads each into the model, evaluates it on
+`fit`'s validation data and writes the numbers down. When the chief is gone and the last checkpoint
+is evaluated, the process ends, like the processes of workers and servers.
 
     chief       step step step save     step step step save     step ...
     evaluator                      evaluate               evaluate
@@ -36,25 +36,25 @@ _FILE = "evaluation.csv"
 
 
 class SavedProgress(NamedTuple):
-    """Progress of training that one checkpoint says about itself."""
+    """Progress of training that a checkpoint records."""
 
-    epoch: int  # epochs that are complete
-    step: int  # steps of the next one
-    iterations: int | None  # steps in all; None where the optimizer has not saved it
+    epoch: int  # complete epochs
+    step: int  # steps of the next epoch
+    iterations: int | None  # steps in all; None if the optimizer has not saved it
 
 
 def source_of(
     callbacks: keras.callbacks.CallbackList | list[keras.callbacks.Callback] | None,
 ) -> keras.callbacks.Callback | None:
-    """Return the callback among those given to `fit` whose checkpoints an evaluator reads."""
+    """Return the callback of `fit` that saves the checkpoints for an evaluator; else None."""
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
 
 
 def leaves_validation(asked: dict[str, object], strategy: Strategy) -> bool:
-    """Return whether the chief need not validate, because the evaluator does.
+    """Return whether the evaluator validates instead of the chief.
 
-    It validates all the same where a callback waits for the result.
+    The chief validates anyway if a callback monitors the result.
     """
     callbacks = asked["callbacks"]
     listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -63,12 +63,12 @@ def leaves_validation(asked: dict[str, object], strategy: Strategy) -> bool:
 
 
 class EvaluatorTrainer(DistributedTrainer):
-    """Trainer of a model in the evaluator's process, whose `fit` evaluates."""
+    """Trainer of a model in the evaluator's process: its `fit` evaluates."""
 
     strategy: JobStrategy
 
     def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
-        """Evaluate what the chief saves until it is gone, then end the process."""
+        """Evaluate the chief's checkpoints until the chief is gone, then end the process."""
         evaluate_checkpoints(method, self, args, kwargs)
 
 
@@ -124,7 +124,7 @@ def watch_until_end(
     seen = log.names()
     _check_same_run(seen, source)
     while True:
-        # Asked first: what the chief saved before it went is still found below.
+        # Ask first, so that a last checkpoint, saved before the chief went, is still found below.
         gone = chief.is_gone()
         for name in source.appeared(seen):
             seen.add(name)
@@ -206,7 +206,7 @@ def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
 
 
 def quietly_load(model: keras.Model, path: Path) -> None:
-    """Load weights into a model that will not be trained: its optimizer has no state."""
+    """Load weights without warnings: a model that does not train has no optimizer state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
         model.load_weights(path)

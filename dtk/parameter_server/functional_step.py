@@ -1,7 +1,7 @@
-"""Functional steps, which change nothing: for workers of parameter servers.
+"""Functional steps for workers of parameter servers: they change nothing.
 
-A worker's step is traced as a pure function of data and state. It returns what it would have
-changed; tables are not part of its state but looked up where they are, a few rows at a time.
+A worker's step is traced as a pure function of data and state, and returns the changes that it
+would have made. Tables are not part of the state: the step looks up a few rows on the servers.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dtk.trainer.tracing import noting, traced_step
 class FunctionalStep(NamedTuple):
     """Results of a traced step that has changed nothing."""
 
-    logs: Nest  # what Keras's step returned
-    applied: list[noting.Applied]  # gradients by optimizer, in the order they were handed over
-    # knows the values the step assigned (`keras.StatelessScope.get_current_value`)
+    logs: Nest  # returned by Keras's step
+    applied: list[noting.Applied]  # gradients by optimizer, in the order the step passed them
+    # has the values that the step assigned (`keras.StatelessScope.get_current_value`)
     scope: keras.StatelessScope
     step: traced_step.Step
-    rows_read: tf.Tensor  # bytes of table rows it looked up, int64 scalar
+    rows_read: tf.Tensor  # bytes of table rows that the step looked up, int64 scalar
 
     @property
     def assigned(self) -> set[int]:
-        """Ids of the Keras variables it assigned."""
+        """Ids of the Keras variables that the step assigned."""
         return set(self.step.assigned)
 
 
@@ -66,7 +66,7 @@ def trace_functional_step(
     step.noted = recorded = RecordedUpdates(scope, model, tables)
     with (
         traced_step.tracing(step),
-        # Terms are looked for in what the script differentiates by, which this replaces.
+        # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
         keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
@@ -81,14 +81,14 @@ def trace_functional_step(
 def pulled_variables(
     model: keras.Model, *elsewhere: Iterable[keras.Variable]
 ) -> list[keras.Variable]:
-    """Return the variables whose values a step reads from the servers."""
+    """Return the variables that a step reads whole from the servers."""
     without = {id(variable) for variables in elsewhere for variable in variables}
     without |= {id(variable) for variable in replica_step.metric_variables(model)}
     return [variable for variable in model.variables if id(variable) not in without]
 
 
 def zero_metrics(model: keras.Model) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return the metrics' variables and the zeros that a step counts from; called while tracing."""
+    """Return the metrics' variables, each with the zeros to count from; called while tracing."""
     metrics = replica_step.metric_variables(model)
     return [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
 
@@ -98,7 +98,7 @@ def _tapes_watching(
     tables: Sequence[keras.Variable],
     recorded: RecordedUpdates,
 ) -> AbstractContextManager[None]:
-    """Let gradient tapes see the values in the place of variables."""
+    """Let gradient tapes watch the values that replace variables."""
     given = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
@@ -124,7 +124,7 @@ def _tapes_watching(
 def _whole_gradient(
     parts: Sequence[tf.Tensor | tf.IndexedSlices | None], variable: keras.Variable
 ) -> tf.IndexedSlices | None:
-    """Join the gradients of a partitioned table's parts to that of the table."""
+    """Join the gradients of a table's parts into the gradient of the table."""
     rows, indices, first = [], [], 0
     shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):
@@ -139,15 +139,15 @@ def _whole_gradient(
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Return a gradient of some rows, as TensorFlow makes them: the shape is a tensor, too.
+    """Return a gradient of some rows, with its shape as a tensor, as TensorFlow makes it.
 
-    Keras computes with that shape, together with the row numbers: their types must be the same.
+    Keras computes with the shape and the row numbers together, so their dtypes must be equal.
     """
     return tf.IndexedSlices(values, indices, tf.constant(tuple(shape), indices.dtype))
 
 
 def as_slices(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return a gradient as rows of a table, all of them if it is dense."""
+    """Return a gradient as rows of a table; a dense one has all rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
@@ -158,9 +158,9 @@ def _looked_up_in_place(
 ) -> AbstractContextManager[None]:
     """Let `keras.ops.take` fetch from tables only the rows it takes, each once.
 
-    Their gradients then have each row once, too. But Keras squares and clips a sparse gradient
-    row by row as it comes, so Adam makes of two equal rows something else than of their sum. Where
-    that matters, a row that was taken twice stays two rows, as in one process.
+    Then the gradient has each row once, too. But Keras squares and clips a sparse gradient row by
+    row, so for Adam two equal row numbers differ from one with their sum. For such optimizers a row
+    that was taken twice stays two rows, as in one process.
     """
     summed = all(map(keras_optimizers.is_linear, shared_optimizer.optimizers_of(model)))
     places = {id(variable): keras_variables.stored(variable) for variable in tables}

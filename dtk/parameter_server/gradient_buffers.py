@@ -1,9 +1,9 @@
 """Gradient buffers: how gradients get from workers to parameter servers.
 
 A worker does not touch weights. It puts its gradients into a *gradient buffer*, a few variables on
-the servers, and when the chief decides that a step is complete, the servers apply what lies in the
-gradient buffers of that step. So a worker that dies while sending has changed nothing, its step can
-be given to another, and every gradient is applied exactly once.
+the servers. When the chief decides that a step is complete, the servers apply the gradient buffers
+of that step. So a worker that dies while sending has changed nothing, another worker can take its
+step, and every gradient is applied exactly once.
 
     worker  --- push --->  buffer on ps 0 | buffer on ps 1       (one message per server, dtype)
     chief   --- apply -->  optimizer runs on ps 0 | on ps 1      (weights never pass the chief)
@@ -28,9 +28,9 @@ from dtk.trainer.tracing import slice_origins
 # A structure of numbers: tensors while a step is traced, arrays when it has run.
 ReportT = TypeVar("ReportT")
 
-# What gradients are of: a Keras variable, or a part of one that servers hold in parts.
+# A Keras variable, or a part of one that is partitioned over servers.
 Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
-# None where a weight has none.
+# None if a weight has no gradient.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
@@ -38,14 +38,14 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 class BufferSlot:
     """Variable of a gradient buffer."""
 
-    device: str  # the server it is on
-    dtype: tf.DType  # of its elements
-    holds: tuple[int, ...]  # indices of the weights whose gradients lie in it, one after the other
-    indices: bool = False  # whether it holds row numbers, whose rows lie in the next slot
+    device: str  # server of the slot
+    dtype: tf.DType  # dtype of the elements
+    holds: tuple[int, ...]  # indices of the weights; the slot holds their gradients in this order
+    indices: bool = False  # whether the slot holds row numbers; the next slot then holds the rows
 
 
 class BufferLayout:
-    """Layout of a gradient buffer: which gradient lies where."""
+    """Layout of a gradient buffer: the slots and their gradients."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
@@ -67,18 +67,18 @@ class BufferLayout:
         self.slots = [*self.dense, *rows]
 
     def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-        """Arrange gradients in the order of a gradient buffer's slots; called while tracing."""
+        """Return the contents of a buffer's slots for some gradients; called while tracing."""
         return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
 
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose what is sent; called while tracing."""
+        """Return the contents to send and the rest to keep, here nothing; called while tracing."""
         del rate
         return list(contents), self.zeros()
 
     def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write into a gradient buffer; called while tracing, runs on a worker."""
+        """Write into a gradient buffer and return the bytes; traced, runs on a worker."""
         sent = tf.constant(0, tf.int64)
         for content, handle in zip(contents, handles, strict=True):
             tf.raw_ops.AssignVariableOp(resource=_of_any_length(handle), value=content)
@@ -86,14 +86,14 @@ class BufferLayout:
         return sent
 
     def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add two gradients up; called while tracing."""
+        """Add up two contents; called while tracing."""
         dense = len(self.dense)
         return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
             tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
         ]
 
     def zeros(self) -> list[tf.Tensor]:
-        """Return a gradient of nothing, as `contents`; called while tracing."""
+        """Return the contents of a zero gradient; called while tracing."""
         sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
         return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
             tf.zeros([0], slot.dtype) for slot in self.rows
@@ -156,8 +156,8 @@ class BufferLayout:
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
             for handles in buffers
         ]
-        # A handle without a length has no rank, either; what lies in a gradient buffer is flat, and
-        # optimizers ask what row numbers gather for its rank.
+        # A handle without a length has no rank either. Contents are flat; say so, since optimizers
+        # need the rank of rows that they gather by row numbers.
         return [tf.ensure_shape(flat, [None]) for flat in found]
 
     def _read_dense(
@@ -173,27 +173,27 @@ class BufferLayout:
 
 
 class GradientBuffer:
-    """Buffer on the servers in which one piece of work leaves its gradients."""
+    """Buffer on the servers for the gradients of one task."""
 
     def __init__(self, layout: BufferLayout):
         self._variables = []
         for slot in layout.slots:
             with tf.device(slot.device):
-                # Declared empty: its content has any length.
+                # Declared empty; the contents have any length.
                 self._variables.append(tf.Variable(tf.zeros([0], slot.dtype), trainable=False))
         self.handles = [variable.handle for variable in self._variables]
 
 
 def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
-    """Return a gradient buffer's handle without its declared length, which is that of an empty one.
+    """Return a gradient buffer's handle without the declared length of 0.
 
-    Graph optimization would believe it at every call, and compute sizes from it.
+    Graph optimization would take the length for true, and compute sizes from it.
     """
     return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
 def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
-    """Return a Keras variable in a list, or its parts where it is partitioned."""
+    """Return the parts of a Keras variable; the variable alone if it is not partitioned."""
     shards = tf_variables.shards_of(keras_variables.stored(variable))
     if shards is None:
         return [variable]
@@ -213,7 +213,7 @@ def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradien
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.split(gradient, sizes)
     split, first = [], 0
-    # What a tag says of a row holds in its part, too.
+    # Tags of rows stay valid in the parts.
     indices = tf.cast(gradient.indices, tf.int64)
     lines, tags = indices % sum(sizes), indices // sum(sizes)
     for shard, size in zip(shards, sizes, strict=True):
@@ -226,10 +226,10 @@ def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradien
 
 
 def near_inputs(op: tf.Operation) -> str:
-    """Return the device of the first input that is on a server, for an operation without a device.
+    """Return the device of an operation; if it has none, of its first input on a server.
 
-    Clipping, loss scaling and the like name no device. They shall not pull gradients to the chief.
-    This is a device function of `tf.compat.v1.device`.
+    Clipping, loss scaling and the like name no device, and must not pull gradients to the chief.
+    This is a device function for `tf.compat.v1.device`.
     """
     if op.device:
         return op.device
@@ -240,7 +240,7 @@ def near_inputs(op: tf.Operation) -> str:
 
 
 def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
-    """Read variables from their servers, once; called while tracing, runs on a worker."""
+    """Read variables once from their servers, with the bytes; traced, runs on a worker."""
     pairs = [
         (variable, tf.convert_to_tensor(keras_variables.stored(variable))) for variable in variables
     ]
@@ -249,7 +249,7 @@ def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable
 
 
 class PackedResults(Generic[ReportT]):
-    """Small results of a step as one tensor: each tensor fetched from a worker is a message."""
+    """Small results of a step in one tensor: fetching a tensor from a worker takes a message."""
 
     def __init__(self, results: ReportT):
         flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]

@@ -1,4 +1,4 @@
-"""Layouts of gradient buffers that hold less than whole gradients; the rest waits on the worker."""
+"""Layouts of gradient buffers for compressed gradients; the worker keeps the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtk.parameter_server.gradient_buffers import BufferLayout, BufferSlot, Weig
 
 
 class FilteredLayout(BufferLayout):
-    """Layout whose dense slots hold a few entries and their positions, or all entries."""
+    """Layout with a few entries and their positions in a dense slot, or with all entries."""
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
         super().__init__(weights, sparse)
@@ -24,7 +24,7 @@ class FilteredLayout(BufferLayout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Choose the entries worth sending; rows of tables are sent whole. Called while tracing."""
+        """Choose the significant entries; rows of tables are sent whole. Called while tracing."""
         sent, positions, kept = [], [], []
         for dense in contents[: len(self.dense)]:
             changes = tf.abs(dense) * tf.cast(rate, dense.dtype)
@@ -57,9 +57,9 @@ class FilteredLayout(BufferLayout):
 
 
 class QuantizedLayout(BufferLayout):
-    """Layout of a few bits for each entry of a kernel; vectors and rows of tables are whole.
+    """Layout with a few bits for each entry of a kernel; vectors and rows of tables are whole.
 
-    Beside each dense slot, of which only what is not coded is left, lies one of codes.
+    Each dense slot has a second slot for codes, and itself holds only what is not coded.
     """
 
     def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
@@ -71,7 +71,7 @@ class QuantizedLayout(BufferLayout):
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Encode kernels, and keep what that loses on the worker. Called while tracing."""
+        """Encode kernels; also return the loss, for the worker to keep. Called while tracing."""
         del rate
         sent, sent_codes, kept = [], [], []
         for slot, flat in zip(self.dense, contents, strict=False):
@@ -112,7 +112,7 @@ class QuantizedLayout(BufferLayout):
         ]
 
     def _joined(self, slot: BufferSlot, whole: tf.Tensor, code: tf.Tensor) -> tf.Tensor:
-        """Decode what a worker sent of one slot, in the order of its weights."""
+        """Decode the contents of one slot, in the order of its weights."""
         coded = [index for index in slot.holds if self._is_coded(index)]
         shapes = {index: tuple(self.weights[index].shape) for index in slot.holds}
         matrices = [codec.matrix_shape(shapes[index]) for index in coded]

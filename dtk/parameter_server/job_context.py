@@ -1,4 +1,4 @@
-"""What jobs see of what they belong to: the strategy, and the trainer of the model."""
+"""The strategy and the trainer, as far as jobs see them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class JobStrategy(Strategy):
     exchange: Downpour | None = None  # type: ignore[assignment]  # it pushes, and is no Exchange
     consistency: Consistency  # when a step may start
     workers: int  # number of workers, backup workers included
-    pool: WorkerPool  # the workers, as threads that ask for work; on the chief
+    pool: WorkerPool  # the workers, as threads on the chief that ask for work
     chief: Chief  # the chief, as the evaluator's process sees it
-    moved: Array  # bytes pulled, bytes pushed and steps of each worker, of shape (workers, 3)
+    moved: Array  # bytes pulled, bytes pushed and steps of each worker, shape (workers, 3)
 
     @property
     def slices(self) -> int:
@@ -47,10 +47,10 @@ class JobStrategy(Strategy):
         return value
 
     def check_whole_step(self, what: str) -> None:
-        """Refuse what would need workers to exchange numbers within a step.
+        """Raise for a feature that needs workers to exchange numbers within a step.
 
         Args:
-            what: What needs it, for the message.
+            what: The feature, for the message.
 
         Raises:
             ValueError: A step is cut over workers.
@@ -73,7 +73,7 @@ class JobStrategy(Strategy):
         Args:
             worker: Index of the worker.
             moved: Bytes pulled and bytes pushed, of shape (2,).
-            steps: How many steps they were.
+            steps: Number of steps.
         """
         self.moved[worker] += (*moved, steps)
 
@@ -87,7 +87,7 @@ class JobStrategy(Strategy):
 
 
 class JobTrainer(DistributedTrainer):
-    """Trainer of a model whose steps run on workers."""
+    """Trainer of a model with steps that run on workers."""
 
     strategy: JobStrategy
 
@@ -97,7 +97,7 @@ class JobTrainer(DistributedTrainer):
 
     @property
     def takes_over(self) -> bool:
-        """Always true: even one worker is another process."""
+        """True: even one worker is another process."""
         return True
 
     def bind_optimizers(self) -> None:
@@ -106,5 +106,5 @@ class JobTrainer(DistributedTrainer):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
     def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
-        """Return a Keras variable in a list, or its parts where it is partitioned."""
+        """Return the parts of a Keras variable; the variable alone if it is not partitioned."""
         return gradient_buffers.parts_of(variable, self._parts)

@@ -1,13 +1,13 @@
-"""Records what a worker's step hands to optimizers, which apply it when the step is over.
+"""Records the gradients that a worker's step hands to optimizers, which apply them afterwards.
 
-So the step must not need it earlier. A step that reads a weight whose gradient has been handed over
-expects the updated weight, which does not exist yet:
+So the step must not need the update. A step that hands over a weight's gradient and then reads the
+weight expects the updated weight, which does not exist yet:
 
     d_optimizer.apply(gradients of the discriminator)      noted
     loss = loss_of(discriminator(generator(noise)))        reads the discriminator: refused
 
-From there on a placeholder, a tensor of its own, is in the place of the weight. If something
-consumes it, it was read.
+So a placeholder tensor replaces the weight after its gradient is handed over. If an operation
+consumes the placeholder, the step has read the weight.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RecordedUpdates:
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
-        # Every weight with a placeholder, and whose update it waits for. A weight that
-        # is noted twice has two.
+        # Every weight with a placeholder, and the optimizer that will update it. A weight that is
+        # noted twice has two.
         self._waiting: list[tuple[keras.Variable, keras.Optimizer, tf.Tensor]] = []
         self._looked_up: set[int] = set()
         self.applied: list[Applied] = []
@@ -58,7 +58,7 @@ class RecordedUpdates:
 
     def _put_placeholder(self, variable: keras.Variable, optimizer: keras.Optimizer) -> None:
         if id(variable) in self._tables:
-            # To read a table would be to fetch all of it. A step that reads this one is refused.
+            # Reading a table would fetch all of it. A step that reads this placeholder is refused.
             value = tf.zeros(variable.shape, keras_variables.stored(variable).dtype)
         else:
             now = self._scope.get_current_value(variable)
@@ -73,7 +73,7 @@ class RecordedUpdates:
             self._looked_up.add(id(variable))
 
     def check(self, assigned: Collection[int]) -> None:
-        """Refuse a traced step that has read what it had updated, or updated weights by itself."""
+        """Refuse a traced step that reads weights after their update, or assigns them itself."""
         read = {
             id(variable): (variable, optimizer)
             for variable, optimizer, value in self._waiting

@@ -1,4 +1,7 @@
-"""Tasks of workers and parameter servers: serve until the chief is gone. Public TensorFlow only."""
+"""Tasks of workers and parameter servers: they serve until the chief is gone.
+
+This file uses public TensorFlow only.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,30 @@ from dtk.errors import ClusterError
 # A worker computes one step at a time, but a server answers every worker.
 _FEWEST_THREADS = 8
 
-# The chief is gone when this many looks in a row, with so many seconds between, do not find it.
+# The chief is gone if it does not answer this many times in a row, so many seconds apart.
 _LOOKS = 3
 _LOOK_SECONDS = 0.9
 
 
 def cluster_of(config: TFConfig) -> tf.train.ClusterSpec:
-    """Return the tasks that TensorFlow connects: all but the evaluator, which works beside them."""
+    """Return the tasks that TensorFlow connects: all but the evaluator."""
     return tf.train.ClusterSpec(
         {role: list(addresses) for role, addresses in config.cluster.items() if role != "evaluator"}
     )
 
 
 def threads_to_wait_with() -> int:
-    """Return the inter-op threads of a task: as user or launcher say, but not too few to wait with.
+    """Return the inter-op threads of a task: the number that is set, else one per core, at least 8.
 
-    A step that waits for another task holds one. With a single one, as a launcher may set it where
-    processes share cores, a worker that waits for weights cannot receive them. 0: TensorFlow's
-    choice, one per core.
+    A step that waits for another task holds a thread. With a single one, which a launcher may set
+    if processes share cores, a worker that waits for weights could not receive them.
     """
     asked = int(os.environ.get("TF_NUM_INTEROP_THREADS", "0")) or (os.cpu_count() or 1)
     return max(asked, _FEWEST_THREADS)
 
 
 class Chief:
-    """Chief of the job, as the tasks that serve it see it: there, or gone."""
+    """Tells the tasks that serve the chief whether it is there."""
 
     def __init__(self, config: TFConfig):
         self._name = f"{config.role} {config.index}"
@@ -50,7 +52,7 @@ class Chief:
         self._looked = 0.0
 
     def await_(self) -> None:
-        """Wait until the chief is there."""
+        """Wait until the chief answers."""
         wait = Wait(self._name, startup.limit())
         while not startup.answers(self._address):
             if not wait.left:
@@ -62,7 +64,7 @@ class Chief:
             time.sleep(0.5)
 
     def is_gone(self) -> bool:
-        """Return whether several looks in a row, a second apart, have found no chief."""
+        """Return whether the chief has not answered several times in a row, a second apart."""
         if self._missed < _LOOKS and time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._missed = 0 if startup.answers(self._address) else self._missed + 1
@@ -70,7 +72,7 @@ class Chief:
 
 
 def serve(config: TFConfig) -> NoReturn:
-    """Serve as this task, and end the process with the job: with 0 once the chief is gone."""
+    """Serve as this task; end the process with 0 once the chief is gone."""
     startup.check_free(config.index, config.cluster[config.role][config.index])
     with startup.quiet():
         server = tf.distribute.Server(
@@ -91,5 +93,5 @@ def serve(config: TFConfig) -> NoReturn:
     del server
     sys.stdout.flush()
     sys.stderr.flush()
-    # TensorFlow's server has no orderly end.
+    # TensorFlow's server cannot be stopped.
     os._exit(0)

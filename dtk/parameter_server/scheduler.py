@@ -1,8 +1,9 @@
-"""Scheduler: when a step may start. Synchronous, bounded delay and asynchronous are one rule.
+"""Scheduler: when a step may start. One rule covers synchronous, bounded-delay and asynchronous.
 
-Step t may start once every step before t - tau is finished (Li et al., OSDI'14), that is, once its
-gradients are in the weights. tau=0 is one step at a time, tau=inf never waits, and between the two
-no worker runs more than tau steps ahead of the slowest. Two workers, the second three times slower:
+Step t may start once every step before t - tau is finished (Li et al., OSDI'14): a step is finished
+once its gradients are in the weights. tau=0 is one step at a time, tau=inf never waits, and in
+between no worker runs more than tau steps ahead of the slowest. Two workers, the second three times
+slower:
 
     tau=0      0   1   2   3   4   5   6   7   8
     worker 0   |-0-|           |-2-|           |-4-|
@@ -16,8 +17,8 @@ no worker runs more than tau steps ahead of the slowest. Two workers, the second
     worker 0   |-0-|-2-|-3-|-4-|-6-|-7-|
     worker 1   |-----1-----|-----5-----|
 
-Nothing here computes, waits or knows the time: a caller says what happened, holding a lock if it
-has threads, and asks what may start.
+The scheduler does not compute, wait or read the time: a caller reports what happened, under a lock
+if it has threads, and asks what may start.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dtk.parameter_server.consistency_models import Consistency
 
 @dataclass(frozen=True)
 class StepSlice:
-    """Slice of a step, handed to one worker; no two are equal."""
+    """Slice of a step that was handed to one worker; no two are equal."""
 
     step: int  # 0, 1, 2, ... in the order offered
     slice: int  # which part of the step's batch, `0 <= slice < slices`
@@ -42,16 +43,16 @@ class StepSlice:
 class Staleness:
     """Age of the weights that finished steps computed with.
 
-    A step's staleness is how many steps before it were not applied when it was handed out (the
-    weights are read a little later, and may hold some of them); its lag is how far back the oldest
-    of them was. Neither exceeds tau.
+    A step's staleness is the number of steps before it that were not applied when it was handed out
+    (the worker reads the weights a little later, and may see some of them); its lag is the distance
+    to the oldest of these. Neither exceeds tau.
 
-    Without tau, lag has no bound: it grows with a slow worker. Staleness has one, which is not the
-    W - 1 steps of the other workers: a worker that has handed in its gradients goes on while they
+    Without tau, lag has no bound: it grows with a slow worker. Staleness is bounded, but not by the
+    W - 1 steps of the other workers: a worker that has handed in its gradients goes on while these
     wait for the main thread to apply them. But `fit` reads no further batch while more than
-    `ahead` = 2 W steps are not applied, so that a step misses at most 2 W others, however slow a
-    worker or the main thread is. Weights that a worker keeps from an earlier fetch (see
-    `dtk.exchange.Downpour`) miss what was applied since, besides.
+    `ahead` = 2 W steps are not applied, so a step misses at most 2 W others, however slow a worker
+    or the main thread is. Weights that a worker keeps from an earlier fetch (see
+    `dtk.exchange.Downpour`) also miss the steps applied since.
     """
 
     histogram: dict[int, int] = field(default_factory=dict)  # staleness -> number of steps
@@ -79,7 +80,7 @@ class Staleness:
 
 
 class _Running(NamedTuple):
-    """Worker that has a piece, and the age of the weights that it was given."""
+    """Worker that computes a piece, and the age of its weights."""
 
     worker: int
     staleness: int
@@ -88,10 +89,10 @@ class _Running(NamedTuple):
 
 @dataclass
 class _Started:
-    """Step of which something was handed out and that is not applied."""
+    """Step that was handed out, at least in part, and is not applied."""
 
     missing: set[int]  # slices without a result
-    copies: list[int]  # per slice, how often it was handed out
+    copies: list[int]  # how often each slice was handed out
     staleness: int = 0
     lag: int = 0
 
@@ -99,10 +100,9 @@ class _Started:
 class Schedule:
     """Queue that hands out steps, piece by piece, under one parameter: tau.
 
-    Every slice that has no result is in exactly one place: not yet handed out, lost, or running on
-    one worker or more. Only started steps and running pieces are stored, so memory is bounded by
-    the number of workers, however many steps are offered and however far the others are past a
-    silent one.
+    Every slice without a result is in exactly one state: not yet handed out, lost, or running on
+    one worker or more. Only started steps and running pieces are stored, so the number of workers
+    bounds memory, however many steps are offered and however far a silent worker is behind.
 
     Example:
         Step 2 waits for step 0 when tau=1:
@@ -112,12 +112,12 @@ class Schedule:
         [0, 1, 2]
         >>> first, second = schedule.take(worker=0), schedule.take(worker=1)
         >>> second, schedule.take(worker=2)
-        (Piece(step=1, slice=0, copy=0), None)
+        (StepSlice(step=1, slice=0, copy=0), None)
         >>> schedule.returned(first, worker=0), schedule.complete(0)
         (True, True)
         >>> schedule.applied(0)
         >>> schedule.take(worker=2)
-        Piece(step=2, slice=0, copy=0)
+        StepSlice(step=2, slice=0, copy=0)
     """
 
     def __init__(self, tau: float, slices: int = 1, spare: int = 0) -> None:
@@ -126,9 +126,9 @@ class Schedule:
         self._tau, self._slices, self._spare = tau, slices, spare
         self.offered = self.finished = self.dropped = self.retried = 0
         self.statistics = Staleness()
-        self._fresh = (0, 0)  # step and slice: all before it were handed out at least once
+        self._fresh = (0, 0)  # step and slice that was never handed out; all before it were
         self._lost: list[tuple[int, int]] = []  # a heap of steps and slices
-        self._started: dict[int, _Started] = {}  # in step order, for they start in order
+        self._started: dict[int, _Started] = {}  # in step order, since steps start in order
         self._running: dict[StepSlice, _Running] = {}  # longest-running first
 
     @classmethod
@@ -150,23 +150,23 @@ class Schedule:
 
     @property
     def slices(self) -> int:
-        """Results a step needs."""
+        """Number of results that a step needs."""
         return self._slices
 
     @property
     def next_slice(self) -> tuple[int, int]:
-        """Step and slice of what `take` hands out next, when nothing lost goes before it."""
+        """Step and slice that `take` hands out next, unless a lost piece comes first."""
         return self._fresh
 
     @property
     def waiting(self) -> int:
-        """Offered steps of which a slice is still to be handed out, or again after a loss."""
+        """Number of offered steps with a slice to hand out, for the first time or after a loss."""
         fresh = self._fresh[0]
         return self.offered - fresh + len({step for step, _ in self._lost if step < fresh})
 
     @property
     def unfinished(self) -> int:
-        """Offered steps that are not applied."""
+        """Number of offered steps that are not applied."""
         return self.offered - self.finished
 
     def offer(self) -> int:
@@ -190,7 +190,7 @@ class Schedule:
         return None if backup is None else self._hand_out(backup, worker)
 
     def returned(self, piece: StepSlice, worker: int, older: int = 0) -> bool:
-        """Note that a worker has computed its piece."""
+        """Note that a worker has computed its piece; return whether its result is needed."""
         run = self._release(piece, worker)
         step = self._started.get(piece.step)
         if step is None or piece.slice not in step.missing:
@@ -202,7 +202,7 @@ class Schedule:
         return True
 
     def lost(self, piece: StepSlice, worker: int) -> None:
-        """Note that a worker died with a piece: another gets it, if its result is still needed."""
+        """Note that a worker died with a piece; hand it out again if its result is needed."""
         self._release(piece, worker)
         step, needed = self._started.get(piece.step), (piece.step, piece.slice)
         if step is None or piece.slice not in step.missing:
@@ -211,7 +211,7 @@ class Schedule:
             heapq.heappush(self._lost, needed)
 
     def complete(self, step: int) -> bool:
-        """Return whether every slice of a step has a result and it is still to be applied."""
+        """Return whether every slice of a step has a result and the step is not applied yet."""
         return step in self._started and not self._started[step].missing
 
     def applied(self, step: int) -> None:
@@ -226,7 +226,7 @@ class Schedule:
         self.statistics.add(done.staleness, done.lag)
 
     def take_statistics(self) -> Staleness:
-        """Return the staleness counted since the last call, or the start; counting begins anew."""
+        """Return the staleness counted since the last call, and begin to count anew."""
         taken, self.statistics = self.statistics, Staleness()
         return taken
 
@@ -238,10 +238,11 @@ class Schedule:
     def _backup(self, worker: int) -> tuple[int, int] | None:
         """Choose a slice of the oldest unfinished step that this worker may repeat.
 
-        When that step completes, a worker with a piece of it, or of an earlier one, is busy for
-        nothing. With one piece a worker that is never more than `spare` of them, so of N + spare
-        workers N are free for the next step. Up to `spare` silent ones, with any number of pieces,
-        stop none. The slice with the fewest copies comes first, of these the longest-running.
+        When that step completes, workers that still compute a piece of it, or of an earlier step,
+        are busy for nothing. With one piece per worker there are at most `spare` of them, so N of N
+        + spare workers are free for the next step. Up to `spare` silent workers, with any number of
+        pieces, stop no step. The slice with the fewest copies comes first; among equals, the one
+        that has run longest.
         """
         if not self._spare or not self._started:
             return None

@@ -5,8 +5,8 @@
     finished        the worker's result                  |  lost: another worker takes it
     next_complete   the results of a step that has them all
 
-The schedule says that some worker may take one more piece of a step. Whether it may be this one,
-and which part of the step's work the piece is, is said here.
+The schedule decides that some worker may take one more piece of a step. The queue decides whether
+this worker may, and which part of the step's work the piece is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OutputsT = TypeVar("OutputsT")
 
 
 class Task(NamedTuple, Generic[WorkT]):
-    """Part of a step's work, as a worker is given it."""
+    """Part of a step's work for a worker."""
 
-    piece: StepSlice  # what the schedule has handed out
-    part: int  # which part of the work it is, `0 <= part < schedule.slices`
+    piece: StepSlice  # handed out by the schedule
+    part: int  # index of the part, `0 <= part < schedule.slices`
     work: WorkT  # the step's work
 
 
@@ -38,18 +38,17 @@ def _keep() -> None:
 class Result(Generic[OutputsT]):
     """Result of one task."""
 
-    outputs: OutputsT  # what the worker has computed
-    older: int = 0  # applied steps that were not in the weights it used, besides those under way
-    # called once when the outputs are not needed any more, such as to take back the gradient buffer
-    # that they lie in
+    outputs: OutputsT  # computed by the worker
+    older: int = 0  # applied steps missing in the weights used, besides the steps under way
+    # called once when the outputs are no longer needed, for example to reuse their gradient buffer
     release: Callable[[], None] = _keep
 
 
 class InTurns(Generic[WorkT]):
-    """Turns of workers that read pipelines of their own, so that each is read as far as any other.
+    """Turns of workers with their own pipelines, so that all pipelines are read equally far.
 
-    Else a fast worker's rows would count more often than a slow one's. Another takes a worker's
-    turn while it is lost.
+    Otherwise a fast worker's rows would count more often than a slow worker's. While a worker is
+    lost, another takes its turn.
     """
 
     def __init__(
@@ -64,24 +63,24 @@ class InTurns(Generic[WorkT]):
 
 
 class CompleteStep(NamedTuple, Generic[WorkT, OutputsT]):
-    """Step whose parts are all computed."""
+    """Step with the results of all parts."""
 
     number: int
     work: WorkT
-    # the results in the order of parts, those without rows left out
+    # in the order of parts, without parts that have no rows
     results: list[Result[OutputsT]]
 
 
 def in_order(worker: int, index: int, free: Set[int]) -> int:
-    """Choose the part of a step's work that a slice is: that of its own number."""
+    """Choose the part with the slice's number."""
     del worker, free
     return index
 
 
 def own_part(worker: int, index: int, free: Set[int]) -> int:
-    """Choose the part of the worker's own number, or the first one if another worker has that.
+    """Choose the part with the worker's number, or the first free part if that is taken.
 
-    A worker that keeps the rows it was sent has those of this part already.
+    A worker that keeps its rows already has the rows of this part.
     """
     del index
     return worker if worker in free else min(free)
@@ -115,7 +114,7 @@ class TaskQueue(Generic[WorkT, OutputsT]):
         self._steps[self.schedule.offer()] = _OpenStep(work, empty)
 
     def take(self, worker: int) -> Task[WorkT] | None:
-        """Hand out the next task for a worker. A piece that was lost keeps its part."""
+        """Hand out the next task for a worker. A lost piece keeps its part."""
         while self._is_allowed(worker) and (piece := self.schedule.take(worker)) is not None:
             step = self._steps[piece.step]
             if piece.slice not in step.parts:
@@ -136,7 +135,7 @@ class TaskQueue(Generic[WorkT, OutputsT]):
         return self._turns.allows(worker, number * self.schedule.slices + index, step.work)
 
     def finished(self, task: Task[WorkT], worker: int, result: Result[OutputsT] | None) -> None:
-        """Take the result of a task; release it if another one was first."""
+        """Take the result of a task; release it if another result came first."""
         number = task.piece.step
         if self.schedule.returned(task.piece, worker, 0 if result is None else result.older):
             if result is not None:
@@ -147,14 +146,14 @@ class TaskQueue(Generic[WorkT, OutputsT]):
             result.release()
 
     def lost(self, task: Task[WorkT], worker: int) -> None:
-        """Hand a task out again, whose worker was lost with it."""
+        """Hand out again the task of a lost worker."""
         self.schedule.lost(task.piece, worker)
 
     def next_complete(self) -> CompleteStep[WorkT, OutputsT] | None:
-        """Remove and return a step whose parts are all computed; None if there is none."""
+        """Remove and return a complete step; None if there is none."""
         if not self._complete:
             return None
         number = self._complete.popleft()
-        # A copy of one of its parts may still be computing, and has the work with it.
+        # A worker may still compute a copy of a part; its task holds the work.
         step = self._steps.pop(number)
         return CompleteStep(number, step.work, [r for _, r in sorted(step.results.items())])

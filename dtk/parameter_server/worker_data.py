@@ -3,10 +3,10 @@
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     model.fit(dataset, steps_per_epoch=100)
 
-The chief hands out steps; the worker of a step takes the next batch of a pipeline of its own, which
-begins anew when it ends. So no order of rows is kept between workers, and a worker that was lost
-begins its pipeline from the start. A backup worker that repeats a slice reads other rows for it:
-the gradients that come first count, the rows of late ones are dropped (Chen et al. 2016).
+The chief hands out steps; the worker of a step takes the next batch of its own pipeline, which
+begins anew when it ends. So workers keep no common order of rows, and a lost worker begins its
+pipeline from the start. A backup worker that repeats a slice reads other rows for it: the first
+gradients count, and the rows of late gradients are dropped (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ELSEWHERE = (
 
 
 class WorkerDataset(tf_datasets.PerRankDataset):
-    """Dataset of one pipeline per worker, made there."""
+    """Dataset of one pipeline per worker, made on the workers."""
 
     def __init__(self, make: Callable[[int], tf.data.Dataset], spec_of: tf.data.Dataset):
         super().__init__(spec_of, whole=None)
@@ -58,7 +58,7 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 class Pipelines:
     """Iterators of the workers over a `WorkerDataset`: made on first use, and again after a loss.
 
-    As an iterator, it gives itself once for every step.
+    As an iterator, `Pipelines` yields itself once for every step.
     """
 
     def __init__(self, dataset: WorkerDataset):
@@ -75,9 +75,9 @@ class Pipelines:
         return self
 
     def of(self, worker: int) -> tf.data.Iterator:
-        """Return the iterator of the worker whose thread this is."""
+        """Return the iterator of a worker; called on the worker's thread."""
         if worker not in self._at:
-            with self._lock, _made_there(worker):  # it may call the script's own function
+            with self._lock, _made_there(worker):  # `make` may call the script's own function
                 made = self._dataset.make(worker)
                 if made.element_spec != self.element_spec:
                     raise ValueError(
@@ -88,7 +88,7 @@ class Pipelines:
         return self._at[worker]
 
     def lose(self, worker: int) -> None:
-        """Forget a lost worker's iterator, but keep it alive: its end would be a message."""
+        """Forget a lost worker's iterator, but keep it alive: deleting it would send a message."""
         if worker in self._at:
             self._lost.append(self._at.pop(worker))
 
@@ -105,7 +105,7 @@ class Pipelines:
 
 @contextlib.contextmanager
 def _made_there(worker: int) -> Iterator[None]:
-    """While inside, TensorFlow's error about a dataset that is elsewhere says what to do."""
+    """Turn TensorFlow's error about a dataset on another device into one that says what to do."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -124,7 +124,7 @@ def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
 def worker_dataset(
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], workers: int, slices: int
 ) -> WorkerDataset:
-    """Make what `distribute_datasets_from_function` returns on the chief."""
+    """Make the dataset that `distribute_datasets_from_function` returns on the chief."""
 
     def make(worker: int) -> tf.data.Dataset:
         try:

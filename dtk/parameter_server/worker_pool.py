@@ -1,8 +1,8 @@
-"""Pool of the workers of a parameter-server job on the chief: threads that ask for work.
+"""Pool of the workers of a parameter-server job, as threads on the chief that ask for work.
 
-Each worker has a thread on the chief, TensorFlow's own, in which it takes the next piece of work,
-computes it remotely, and hands in the result. All that decides something, such as applying
-gradients, happens on the script's main thread, which waits here.
+Each worker has a TensorFlow thread on the chief, which takes the next piece of work, computes it
+remotely, and hands in the result. The script's main thread waits here and does all the rest, such
+as applying gradients.
 
     main thread    offer ------------------ wait: results ------ apply ------ ...
     worker 0           \\-- take, compute, hand in --/
@@ -27,9 +27,9 @@ from dtk.communicators import startup
 from dtk.compat import tf_coordinator
 from dtk.errors import ClusterError
 
-# How often a waiting main thread makes sure that a worker and all servers are still there.
+# Seconds between two checks of a waiting main thread that a worker and all servers are there.
 _LOOK_SECONDS = 5.0
-# A worker that could not reach a server which is there tries again after so long.
+# Seconds after which a worker tries again that could not reach a living server.
 _RETRY_SECONDS = 1.0
 
 
@@ -43,21 +43,21 @@ class WorkSource(Protocol[PieceT, ResultT]):
     """Source of pieces of work; called under the pool's lock."""
 
     def take(self, worker: int) -> PieceT | None:
-        """Hand out the next piece for a worker. The piece; None if there is none yet."""
+        """Hand out the next piece for a worker; None if there is none yet."""
 
     def finished(self, piece: PieceT, worker: int, result: ResultT) -> None:
         """Take the result of a piece."""
 
     def lost(self, piece: PieceT, worker: int) -> None:
-        """Take back a piece whose worker was lost."""
+        """Take back the piece of a lost worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """Piece that a worker has taken, and whose it is."""
+    """Piece that a worker has taken, with the source it came from."""
 
-    compute: Callable[[], Callable[[], None]]  # computes it, and returns what hands in the result
-    lost: Callable[[], None]  # gives it back
+    compute: Callable[[], Callable[[], None]]  # computes, and returns a function that hands in
+    lost: Callable[[], None]  # gives the piece back
 
 
 def _taken(
@@ -87,12 +87,12 @@ class WorkerPool:
         self._strategy = strategy
         self._workers, self._servers, self._patience = workers, servers, patience
         self._changed = threading.Condition()
-        # What there is to do, the innermost last: takes a piece for a worker.
+        # Functions that take a piece for a worker, the innermost last.
         self._entries: list[Callable[[int], _Taken | None]] = []
         self._error: BaseException | None = None
         self._session = 0
         self.lost_workers: set[int] = set()
-        # Since when each worker has had what it computes.
+        # When each worker took its piece.
         self._held: dict[int, float] = {}
         progress.tell_held(self._held.copy)
 
@@ -100,7 +100,7 @@ class WorkerPool:
     def working(
         self, work: WorkSource[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
     ) -> Iterator[WorkerPool]:
-        """While inside, workers compute what `work` gives them; the innermost counts."""
+        """Let workers compute the pieces of `work` in the block; the innermost `work` counts."""
         entry = functools.partial(_taken, work, compute)
         with self._changed:
             is_first = not self._entries
@@ -118,15 +118,14 @@ class WorkerPool:
             yield self
         finally:
             with self._changed:
-                # Others may have begun later and end later: those inside of `fit` that an
-                # exception left do.
+                # An entry may end after an outer one: an exception can leave those inside `fit`.
                 self._entries = [other for other in self._entries if other is not entry]
                 if not self._entries:
                     self._session += 1
                 self._changed.notify_all()
 
     def offer(self, change: Callable[[], T]) -> T:
-        """Change the work, as by adding to it, and let workers look again."""
+        """Change the work, for example add to it, and let workers look again."""
         with self._changed:
             result = change()
             self._changed.notify_all()
@@ -146,7 +145,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def asking_servers(self) -> Iterator[None]:
-        """While inside, let an error that comes from a lost parameter server say so."""
+        """If the block fails since a parameter server is lost, raise an error that says so."""
         try:
             yield
         except tf.errors.OpError:
@@ -157,7 +156,7 @@ class WorkerPool:
             raise
 
     def _check_alive(self, last_seen: float) -> float:
-        """Return when a worker was last there; raise if too long ago, or if a server is gone."""
+        """Return when a worker last answered; raise if too long ago, or if a server is gone."""
         self._check_servers()
         now = time.monotonic()
         if any(startup.answers(address) for address in self._workers):
@@ -172,7 +171,7 @@ class WorkerPool:
 
     def _check_servers(self) -> None:
         for index, address in enumerate(self._servers):
-            # A packet may be lost, which takes a second to notice.
+            # A lost packet takes a second to notice.
             if not any(startup.answers(address, timeout) for timeout in (1.0, 2.0, 4.0)):
                 raise ClusterError(
                     f"parameter server {index} ({address}) is gone, and with it a part of the "
@@ -205,7 +204,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _next(self, worker: int, session: int) -> _Taken | None:
-        """Wait for what a worker is to do next; None when its session is over."""
+        """Wait for a worker's next piece; None when its session is over."""
         with self._changed:
             while self._session == session and self._error is None:
                 taken = self._entries[-1](worker)
@@ -216,12 +215,12 @@ class WorkerPool:
             return None
 
     def _survives(self, error: Exception, worker: int, session: int) -> bool:
-        """Return whether the others go on. Otherwise the main thread is told why not."""
+        """Return whether the other workers go on; if not, give the error to the main thread."""
         fatal: BaseException | None = error
         if isinstance(error, tf.errors.OpError) and tf_coordinator.worker_is_lost(error):
             fatal = None
         elif isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
-            # A server; perhaps only its connection.
+            # A server failed, perhaps only its connection.
             fatal = None
         if fatal is None:
             try:

@@ -1,15 +1,15 @@
 """Predictions of `dtk plan`: time, efficiency and cost of a step on any number of workers.
 
-    quantity -> inputs        what a user says:         "85ms", "1Gbit/s", links, hosts, prices
-    calibration               what `dtk bench` found:   the same, from its file
-    dtk.communicators.costs   what a collective takes:  messages one after the other, and bytes
-    methods                   what dtk would do:        strategies and exchanges, step by step
-    advice, tables            what is said about it
+    quantity -> inputs        the user's numbers:       "85ms", "1Gbit/s", links, hosts, prices
+    calibration               the same, measured:       from the file of `dtk bench`
+    dtk.communicators.costs   costs of a collective:    messages one after the other, and bytes
+    methods                   what dtk does in a step:  strategies and exchanges
+    advice, tables            the output
 
-    model                     the same question of one network, layer by layer (`--model`)
+    model                     plans of one network, layer by layer (`--model`)
 
-A model with no more in it than what is measured: no TensorFlow, and nothing is run. Its formulas
-are in docs/command-line.md; benchmarks/results/plan.md has how far they were off.
+The predictions use measured numbers only; they run nothing and do not import TensorFlow. Their
+formulas are in docs/command-line.md, their errors in benchmarks/results/plan.md.
 """
 
 from dtk.planning.model.plans import ModelPlan, load_plan

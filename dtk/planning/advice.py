@@ -10,7 +10,7 @@ from dtk.planning.inputs import Cluster, Job
 from dtk.planning.methods import Prediction, predict
 
 TARGET = 0.7
-# How much faster something further from one process's training must be to be preferred.
+# How much faster a method must be to be preferred if it changes training more.
 GAIN = 1.1
 LOSSY = (
     "All but dense, hierarchical and synchronous servers change training, fp16 least and block "
@@ -29,10 +29,9 @@ class Advice:
 def advise(
     predictions: Sequence[Sequence[Prediction]], job: Job, cluster: Cluster, target: float = TARGET
 ) -> Advice:
-    """Choose the most workers that keep to a target, and of methods the one that changes least.
+    """Choose the most workers that keep the target efficiency, and the least changing method.
 
-    A method further from one process's training is chosen only if it trains on a tenth more rows
-    per second.
+    A method that changes training more is chosen only if it trains on a tenth more rows per second.
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
@@ -45,7 +44,7 @@ def advise(
 
 
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
-    """Return, of one method, the fastest that keeps to the target, or what comes closest to it."""
+    """Return a method's fastest prediction at or above the target, else the most efficient one."""
     kept = [one for one in of if one.efficiency >= target]
     if kept:
         return max(kept, key=lambda one: one.rows)
@@ -93,7 +92,7 @@ def _why_not_dense(
 
 
 def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
-    """Return what takes most of what a step takes beyond computing.
+    """Return what takes most of a step's time besides computing.
 
     Example:
         >>> from dtk.planning.methods import METHODS
@@ -111,7 +110,7 @@ def bound(one: Prediction, job: Job, cluster: Cluster) -> str:
 
 
 def _without_limit(cluster: Cluster) -> Cluster:
-    """Return the same cluster, but bytes take no time."""
+    """Return the same cluster with bytes that take no time."""
     return replace(
         cluster,
         network=replace(cluster.network, bandwidth=math.inf),

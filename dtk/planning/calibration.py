@@ -1,15 +1,16 @@
-"""Inputs of a plan from what `dtk bench` measured: every number has a physical meaning.
+"""Inputs of a plan from the measurements of `dtk bench`: every number has a physical meaning.
 
-    limit, in step                 step     computing, with nothing sent: all wait for the slowest
-    all-reduces of few, many bytes message  seconds of a message;  byte  seconds a byte costs
-    none - step - sending          step     what a strategy adds to a step; of factors, product;
-                                            below 0, what is hidden
+    limit, in step                 step     computing without sending: all wait for the slowest
+    all-reduces of few, many bytes message  seconds of a message;  byte  seconds of a byte
+    none - step - sending          step     added to a step by a strategy; with factors, product;
+                                            below 0, the hidden part
     1bit - step - sending          coding   per parameter
 
-`sending` is the formula's, with the message and byte just found. If the benchmark ran on one host,
-they are software's, and the network is the user's to describe; between hosts they hold it.
+`sending` is computed by the formulas, with the message and byte just found. If the benchmark ran on
+one host, these are costs of software, and the user describes the network; if it ran between hosts,
+they include the network.
 
-What is sent tells factors, whose bytes are whole floats with fp16, too, from the rest:
+The bytes sent tell factors, which are whole floats with fp16, too, from the rest:
 
     none = rows x width + rest          fp16 = rows x width + rest / 2
 """
@@ -32,24 +33,24 @@ Turns = Sequence[list[Reading]]
 
 _FLOAT = 4
 _DENSE = "dense"
-# Less than this part of all floats, and something was not sent whole.
+# If less than this part of all floats was sent, some gradients were not sent whole.
 _WHOLE = 0.9
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Inputs of a plan that a benchmark tells."""
+    """Inputs of a plan from a benchmark."""
 
-    job: Job  # what was trained
-    software: Software  # what was measured on top of links, or, between hosts, with them
-    per_host: int  # workers of a host
-    hosts: int  # that took part
+    job: Job
+    software: Software  # measured costs, including the links if workers were on several hosts
+    per_host: int  # workers per host
+    hosts: int  # number of hosts
 
 
 def calibrated(
     results: Results, model: str | None = None, communicator: str | None = None
 ) -> Calibration:
-    """Read a benchmark."""
+    """Return the inputs of a plan from a benchmark."""
     models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
@@ -73,7 +74,7 @@ def calibrated(
 
 
 def software_of(results: Results, communicator: str | None = None) -> tuple[Software, int]:
-    """Read what a message and a byte take from a benchmark, whatever models it measured."""
+    """Return the costs of a message and a byte from a benchmark of any models."""
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     places = {rank["host"] for rank in results.setting["ranks"]}
     return _software(results, communicator, results.setting["workers"]), len(places)
@@ -84,9 +85,9 @@ def _slowest(turn: Sequence[Reading]) -> float:
 
 
 def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
-    """Return the measurements of a communicator, by what comes behind its name.
+    """Return the measurements of a communicator by the rest of their name.
 
-    Without blocks, which a plan makes itself.
+    Block momentum is left out, since a plan computes it.
     """
     found = {
         name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
@@ -102,9 +103,9 @@ def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
 
 
 def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors | None:
-    """Return the kernels whose gradients went as factors; None if none did.
+    """Return the kernels with gradients that went as factors; else None.
 
-    Without fp16 all are taken to be such kernels.
+    Without a measurement of fp16, assume that all gradients went as factors.
 
     Example:
         >>> found = _factors({"dense": 9000.0, "fp16": 8500.0}, parameters=10250, rows=8)
@@ -115,7 +116,7 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
         return None
     rest = 2 * (sent[_DENSE] - sent.get("fp16", sent[_DENSE]))
     found = Factors(parameters - rest / _FLOAT, (sent[_DENSE] - rest) / (rows * _FLOAT))
-    # Of all matrices with m + n = width, a square one has most entries.
+    # A square matrix has the most entries of all with m + n = width.
     if found.entries > (found.width / 2) ** 2:
         raise PlanError(
             f"{sent[_DENSE]:.0f} bytes are sent of {parameters} parameters: rows of tables, which "
@@ -141,11 +142,8 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
 def _residuals(
     job: Job, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
-    """Return the software with what a strategy and each exchange took besides.
-
-    That is beyond computing and sending.
-    """
-    # Between hosts, what all-reduces took holds the network: no link comes on top of it.
+    """Return the software with the time of each exchange beyond computing and sending."""
+    # Between hosts, the measured all-reduces include the network: add no link.
     cluster = Cluster(Link(), Link(), workers, software=software)
     costs = {method.name: method.cost for method in METHODS if method.name in seconds}
 

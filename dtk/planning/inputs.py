@@ -1,4 +1,4 @@
-"""Inputs of a plan: what is trained, on which hosts and links, with which software."""
+"""Inputs of a plan: the job, the hosts and links, and the costs of software."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from dtk.communicators.costs import FLOPS_PER_BYTE, Traffic, half_length
 from dtk.planning.quantity import PlanError
 
-# What is left for bytes of ours. Of an Ethernet frame of 1514 bytes IP and TCP take 66; one of 66
-# goes out for every two that come in, to acknowledge them.
+# The part of a link's bytes that is payload. In an Ethernet frame of 1514 bytes, headers take 66;
+# every two frames are acknowledged by a frame of 66 bytes.
 PAYLOAD = 1448 / (1514 + 66 / 2)
-# Bits of an entry, by short name of an exchange; two floats for each column come on top of a code.
+# Bits of an entry, by short name of an exchange; codes add two floats for each column.
 BITS = {"dense": 32, "fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2, "1bit": 1}
 _SCALES = 64
 _CODED = ("8bit", "4bit", "2bit", "1bit")
@@ -26,9 +26,9 @@ def _check(name: str, value: float, fits: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between hosts, or the workers of one; the same in both directions at once."""
+    """A connection between hosts, or between workers of a host, full speed in both directions."""
 
-    latency: float = 0.0  # seconds until a message arrives, once it is sent
+    latency: float = 0.0  # seconds from sending a message to its arrival
     bandwidth: float = math.inf  # bytes per second
 
     def __post_init__(self) -> None:
@@ -44,14 +44,14 @@ class Software:
     on a machine with two cores; benchmarks/results/plan.md says how.
     """
 
-    message: float = 0.77e-3  # seconds of a message of no length, without the link
-    byte: float = 3.0e-9  # seconds a byte costs: it is copied, and added to another
-    step: float = 0.0  # seconds of a step under a strategy, beyond what plain Keras takes
+    message: float = 0.77e-3  # seconds of an empty message, without the link
+    byte: float = 3.0e-9  # seconds to copy a byte and to add it up
+    step: float = 0.0  # seconds that a strategy adds to a step of plain Keras
     # seconds per parameter of encoding, decoding and residuals, by exchange
     coding: Mapping[str, float] = field(default_factory=lambda: {"fp16": 0.0, "1bit": 8.2e-9})
     # seconds of an entry of a product of factors, for each row of another worker
     product: float = 0.0
-    hidden: float = 0.0  # the part of what a backward pass could hide of sending that it does hide
+    hidden: float = 0.0  # 0 to 1: how much of the sending that it could hide a backward pass hides
 
     def coding_of(self, exchange: str) -> float:
         """Return the seconds that coding takes per parameter.
@@ -69,22 +69,22 @@ class Software:
 
 @dataclass(frozen=True)
 class Factors:
-    """Kernels whose gradients can travel as rows of two matrices, see `dtk.exchange.factors`."""
+    """Kernels with gradients that can go as rows of two matrices, see `dtk.exchange.factors`."""
 
-    entries: float  # m n of a kernel, of all
-    width: float  # m + n of a kernel, of all: numbers that a row of the batch is sent as
+    entries: float  # sum of m n over all kernels
+    width: float  # sum of m + n over all kernels: numbers sent per row of the batch
 
     def most_rows(self, workers: float) -> float:
-        """Return the rows of all workers from which on dtk does not send factors any more.
+        """Return the number of rows, over all workers, from which on dtk sends no factors.
 
-        Each holds as many.
+        Assumes that all workers have the same number of rows.
 
         Example:
             >>> kernel = Factors(entries=2048 * 2048, width=4096)
             >>> [round(kernel.most_rows(workers)) for workers in (2, 64)]
             [575, 339]
         """
-        # A worker multiplies its own rows either way.
+        # A worker multiplies its own rows with or without factors.
         others = 1 - 1 / workers
         row = self.width * _FLOAT + 2 * self.entries * others / FLOPS_PER_BYTE
         return 2 * self.entries * _FLOAT / row
@@ -101,21 +101,20 @@ class Factors:
 
 @dataclass(frozen=True)
 class Job:
-    """A model to train, and how."""
+    """A training: a model and its batches."""
 
-    # seconds of a step of a worker that sends nothing, with as many others at work on its host as
-    # there will be; of the slowest, whom all wait for
+    # seconds of a step without sending, of the slowest worker, with as many workers per host as in
+    # training
     step: float
-    parameters: int  # trainable ones
-    rows: int = 32  # of that step
-    # rows of all workers together, where it stays the same whatever their number; None where each
-    # has `rows`
+    parameters: int  # trainable parameters
+    rows: int = 32  # rows of that step
+    # rows of all workers, if fixed for any number of workers; None if each worker has `rows`
     global_batch: int | None = None
     block_steps: int = 16  # steps between two exchanges of weights of block momentum
-    column: int = 512  # entries of a column of a kernel: what one output unit has
-    # bytes of whole gradients or of codes, by exchange, where measured
+    column: int = 512  # entries of a column of a kernel, which has one column per output unit
+    # bytes of whole gradients or of codes, by exchange, if measured
     sent: Mapping[str, float] = field(default_factory=dict)
-    factors: Factors | None = None  # kernels whose gradients need not be sent whole, where known
+    factors: Factors | None = None  # kernels with gradients that can go as factors, if known
 
     def __post_init__(self) -> None:
         _check("step time", self.step, 0 < self.step < math.inf, "seconds above 0")
@@ -126,7 +125,7 @@ class Job:
             _check("global batch", self.global_batch, self.global_batch >= 1, "1 row or more")
 
     def rows_of(self, workers: int) -> int:
-        """Return the rows of a step of the worker that has most.
+        """Return the rows in a step of the worker with the most.
 
         Example:
             >>> Job(0.1, 1000, rows=32).rows_of(3), Job(0.1, 1000, global_batch=64).rows_of(3)
@@ -135,11 +134,11 @@ class Job:
         return self.rows if self.global_batch is None else math.ceil(self.global_batch / workers)
 
     def batch(self, workers: int) -> int:
-        """Return the rows of a step of all workers."""
+        """Return the rows in a step of all workers."""
         return workers * self.rows if self.global_batch is None else self.global_batch
 
     def computing(self, workers: int) -> float:
-        """Return the seconds of computing a step, taken to grow with its rows.
+        """Return the seconds of computing a step, assuming that they are proportional to its rows.
 
         Example:
             >>> Job(0.1, 1000, rows=32, global_batch=64).computing(4)
@@ -148,7 +147,7 @@ class Job:
         return self.step * self.rows_of(workers) / self.rows
 
     def factored(self, workers: int) -> Factors | None:
-        """Return the kernels whose gradients so many workers send as factors; None if none.
+        """Return the kernels with gradients that so many workers send as factors; else None.
 
         Example:
             >>> job = Job(0.1, 2048 * 2048, rows=32, factors=Factors(2048 * 2048, 4096))
@@ -162,7 +161,7 @@ class Job:
         return self.factors if rows < self.factors.most_rows(workers) else None
 
     def size(self, exchange: str) -> float:
-        """Return the bytes of what one worker sends, as the exchange codes it.
+        """Return the bytes of one worker's gradients, as the exchange codes them.
 
         Example:
             >>> Job(0.1, 1024).size("dense"), Job(0.1, 1024).size("1bit")
@@ -179,11 +178,11 @@ class Cluster:
     """Hosts and links to train on."""
 
     network: Link  # between hosts
-    host: Link = Link()  # between the workers of one
-    per_host: int = 1  # workers of a host
-    servers: int = 1  # parameter servers, each on a host of its own
-    price: float = 0.0  # of a host, per hour
-    software: Software = Software()  # what comes on top of links
+    host: Link = Link()  # between the workers of a host
+    per_host: int = 1  # workers per host
+    servers: int = 1  # parameter servers, each on its own host
+    price: float = 0.0  # price of a host per hour
+    software: Software = Software()  # costs besides the links
 
     def __post_init__(self) -> None:
         _check("workers per host", self.per_host, self.per_host >= 1, "1 or more")
@@ -202,7 +201,7 @@ class Cluster:
     def seconds(self, traffic: Traffic, workers: int) -> float:
         """Return the seconds of traffic between so many workers.
 
-        It goes over the network, unless one host holds them all.
+        Traffic goes over the network, unless one host holds all workers.
 
         Example:
             >>> cluster = Cluster(Link(0.5, 100 / PAYLOAD), software=Software(0.25, 0.001))
@@ -212,7 +211,7 @@ class Cluster:
         return sum(self.parts(traffic, workers))
 
     def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
-        """Return the seconds of the messages of traffic, and those of its bytes."""
+        """Return the seconds of a traffic's messages and the seconds of its bytes."""
         return self.over(self._link(workers), traffic)
 
     def half_length(self, workers: int) -> float:
@@ -229,10 +228,10 @@ class Cluster:
         return self.host if self.hosts(workers) == 1 else self.network
 
     def over(self, link: Link, traffic: Traffic) -> tuple[float, float]:
-        """Return `parts` of traffic over one link: Hockney's model, with what software adds.
+        """Return `parts` of traffic over one link: Hockney's model with the costs of software.
 
-        Messages are handled and then sent, one after the other. Bytes are a stream: some are copied
-        and added up while others are under way, so that the slower of the two counts.
+        A message takes the time of software and then of the link. Bytes are a stream: some are
+        copied and added up while others travel, so the slower of software and link counts.
         """
         message = self.software.message + link.latency
         byte = max(self.software.byte, 1 / (link.bandwidth * PAYLOAD))

@@ -1,4 +1,4 @@
-"""Methods of a step, by strategy and exchange: how long each part of it takes.
+"""Methods of a step, by strategy and exchange: the time of each part.
 
     plain        compute ...................... | code | send ..........
     overlap      compute .......[ backward .... ]                         a bucket goes when full
@@ -8,10 +8,10 @@
                  [ send .................. ]                              go meanwhile
     blocks       compute | compute | compute | compute | send ..........  weights, once a block
 
-The traffic is that of dtk's own code, which its tests count: whole gradients go round a ring;
-factors go to all (all-gather), beside the gradients that have none; codes go to their owners
-(all-to-all) and from them to all (all-gather), after what is not coded, in one hop. Metrics go
-beside all of these, before there are gradients.
+dtk's code sends the same traffic, and its tests count it. Whole gradients go round a ring. Factors
+go to all ranks (all-gather), beside the gradients without factors. Uncoded gradients go in one hop,
+and then codes go to their owners (all-to-all) and from them to all (all-gather). Metrics go beside
+all of these, before the gradients are ready.
 
 Sources: as in `dtk.communicators.costs`; Li et al. 2020, "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training" (buckets and what they hide); Xie et al. 2016 (factors); Seide
@@ -29,7 +29,7 @@ from dtk.communicators import costs
 from dtk.communicators.costs import BUCKET_MOST, Traffic
 from dtk.planning.inputs import Cluster, Factors, Job
 
-# Of a step's computing. The backward pass does twice the work of the forward pass.
+# The backward pass's part of computing: it does twice the work of the forward pass.
 BACKWARD = 2 / 3
 
 
@@ -37,10 +37,10 @@ class Cost(NamedTuple):
     """Seconds and bytes of a step; for asynchronous workers, of one step per worker."""
 
     computing: float  # seconds
-    # seconds, of this worker: codes, products of factors, and what a strategy adds to a step
+    # seconds of a worker for codes, products of factors, and what a strategy adds to a step
     coding: float = 0.0
-    sending: float = 0.0  # seconds in which nothing else goes on
-    bytes: float = 0.0  # handed over by a worker
+    sending: float = 0.0  # seconds that no computing hides
+    bytes: float = 0.0  # bytes that a worker sends
 
     @property
     def seconds(self) -> float:
@@ -52,18 +52,18 @@ class Cost(NamedTuple):
 class Method:
     """A strategy with an exchange."""
 
-    name: str  # as in tables
-    use: str  # what one writes in a script; empty for what dtk does not do
-    # of a step, from the job, the cluster and the number of workers
+    name: str  # name in tables
+    use: str  # code for a script; empty if dtk does not have the method
+    # returns the cost of a step for a job, a cluster and a number of workers
     cost: Callable[[Job, Cluster, int], Cost]
-    exact: bool = False  # whether training is that of one process
+    exact: bool = False  # whether training equals that of one process
     served: bool = False  # whether it needs parameter servers
 
 
 def early(size: float, half_length: float) -> float:
-    """Return the part of the bytes that can go before the last gradient is there.
+    """Return the part of the bytes that can go before the last gradient is ready.
 
-    That is all buckets but one.
+    These are all buckets but one.
 
     Example:
         >>> early(8 << 20, 1 << 17), early(1000, 1 << 17)
@@ -75,7 +75,7 @@ def early(size: float, half_length: float) -> float:
 def exposed(sending: float, computing: float, part: float) -> float:
     """Return the seconds of sending that the backward pass does not hide.
 
-    Those of messages are left out: the last bucket's come after it.
+    Messages are not part of `sending`: the last bucket's messages come after the backward pass.
 
     Source: Li et al. 2020, section 3.2.3.
 
@@ -87,10 +87,10 @@ def exposed(sending: float, computing: float, part: float) -> float:
 
 
 def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
-    """Predict whole gradients, or halves of them, round a ring; buckets go out as they fill.
+    """Predict whole gradients, or fp16 ones, round a ring; a bucket goes out when it is full.
 
-    With few rows those of some kernels go as factors instead. What is hidden is measured: sending
-    takes cores, too.
+    With few rows, gradients of some kernels go as factors instead. How much the backward pass hides
+    is measured, since sending needs cores, too.
 
     Example:
         >>> from dtk.planning.inputs import PAYLOAD, Link, Software
@@ -111,15 +111,15 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
 def _not_hidden(
     cluster: Cluster, workers: int, computing: float, stream: float, size: float
 ) -> float:
-    """Return `exposed` of gradients of so many bytes; what a backward pass hides is measured."""
+    """Return `exposed` for gradients of `size` bytes, with the measured hidden part."""
     part = cluster.software.hidden * early(size, cluster.half_length(workers))
     return exposed(stream, computing, part)
 
 
 def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
-    """Predict rows of all workers going to all, whole, and then their product.
+    """Predict factors: the rows of all workers go to all, uncoded, and are then multiplied.
 
-    The rest goes as it would. Messages of both wait at the same time; bytes share a link.
+    The other gradients go as usual. Messages of both wait at the same time; bytes share a link.
     """
     computing, mine = job.computing(workers), job.rows_of(workers)
     own, rest = kernels.size(mine), job.size(exchange) * (1 - kernels.entries / job.parameters)
@@ -133,7 +133,7 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
 
 
 def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict whole gradients summed within hosts, then round a ring of hosts, then back."""
+    """Predict whole gradients, summed within hosts, then round a ring of hosts, then sent back."""
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
     size, computing = job.size("dense"), job.computing(workers)
@@ -145,7 +145,7 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
-    """Return the cost of codes to owners and from owners: nothing is sent before all is coded."""
+    """Return the cost function of codes: they go to owners and back once all are coded."""
     exchange = f"{bits}bit"
 
     def cost(job: Job, cluster: Cluster, workers: int) -> Cost:
@@ -160,7 +160,7 @@ def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
 def _codes(size: float, workers: int, per_host: int) -> Traffic:
     """Return the traffic of codes.
 
-    The vectors that are not coded, few and in one hop; stripes to owners; theirs to all.
+    Uncoded vectors, few, go in one hop; then stripes go to owners, and from owners to all.
     """
     striped = costs.padded(size / workers) * workers
     vectors = costs.alltoall(workers, 0)
@@ -169,7 +169,7 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
 
 
 def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict gradients of the step before going round the ring while these are computed."""
+    """Predict delayed gradients: those of the last step go round a ring while a step computes."""
     size = job.size("dense")
     computing = job.computing(workers)
     sending = cluster.seconds(costs.ring_allreduce(workers, size), workers)
@@ -178,7 +178,7 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict weights going round the ring once a block, and nothing in between."""
+    """Predict block momentum: weights go round a ring once per block, and nothing in between."""
     block = costs.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
     coding = _coding(job, cluster, workers, "block momentum")
@@ -186,7 +186,7 @@ def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
-    """Predict synchronous servers: all pull, compute, push; then the step is applied."""
+    """Predict synchronous servers: all workers pull, compute and push; then servers apply."""
     size = job.size("dense")
     way = costs.pull(workers, cluster.servers, cluster.per_host, size)
     sending = sum(cluster.over(cluster.network, way.times(2)))
@@ -196,8 +196,8 @@ def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
 def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
     """Predict asynchronous servers, for as many steps as there are workers.
 
-    Each worker waits for itself only, and all for the servers. A link carries pulls one way and
-    pushes the other at the same time.
+    A worker does not wait for other workers, but all wait for the servers. A link carries pulls one
+    way and pushes the other way at the same time.
     """
     size = job.size("dense")
     own = costs.pull(1, cluster.servers, 1, size).times(min(cluster.per_host, workers))
@@ -209,13 +209,13 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
 
 
 def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:
-    """Return the seconds of coding; with one worker nothing is coded."""
+    """Return the seconds of coding; one worker alone codes nothing."""
     if workers == 1:
         return 0.0
     return cluster.software.step + job.parameters * cluster.software.coding_of(exchange)
 
 
-# From what is one process's training to what is furthest from it.
+# Ordered by how much they change training, exact methods first.
 METHODS = (
     Method("dense", "AllReduceStrategy()", dense, exact=True),
     Method("hierarchical", "", hierarchical, exact=True),
@@ -237,12 +237,12 @@ _HOUR, _MILLION = 3600.0, 1_000_000
 class Prediction:
     """Time, efficiency and price of one method, with one number of workers."""
 
-    method: Method  # what is done
-    workers: int  # how many do it
-    cost: Cost  # of a step
-    rows: float  # of all workers, per second
-    efficiency: float  # `rows` / the rows that so many single workers would train on
-    price: float  # of a million rows; of hosts of workers and servers
+    method: Method
+    workers: int  # number of workers
+    cost: Cost  # cost of a step
+    rows: float  # rows per second of all workers
+    efficiency: float  # `rows` / the rows of as many single workers
+    price: float  # price of a million rows, for the hosts of workers and servers
 
     @property
     def seconds(self) -> float:
@@ -251,7 +251,7 @@ class Prediction:
 
 
 def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
-    """Predict what a method takes.
+    """Predict a method with a number of workers.
 
     Example:
         >>> from dtk.planning.inputs import Link

@@ -1,4 +1,4 @@
-"""Numbers with units, as one writes them on a command line."""
+"""Numbers with units, as users write them on a command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
 class PlanError(DtkError, ValueError):
-    """A plan that cannot be made from what was given."""
+    """The inputs do not make a plan."""
 
 
 def seconds(option: str, text: str) -> float:
@@ -69,7 +69,7 @@ def size(option: str, text: str) -> float:
 
 
 def counts(option: str, text: str) -> tuple[int, ...]:
-    """Read several counts: a list with commas, in which `...` goes on by doubling.
+    """Read several counts: a list with commas, where `...` continues by doubling.
 
     Example:
         >>> counts("--workers", "1,...,8,12"), counts("--workers", "3,...,20")

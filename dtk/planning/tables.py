@@ -1,4 +1,4 @@
-"""Tables and a curve of what is predicted, and what stands below them."""
+"""Tables and a figure of predictions, and the notes below them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[
 
 
 def _short(value: float) -> str:
-    """Write three digits, or all before the point.
+    """Write three digits, or all digits before the point.
 
     Example:
         >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
@@ -52,7 +52,7 @@ def _short(value: float) -> str:
 
 
 def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
-    """Return the recommendation, then what is assumed."""
+    """Return the recommendation, then the assumptions."""
     return [
         *advice.reasons,
         "",
@@ -65,7 +65,7 @@ def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
 
 
 def assumptions(job: Job, cluster: Cluster) -> str:
-    """Return what the predictions are made from, in a sentence.
+    """Return the inputs of the predictions, in a sentence.
 
     Example:
         >>> from dtk.planning.inputs import Link
@@ -88,7 +88,7 @@ byte; blocks of 16 steps; 1 parameter server
 
 
 def _factors(job: Job) -> str:
-    """Write which of the gradients need not be sent whole.
+    """Write when gradients go as factors, and their size.
 
     Example:
         >>> from dtk.planning.inputs import Factors
@@ -147,7 +147,7 @@ def _record(one: Prediction) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
-    """JSON has no infinity: a link without limit is null."""
+    """Replace infinities by None: JSON has none, and a link without limit is null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

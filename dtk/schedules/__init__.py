@@ -1,8 +1,9 @@
 """Learning rates and momentum over time: conversions of numbers, and Keras schedules.
 
-What Keras has is not here: `CosineDecay` warms up by itself, `PolynomialDecay`, `ExponentialDecay`
-and `PiecewiseConstantDecay` go into `LearningRateWarmup`. Importing this package registers that
-one with Keras: do it before `keras.saving.load_model` reads a model that was compiled with it.
+Use Keras's own schedules, too: `CosineDecay` warms up by itself; `PolynomialDecay`,
+`ExponentialDecay` and `PiecewiseConstantDecay` go into `LearningRateWarmup`. Importing this package
+registers `LearningRateWarmup` with Keras: import it before `keras.saving.load_model` reads a model
+that was compiled with it.
 """
 
 from dtk.schedules.polynomial_decay import polynomial_decay

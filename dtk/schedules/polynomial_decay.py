@@ -1,4 +1,4 @@
-"""Rate that goes with LARS (You, Gitman & Ginsburg 2017, arXiv:1708.03888)."""
+"""The learning rate of the LARS paper (You, Gitman & Ginsburg 2017, arXiv:1708.03888)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def polynomial_decay(
 ) -> LearningRateWarmup:
     """Return Keras's `PolynomialDecay` to zero, rate (1 - t/T)^2, after a linear warm-up.
 
-    t counts from the first step of all, so the rate reaches zero after `steps`, warm-up included.
+    t counts from the first step, so the rate reaches zero after `steps`, warm-up included.
 
     Args:
         learning_rate: The rate to decay from.
         steps: T, length of the training.
         warmup_steps: Length of the warm-up.
-        start: The factor of its first step.
+        start: Factor of the first step of the warm-up.
         power: Exponent.
 
     Returns:
-        The schedule, to give to an optimizer.
+        The schedule, for an optimizer.
 
     Raises:
         ValueError: A number of steps or `start` is out of range.

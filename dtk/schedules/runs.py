@@ -1,4 +1,4 @@
-"""Schedules written as lists: runs of a value that lasts for a while."""
+"""Schedules written as lists of runs: a value and how long it lasts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_count(value: object) -> bool:
 
 
 def ends_of(runs: Runs) -> list[int]:
-    """Return where each run ends.
+    """Return the end of each run.
 
     Example:
         >>> ends_of([(1, 64), (2, 128)])
@@ -54,7 +54,7 @@ def ends_of(runs: Runs) -> list[int]:
 
 
 def value_at(runs: Runs, position: int) -> float:
-    """Return the value at a position; the last persists.
+    """Return the value at a position; the last value persists.
 
     Example:
         >>> [value_at([(1, 64), (2, 128), (1, 256)], position) for position in range(6)]

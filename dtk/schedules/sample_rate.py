@@ -1,18 +1,19 @@
-"""Learning rates per sample, which mean the same at every batch size.
+"""Learning rates per sample, which have the same meaning at every batch size.
 
-CNTK's SGD adds up gradients and has momentum of unit gain; Keras's takes their mean and has not:
+CNTK's SGD sums gradients and its momentum has unit gain; Keras's SGD takes the mean, without unit
+gain:
 
     CNTK    v = mu v + (1 - mu) sum g      w = w - sample_rate * v
     Keras   v = mu v - rate * mean g       w = w + v
 
-so both take the same steps when rate = sample_rate * batch * (1 - mu), for as long as neither
-changes. When sample_rate does, Keras's v still holds the old one, and is to be multiplied by
-new/old; when the batch does, v holds samples at another momentum. `dtk.callbacks.SampleRate` takes
-care of both while `fit` runs.
+So both take the same steps if rate = sample_rate * batch * (1 - mu), while neither changes. If
+sample_rate changes, Keras's v still contains the old rate and must be multiplied by new/old; if the
+batch changes, v contains samples with another momentum. `dtk.callbacks.SampleRate` corrects both
+while `fit` runs.
 
-Of a short last batch Keras takes the mean too, so its samples count for more; leave it out, or use
-`SampleRate`, or let the loss be a sum: `reduction="sum"` and a `batch_size` of 1 here are exact for
-every batch.
+Keras also takes the mean of a short last batch, so its samples count more. Leave this batch out, or
+use `SampleRate`, or make the loss a sum: `reduction="sum"` and a `batch_size` of 1 here are exact
+for every batch.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def learning_rate_from_sample_rate(
     """Return Keras's rate for a rate per sample.
 
     Args:
-        sample_rate: What one sample's gradient is multiplied with.
+        sample_rate: Factor of one sample's gradient.
         batch_size: Global batch, in samples.
-        momentum: mu, as given to `keras.optimizers.SGD`.
-        unit_gain: Whether the rate was made for v = mu v + (1 - mu) sum g; else mu v + sum g.
+        momentum: mu, the momentum of `keras.optimizers.SGD`.
+        unit_gain: Whether the rate is for v = mu v + (1 - mu) sum g; else for v = mu v + sum g.
 
     Returns:
-        The rate to give to `keras.optimizers.SGD`.
+        The rate for `keras.optimizers.SGD`.
 
     Raises:
         ValueError: The momentum is not in [0, 1), or the batch is empty.
@@ -50,10 +51,10 @@ def sample_rate_from_learning_rate(
     """Return the rate per sample of a Keras rate, rate / batch / (1 - mu).
 
     Args:
-        learning_rate: As given to `keras.optimizers.SGD`.
+        learning_rate: The rate of `keras.optimizers.SGD`.
         batch_size: Global batch, in samples.
-        momentum: mu, likewise.
-        unit_gain: Whether the result is for v = mu v + (1 - mu) sum g; else mu v + sum g.
+        momentum: mu, the momentum of `keras.optimizers.SGD`.
+        unit_gain: Whether the result is for v = mu v + (1 - mu) sum g; else for v = mu v + sum g.
 
     Raises:
         ValueError: The momentum is not in [0, 1), or the batch is empty.

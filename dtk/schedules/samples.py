@@ -1,4 +1,4 @@
-"""Learning rates by samples seen, whatever the batches they came in."""
+"""Learning rates by the number of samples seen, for any batch size."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ def by_samples(
 ) -> keras.optimizers.schedules.PiecewiseConstantDecay:
     """Return a Keras schedule from a list of rates and `(count, rate)` pairs; the last persists.
 
-    A count is in samples, or with `epoch_size` in epochs. The rate of a step is the one due at the
-    samples seen before it. The optimizer counts its steps and saves the count, so a restart changes
-    nothing.
+    A count is in samples, or with `epoch_size` in epochs. The samples seen before a step decide its
+    rate. The optimizer counts its steps and saves the count, so a restart changes nothing.
 
     Args:
         schedule: The rates.
-        batch_size: Global batch of every step; or, with `epoch_size`, what
-            `dtk.callbacks.BatchSizeSchedule` is given.
-        epoch_size: Samples in an epoch of `fit`, the last batch of which may be short; None to
-            count in samples, all batches being full.
-        per_sample: Whether the rates are for one sample; they are multiplied with the batch size
-            then. For those with momentum, see `learning_rate_from_sample_rate`, and where the batch
-            size or the rate changes while training `dtk.callbacks.SampleRate`.
+        batch_size: Global batch of every step; or, with `epoch_size`, a schedule as for
+            `dtk.callbacks.BatchSizeSchedule`.
+        epoch_size: Samples in an epoch of `fit`, whose last batch may be short; None to count in
+            samples, with full batches only.
+        per_sample: Whether the rates are for one sample; they are then multiplied by the batch
+            size. With momentum, see `learning_rate_from_sample_rate`; if the batch size or the rate
+            changes during training, see `dtk.callbacks.SampleRate`.
 
     Returns:
-        The schedule, to give to an optimizer.
+        The schedule, for an optimizer.
 
     Raises:
         ValueError: A list is malformed, or the batch size changes and `epoch_size` is missing.
@@ -54,19 +53,19 @@ def by_samples(
     """
     rates = parse_runs(schedule, "learning rate", _is_rate, "a finite number of at least 0")
     sizes = _sizes(batch_size, epoch_size)
-    # The last batch size has no end; the last rate has one, because Keras needs a boundary.
+    # Leave out the end of the last batch size, but not of the last rate: Keras needs a boundary.
     starts = sorted({0, *ends_of(rates), *ends_of(sizes)[:-1]})
     values = [
         float(value_at(rates, start) * (value_at(sizes, start) if per_sample else 1))
         for start in starts
     ]
-    # Keras goes on to the next value after a boundary, not at it.
+    # Keras takes the next value after a boundary, not at the boundary.
     boundaries = [step - 1 for step in _steps_at(starts, sizes, epoch_size)[1:]]
     return keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, values)
 
 
 def _steps_at(starts: list[int], sizes: Runs, epoch_size: int | None) -> list[int]:
-    """Return the first step at or after each position; between two the batch size is one."""
+    """Return the first step at or after each position; in between the batch size is constant."""
     if epoch_size is None:
         return [math.ceil(start / sizes[0][1]) for start in starts]
     lengths = (

@@ -1,4 +1,4 @@
-"""Rates of PFN's ImageNet in 15 minutes (Akiba, Suzuki & Fukuda 2017, arXiv:1711.04325)."""
+"""Rates of PFN's "ImageNet in 15 Minutes" (Akiba, Suzuki & Fukuda 2017, arXiv:1711.04325)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import keras
 
 from dtk.schedules.samples import by_samples
 
-# Epochs, and what the linearly scaled rate is multiplied with.
+# Epochs, and the factor of the linearly scaled rate.
 SLOW_START = [(40, 0.5), (30, 0.075), (15, 0.01), (5, 0.001)]
 
 
@@ -15,7 +15,7 @@ def slow_start(
 ) -> keras.optimizers.schedules.PiecewiseConstantDecay:
     """Return the rates of the recipe, relative to 0.1 * batch / 256.
 
-    They are multiplied with 0.5 for 40 epochs, 0.075 for 30, 0.01 for 15 and 0.001 for 5. It goes
+    The factors are 0.5 for 40 epochs, 0.075 for 30, 0.01 for 15 and 0.001 for 5. Use the schedule
     with `dtk.optimizers.RMSpropWarmup`.
 
     Args:
@@ -24,7 +24,7 @@ def slow_start(
         base: The rate for a batch of 256.
 
     Returns:
-        The schedule, to give to an optimizer.
+        The schedule, for an optimizer.
 
     Raises:
         ValueError: A size is not a positive integer.

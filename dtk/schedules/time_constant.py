@@ -1,4 +1,4 @@
-"""Momentum as a time constant: how many samples a gradient counts for, at any batch size."""
+"""Momentum as a time constant: for how many samples a gradient counts, at any batch size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 def momentum_from_time_constant(time_constant: float, batch_size: int) -> float:
     """Return the momentum of a step, mu = exp(-batch / tau).
 
-    After tau samples a gradient counts 1/e of what it did, however many steps they were.
+    After tau samples a gradient's weight has fallen to 1/e, whatever the number of steps.
 
     Args:
         time_constant: tau, in samples; 0 for no momentum.
@@ -51,12 +51,12 @@ def time_constant_from_momentum(momentum: float, batch_size: int) -> float:
 
 
 def check_momentum(momentum: float) -> None:
-    """Refuse what is no momentum."""
+    """Raise unless 0 <= momentum < 1."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"momentum={momentum!r}; expected 0.0 up to but below 1.0")
 
 
 def check_batch_size(batch_size: float) -> None:
-    """Refuse an empty batch."""
+    """Raise for an empty batch."""
     if not batch_size >= 1:
         raise ValueError(f"batch_size={batch_size!r}; expected a number of samples, 1 or more")

@@ -1,4 +1,4 @@
-"""Smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
+"""A smaller learning rate for the first steps (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras import ops
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# What a rate is multiplied with, from the first factor and how much of the warm-up is over, 0 to 1.
+# The factor of a rate, from the first factor and the progress of the warm-up, 0 to 1.
 SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
     "linear": lambda start, progress: start + (1.0 - start) * progress,
     "exponential": lambda start, progress: start ** (1.0 - progress),
@@ -21,21 +21,21 @@ SHAPES: dict[str, Callable[[float, tf.Tensor], tf.Tensor | float]] = {
 
 
 class WarmupConfig(TypedDict):
-    """What `LearningRateWarmup` takes, as Keras saves it."""
+    """Arguments of `LearningRateWarmup`, as Keras saves them."""
 
-    learning_rate: float | dict[str, object]  # A number, or what Keras makes of another schedule
+    learning_rate: float | dict[str, object]  # a number, or a schedule serialized by Keras
     steps: int  # length of the warm-up in steps
-    start: float  # the factor of the first step
+    start: float  # factor of the first step
     shape: str  # name of one of SHAPES
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Schedule of another's rate, or a number, times a factor that reaches 1 after some steps.
+    """A number, or another schedule's rate, times a factor that rises to 1 in the first steps.
 
-    The factor changes with every iteration. The other schedule's own clock runs from the first
-    step, as if there were no warm-up, so nothing jumps when it ends. For training with k times the
-    rate, Goyal's gradual warm-up is `start=1 / k`.
+    The factor changes with every iteration. The other schedule runs from the first step, as if
+    there were no warm-up, so the rate does not jump when the warm-up ends. For training with k
+    times the rate, Goyal's gradual warm-up is `start=1 / k`.
 
         factor
         1 |        .----- linear        start + (1 - start) t/T
@@ -44,14 +44,14 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         s |.......:
           +-------T--> t
 
-    `dtk.callbacks.LearningRateScaling` scales a rate by the number of workers as well, and corrects
-    momentum; use one of both.
+    `dtk.callbacks.LearningRateScaling` also scales the rate by the number of workers and corrects
+    momentum; use only one of the two.
 
     Args:
         learning_rate: A number, or a schedule.
         steps: T, length of the warm-up in steps; 0 for none.
-        start: The factor of the first step, up to 1.0; may be 0.0 if the shape is linear.
-        shape: "linear" (the paper's gradual one), "exponential", or "constant".
+        start: Factor of the first step, up to 1.0; may be 0.0 if the shape is linear.
+        shape: "linear" (the paper's gradual warm-up), "exponential", or "constant".
 
     Raises:
         ValueError: An argument is out of range.
@@ -97,7 +97,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
         return rate * ops.where(ops.cast(step, "float32") < self.steps, factor, 1.0)
 
     def get_config(self) -> WarmupConfig:
-        """Return what the constructor takes, as Keras saves it."""
+        """Return the constructor's arguments, as Keras saves them."""
         rate = self.learning_rate
         if callable(rate):
             rate = keras.optimizers.schedules.serialize(rate)
@@ -110,7 +110,7 @@ class LearningRateWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: WarmupConfig) -> LearningRateWarmup:
-        """Make the schedule again."""
+        """Make a schedule from a configuration."""
         rate = config["learning_rate"]
         if isinstance(rate, dict):
             rate = keras.optimizers.schedules.deserialize(rate)

@@ -1,1 +1,1 @@
-"""Learning rate, momentum, batch size and epochs, as callbacks read and change them."""
+"""Helpers of callbacks to read and change learning rate, momentum, batch size and epochs."""

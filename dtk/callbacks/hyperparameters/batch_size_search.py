@@ -1,4 +1,4 @@
-"""Search for the next global batch size, by trial: pure logic of CNTK's automatic scaling.
+"""Search for the next global batch size by trial: the logic of CNTK's automatic scaling.
 
     lower bound                                        upper bound
     previous / 2, and initial / sqrt(lr_now / lr_0)    2 x previous, and a maximum
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tuple[int, int]:
     """Return the smallest and the largest size to try.
 
-    A rate that fell lets the lower bound rise: by its square root, as the whole is found to be too
-    aggressive. It may rise above the upper bound.
+    If the rate has fallen, the lower bound rises, by the square root only: the whole factor would
+    be too aggressive. The lower bound may rise above the upper bound.
 
     Example:
         >>> bounds(256, 256, rate_ratio=1.0, maximum=2**20)
@@ -31,7 +31,7 @@ def bounds(initial: int, previous: int, rate_ratio: float, maximum: int) -> tupl
 
 
 def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
-    """Return sizes to try, each the square root of two larger, rounded to multiples.
+    """Return sizes to try, each a factor of the square root of two larger, rounded to multiples.
 
     Example:
         >>> trial_sizes(128, 512)
@@ -46,7 +46,7 @@ def trial_sizes(lower: int, upper: int, multiple: int = 64) -> list[int]:
 
 
 def round_to(size: float, multiple: int) -> int:
-    """Return the nearest multiple, at least one; halves go up.
+    """Return the nearest multiple, at least the first; halves are rounded up.
 
     Example:
         >>> round_to(95, 64), round_to(96, 64), round_to(3, 64)
@@ -58,9 +58,9 @@ def round_to(size: float, multiple: int) -> int:
 def last_good(
     sizes: Iterable[int], criterion: Callable[[int], float], margin: float
 ) -> tuple[int | None, dict[int, float]]:
-    """Try sizes until one does worse than the first.
+    """Try sizes until one is worse than the first; return the last good size and all results.
 
-    CNTK takes a criterion that is not a number for a good one; here it is a bad one.
+    CNTK takes a NaN for a good result; here it is a bad one.
 
     Example:
         >>> last_good([64, 128, 192], {64: 1.0, 128: 1.005, 192: 1.02}.get, 0.01)

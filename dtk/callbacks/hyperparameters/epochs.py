@@ -1,4 +1,4 @@
-"""Epochs divided by workers, for scripts that count epochs per worker."""
+"""Epochs divided by the number of workers, for scripts that count epochs per worker."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dtk.trainer.strategy import Strategy
 
 
 def epochs_per_worker(epochs: int, strategy: Strategy, minimum: int = 1) -> int:
-    """Return how many epochs each worker runs when all share them: `ceil(epochs / size)`.
+    """Return how many epochs each worker runs if all share them: `ceil(epochs / size)`.
 
     Under a dtk strategy an epoch is one pass of all workers together over the data, so the number
-    of epochs does *not* depend on the number of workers, and most scripts need no division. It is
-    for scripts written for the other convention, where every worker passes over all the data by
-    itself (unsharded `tf.data` with a per-worker batch), and for trading epochs for a larger
-    learning rate on purpose. Divide before `fit`, so that the progress bar and every schedule see
-    the number that will run.
+    of epochs does *not* depend on the number of workers, and most scripts need no division. Divide
+    in scripts for the other convention, where every worker passes over all data by itself
+    (unsharded `tf.data` with a per-worker batch), or to trade epochs for a larger learning rate.
+    Divide before `fit`, so that the progress bar and every schedule see the real number.
 
     Args:
         epochs: Epochs of one worker.
-        strategy: A dtk strategy, or anything with a `size`.
-        minimum: Never fewer than this.
+        strategy: A dtk strategy, or an object with a `size`.
+        minimum: The least number to return.
 
     Returns:
         The number of epochs, at least `minimum`.

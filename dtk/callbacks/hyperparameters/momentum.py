@@ -1,4 +1,4 @@
-"""Momentum of an optimizer, as something that can be set while training."""
+"""The momentum of an optimizer, settable during training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MARK = "_dtk_momentum"
 class Momentum:
     """Momentum of a `keras.optimizers.SGD`, which may change from step to step.
 
-    Keras keeps it as a float, which a step holds for good once it is traced. While the optimizer
-    updates a weight, it finds a variable in its place, so that a new value needs no new trace and
-    costs one assignment. `optimizer.momentum` stays what the script gave, and so does what is saved
-    with a model. The optimizer goes on with the last value.
+    Keras keeps the momentum as a float, which becomes a constant of a traced step. While the
+    optimizer updates a weight, a variable replaces the float, so a new value costs one assignment
+    and no new trace. `optimizer.momentum`, and the value saved with a model, stay the script's.
+    After training the optimizer keeps the last value.
     """
 
     retrace = True
@@ -51,20 +51,20 @@ class Momentum:
         return self._value
 
     def set(self, value: float) -> None:
-        """Set the momentum of the steps from now on."""
+        """Set the momentum of the following steps."""
         if value != self._value:
             self._variable.assign(value)
             self._value = value
 
     def carry_over(self, factor: float) -> None:
-        """Multiply what the buffers hold of past gradients."""
+        """Multiply the momentum buffers."""
         if factor != 1.0:
             for buffer in momentum_buffers(self._optimizer):
                 buffer.assign(buffer.value * factor)
 
 
 class _Held:
-    """Momentum for Keras's SGD, which asks whether it is 0 and computes with its value."""
+    """Momentum as Keras's SGD uses it: never equal to 0, and converted to a tensor."""
 
     def __init__(self, variable: tf.Variable):
         self._variable = variable
@@ -80,7 +80,7 @@ class _Held:
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return the optimizer that others, such as those that scale losses, wrap."""
+    """Return the optimizer inside wrappers, such as `LossScaleOptimizer`."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
@@ -105,12 +105,11 @@ def momentum_of(optimizer: keras.Optimizer, who: str) -> Momentum:
 
 
 def carried_over(before: float, after: float, nesterov: bool = False) -> float:
-    """Return what buffers are multiplied with when the momentum changes.
+    """Return the factor of momentum buffers when the momentum changes.
 
-    Afterwards no gradient counts more than before. A gradient counts (1 - mu) (1 + mu + mu^2 + ...)
-    = 1 in all (unit gain). When mu changes, the rest that is to come of it is what its buffer will
-    be worth, mu^p / (1 - mu) of what it holds: p is 1, or 2 with Nesterov's momentum, which has
-    gone a step ahead.
+    The factor keeps the total weight of each gradient: (1 - mu) (1 + mu + mu^2 + ...) = 1 (unit
+    gain). When mu changes, a buffer will still add mu^p / (1 - mu) times its content to the
+    weights, with p = 1, or p = 2 for Nesterov's momentum, which is a step ahead.
 
     Example:
         >>> round(carried_over(0.9, 0.81), 4)     # twice the batch
@@ -123,5 +122,5 @@ def carried_over(before: float, after: float, nesterov: bool = False) -> float:
     return (before / after) ** (2 if nesterov else 1) * (1.0 - after) / (1.0 - before)
 
 
-# What is left after 27 time constants. The square of less would not fit into float32.
+# The momentum of a step of 27 time constants. The square of a smaller one does not fit in float32.
 _NONE = 1e-12

@@ -1,4 +1,4 @@
-"""Learning rate of an optimizer, as something that can be multiplied while training."""
+"""The learning rate of an optimizer, multiplied during training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dtk.trainer.gradients import shared_optimizer
 
 
 class ScaledConfig(TypedDict):
-    """What a `ScaledSchedule` is made again from, as Keras saves it."""
+    """Arguments of `ScaledSchedule`, as Keras saves them."""
 
-    schedule: Config  # the schedule, as Keras writes it down
-    factor: float  # what its rate is multiplied with
+    schedule: Config  # the schedule, serialized by Keras
+    factor: float  # factor of its rate
 
 
 @keras.saving.register_keras_serializable(package="dtk")
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Schedule whose rate is another's times a factor that can be changed while training.
+    """Another schedule's rate times a factor that can change during training.
 
     Example:
         >>> import keras
@@ -50,7 +50,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: ScaledConfig) -> ScaledSchedule:
-        """Make the schedule again."""
+        """Make a schedule from a configuration."""
         schedule = keras.optimizers.schedules.deserialize(config["schedule"])
         return cls(schedule, config["factor"])
 
@@ -60,23 +60,23 @@ class Scaling:
     """State of the scaling of one optimizer's learning rate."""
 
     base: float  # the script's rate
-    factor: float  # what it is to be multiplied with
-    applied: float = 1.0  # what it has been multiplied with so far
-    warm: bool = False  # whether `factor` has been reached
+    factor: float  # factor of the rate after the warm-up
+    applied: float = 1.0  # current factor of the rate
+    warm: bool = False  # whether the warm-up is over
 
 
 def scaling_from(state: Mapping[str, float]) -> Scaling:
-    """Make the state of a scaling again."""
+    """Make a scaling from a saved state."""
     return Scaling(state["base"], state["factor"], state["applied"], bool(state["warm"]))
 
 
 def rate_now(optimizer: keras.Optimizer) -> float:
-    """Return the rate the next step would have."""
+    """Return the rate of the next step."""
     return float(keras.ops.convert_to_tensor(optimizer.learning_rate).numpy())
 
 
 def check_settable(optimizer: keras.Optimizer, who: str) -> None:
-    """Refuse an optimizer whose rate callbacks cannot set."""
+    """Raise if callbacks cannot set the rate, since the optimizer computes it."""
     schedule = shared_optimizer.schedule_of(optimizer)
     if schedule is not None:
         raise ValueError(
@@ -89,13 +89,13 @@ def check_settable(optimizer: keras.Optimizer, who: str) -> None:
 def multiply_rate(
     optimizer: keras.Optimizer, factor: float, momentum_correction: bool = True
 ) -> None:
-    """Multiply an optimizer's rate, which is a number, and have its momentum buffers agree."""
+    """Multiply an optimizer's rate, which must be a number, and its momentum buffers."""
     rate = Rate(optimizer, Scaling(rate_now(optimizer), 1.0), momentum_correction)
     rate.apply(factor)
 
 
 class Rate:
-    """Learning rate of an optimizer that is a number, and can be multiplied."""
+    """Learning rate of an optimizer, if it is a number."""
 
     retrace = False
 
@@ -105,7 +105,7 @@ class Rate:
         self._buffers = momentum_buffers(optimizer) if momentum_correction else []
 
     def apply(self, factor: float) -> None:
-        """Make the rate `base * factor`, and the momentum buffers agree with it."""
+        """Set the rate to `base * factor`, and scale the momentum buffers by the change."""
         before = self.scaling.applied
         if factor == before:
             return
@@ -119,7 +119,7 @@ class Rate:
 
 
 class ScheduledRate(Rate):
-    """Learning rate of an optimizer with a schedule, which stays in force."""
+    """Learning rate of an optimizer with a schedule; the schedule is multiplied."""
 
     def __init__(self, optimizer: keras.Optimizer, scaling: Scaling, momentum_correction: bool):
         super().__init__(optimizer, scaling, momentum_correction)

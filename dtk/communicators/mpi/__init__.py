@@ -1,7 +1,7 @@
 """MPI by mpi4py: `keras-dtk[mpi]` brings MPI itself, `mpirun` included.
 
-No compiler and no root is needed. Started by the `mpirun` of that package, by any other of the
-same kind of MPI, or by Slurm with PMIx.
+It needs no compiler and no root. Start jobs with the `mpirun` of that package, with another
+`mpirun` of the same kind of MPI, or with Slurm and PMIx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtk.version import pip_install
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(environment: Environment) -> Communicator:
     """Initialise MPI and check that it sees the world the launcher described."""
-    # Open MPI's word for it: a thread that waits must not keep others from computing.
+    # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     _keep_server(os.environ)
     is_open_mpi_5 = MPI_LEASE in os.environ or mpirun_of_python_started(os.environ)
@@ -62,7 +62,7 @@ def start(environment: Environment) -> Communicator:
     from dtk.communicators.mpi.requests import RequestProgress
 
     progress = RequestProgress(world.Dup())
-    # Before mpi4py's own, which ends MPI and waits until all ranks do.
+    # Runs before mpi4py's exit function, which ends MPI and waits until all ranks do.
     atexit.register(progress.leave)
     made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)
     made.set_hosts(made.allgather_object(socket.gethostname()))
@@ -70,6 +70,6 @@ def start(environment: Environment) -> Communicator:
 
 
 def _keep_server(environ: Mapping[str, str]) -> None:
-    """Keep MPI's server until this process ends, also where its launcher has been killed."""
+    """Keep MPI's server until this process ends, even if its launcher has been killed."""
     with contextlib.suppress(OSError, KeyError):  # not under `dtk run`, or on another host
         os.open(environ[MPI_LEASE], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
 """MPI's own collectives, on the tensors' memory.
 
-Ranks are matched by the order in which they post a collective on one of MPI's communicators. The
-sequencer keeps that order within a lane; lanes that run beside each other, and the buckets of one
-list, which become ready in any order, have communicators of their own.
+MPI matches ranks by the order in which they post collectives on one of its communicators. The
+sequencer keeps that order within a lane. Lanes run beside each other, and the buckets of one list
+become ready in any order, so each has its own communicator.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from dtk.even_division import even_sizes_in_graph
 from dtk.nests import Array
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
-# Collectives of one list that are under way on communicators of their own.
+# Collectives of one list that may be under way, each on its own communicator.
 _BESIDE = 8
-# Bytes before what is broadcast: its length, and the rest for the memory to stay aligned.
+# Bytes before the values of a broadcast: their length, and padding that keeps the memory aligned.
 _HEAD = 64
-# MPI tells groups made at the same time apart by a tag; this many are in the standard.
+# MPI tells groups made at the same time apart by a tag; the standard guarantees this many tags.
 _TAGS = 32767
 
-# Posts a collective of the arrays that it is given.
+# Posts a collective of the given arrays.
 Post = Callable[[MPI.Intracomm, Sequence[Array]], PendingRequest]
 
 
 @dataclasses.dataclass
 class _Lane:
-    """A communicator of MPI's, and what was last traced to post on it."""
+    """A communicator of MPI, and the op that was last traced to post on it."""
 
     comm: MPI.Intracomm
     posted: tf.Operation | None = None
 
 
 class _Site:
-    """Where a graph waits for the results of one of its collectives that were not there at once."""
+    """Queue where a graph waits for results of one of its collectives, if they are late."""
 
     def __init__(self, dtype: tf.DType, device: str) -> None:
         with tf.init_scope(), tf.device(device):
@@ -59,7 +59,7 @@ class _Site:
     def begin(self) -> int:
         """Return the number of the execution that begins.
 
-        A result that a step did not wait for, since it had failed, is not the next one's.
+        Drop the result that a failed step did not wait for: the next execution must not get it.
         """
         with self._lock:
             self._turn += 1
@@ -81,8 +81,8 @@ class MPICommunicator(PackedCommunicator):
 
     name = "mpi"
 
-    # 8-bit integers are added with saturation by some of Open MPI's instructions. 16-bit floats are
-    # none of MPI's types: `_reduce_halves`.
+    # Some of Open MPI's instructions add 8-bit integers with saturation. MPI has no 16-bit floats:
+    # `_reduce_halves` adds them.
     reduces = frozenset({tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64})
     moves = (reduces - {tf.bfloat16}) | {tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16}
 
@@ -100,7 +100,7 @@ class MPICommunicator(PackedCommunicator):
         self._progress = progress
         self._lanes = {("", 0): _Lane(comm)}
 
-    # -- what is posted
+    # -- the collectives
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         return [
@@ -113,7 +113,7 @@ class MPICommunicator(PackedCommunicator):
     def _reduce_halves(self, flat: tf.Tensor, op: str, label: str, lane: _Lane) -> tf.Tensor:
         """Have each rank combine one block in float32, round it once, and send it to all.
 
-        So all end with the same bits, and as many are sent as by an all-reduce round a ring.
+        So all ranks get the same bits, for as many bytes as an all-reduce round a ring.
         """
         halves, back = wire.for_moving(flat, self.moves)
         blocks = even_sizes_in_graph(tf.size(halves, tf.int64), self.size)
@@ -224,14 +224,14 @@ class MPICommunicator(PackedCommunicator):
     def _two(self, peer: int) -> frozenset[int]:
         return frozenset((self._members[self.rank], self._members[peer]))
 
-    # -- how it is posted
+    # -- posting them
 
     def _lane(self, number: int) -> _Lane:
-        """Return MPI's communicator for the running lane, and one of the collectives in it.
+        """Return MPI's communicator for the running lane and a number within it.
 
-        All ranks make it while they trace the first collective that needs it. Eager ones have their
-        own: a rank whose data has ended would else take part in a step of the others with a number
-        of its own, of which MPI makes sizes, and all would go on with them.
+        All ranks make it while they trace the first collective that needs it. Eager collectives
+        have their own: otherwise a rank at the end of its data could take part in a step of the
+        others with an eager number, MPI would take it for sizes, and all would go on with them.
         """
         concurrent = (name for name, one in self._concurrent.items() if one is self._sequencer)
         name = "eager" if tf.executing_eagerly() else next(concurrent, "")
@@ -242,7 +242,7 @@ class MPICommunicator(PackedCommunicator):
         return self._lanes[key]
 
     def _call(self, lane: _Lane, post: Post, inputs: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-        """Post a collective when its inputs are there, and return its result."""
+        """Post a collective when its inputs are ready, and return its result."""
         if tf.executing_eagerly():
             given = [_array(tensor) for tensor in inputs]
             return _tensor(self._progress.wait(post(lane.comm, given)))
@@ -257,12 +257,12 @@ class MPICommunicator(PackedCommunicator):
             return np.False_, job.result[:0]
 
         graph = tf.compat.v1.get_default_graph()
-        # In order where two share a communicator; across graphs the sequencer sees to that.
+        # Keep the order of collectives that share a communicator; across graphs the sequencer does.
         waits = [lane.posted] if lane.posted is not None and lane.posted.graph is graph else []
         with tf.device(self._device), tf.control_dependencies(waits):
-            # "Stateful" ones would run in trace order, whatever is ready. That it is not left out,
-            # or run while the graph is prepared, the sequencer sees to by its inputs and outputs.
-            # Gradients are for `dtk.layers.collectives`: a tape would want one of the queue here.
+            # Stateful functions would run in trace order, whatever is ready. The sequencer's inputs
+            # and outputs keep TensorFlow from leaving this one out, or running it too early. Stop
+            # gradients, which `dtk.layers.collectives` defines: a tape would ask for the queue's.
             given = [tf.stop_gradient(tensor) for tensor in inputs]
             done, result = tf.numpy_function(start, given, [tf.bool, dtype], stateful=False)
             lane.posted = done.op
@@ -273,7 +273,7 @@ class MPICommunicator(PackedCommunicator):
         return value
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; any number of groups, and groups of groups."""
+        """See `Communicator.split`; groups may be split again."""
         comm = MPI.Intracomm(self._comm.Split(color, self.rank if key is None else key))
         ranks = MPI.Group.Translate_ranks(comm.group, None, self._comm.group)
         hosts = [self.hosts[rank] for rank in ranks]
@@ -284,7 +284,7 @@ class MPICommunicator(PackedCommunicator):
 
 
 def _plain(array: Array) -> Array:
-    """Return the same bytes as a type that MPI has."""
+    """Return the same bytes in a dtype that MPI has."""
     return array.view(np.uint16) if array.dtype == np.float16 else array
 
 
@@ -294,14 +294,14 @@ def _tag(tag: int) -> int:
 
 
 def _array(tensor: tf.Tensor) -> Array:
-    """Return a tensor's own memory as an array, where it is the host's."""
+    """Return a tensor as an array, without a copy if it is in the host's memory."""
     if "GPU" in tensor.device:
         return tensor.numpy()
     return np.asarray(memoryview(tensor))
 
 
 def _tensor(array: Array) -> tf.Tensor:
-    """Return an array's own memory as a tensor; the caller writes to it no more."""
-    if array.size == 0 or array.dtype == np.bool_:  # not what dlpack takes
+    """Return an array's memory as a tensor; the caller must no longer write to it."""
+    if array.size == 0 or array.dtype == np.bool_:  # dlpack does not take these
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -1,14 +1,14 @@
-"""Requests of MPI under way: posted by TensorFlow's threads, brought to their end by one of ours.
+"""MPI requests: TensorFlow's threads post them, and a progress thread completes them.
 
 A step's graph holds a host function for each collective. It posts the collective and returns at
-once, so that no thread of TensorFlow's waits for another rank: with as few threads as there are
-cores, ranks that wait for different collectives would wait for ever.
+once, so that no TensorFlow thread waits for another rank: there are only as many threads as cores,
+and ranks that wait for different collectives would wait for ever.
 
     host function  -- posts -->  MPI  -- within 0.3 ms -->  returns the result
                                    \\-- later -->  progress thread  -- enqueues -->  graph dequeues
 
-TensorFlow's queues tell the graph without a thread that waits. MPI moves bytes only while one of
-its functions runs, which is why the progress thread keeps testing while anything is under way.
+TensorFlow's queues wake the graph without a waiting thread. MPI moves bytes only while one of its
+functions runs, so the progress thread keeps testing while any request is under way.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from dtk.cluster import progress
 from dtk.errors import CommunicatorError, at_rank
 from dtk.nests import Array
 
-# A host function waits so long for so few bytes itself: the way by the thread and the queue takes
-# 0.2 ms more. Waiting ten times as long slowed small steps by a fifth, and synchronized norms too.
+# For at most this many bytes a host function itself waits, at most this long: the thread and the
+# queue take 0.2 ms more. Waiting ten times as long slowed small steps by a fifth, and synchronized
+# norms too.
 SOON_SECONDS = 3e-4
 SOON_BYTES = 1 << 16
-# Tests that find nothing done before the thread sleeps between them, and for how long, in seconds.
-# A rank often has one core, which the thread would take from what computes.
+# After so many tests that find nothing done, the thread sleeps this long, in seconds, between two
+# tests: a rank often has one core, and computing needs it.
 _EAGER_TESTS = 50
 _PAUSE = 2e-5
-# How often to look whether a rank that others wait for has left, and how long to go on after it
-# did: what it had sent may still be on its way. In seconds.
+# Seconds between two checks whether a rank that others wait for has left, and seconds to go on
+# after it left: its last messages may still be on their way.
 _LOOK = 0.25
 _AFTER_LEAVING = 2.0
 _LEFT_TAG = 1
-# Buffers that are kept of each size, and the least size; in bytes, a multiple of a page.
+# Buffers kept of each size, and the least size in bytes, a multiple of a page.
 _KEPT = 4
 _POOLED = 1 << 16
 _ALIGNED = 64
@@ -53,16 +54,16 @@ class PendingRequest(NamedTuple):
     """A collective that was posted."""
 
     request: MPI.Request
-    result: Array  # what the collective fills; the caller's to use once it is done
-    kept: Sequence[Array]  # what MPI reads until then
+    result: Array  # filled by the collective; the caller may use it once that is done
+    kept: Sequence[Array]  # MPI reads these until then
     members: frozenset[int]  # world ranks that take part
-    what: str  # names it in an error
-    # tells how many elements came, by MPI's status, where only the sender knows
+    what: str  # names the collective in an error
+    # returns how many elements came, by MPI's status, if only the sender knows
     came: Callable[[MPI.Status], int] | None = None
 
 
 class Buffers:
-    """Memory of results, used again once TensorFlow has let go of it.
+    """Memory for results, used again once TensorFlow has released it.
 
     New memory of many megabytes costs as much as sending them: the system hands it out in pages.
     """
@@ -79,7 +80,7 @@ class Buffers:
         size = -(-nbytes // _POOLED) * _POOLED + _ALIGNED
         with self._lock:
             known = self._known.setdefault(size, [])
-            # Referred to by the list, the loop and the argument: no array or tensor is a part.
+            # Three references are the list, the loop and the argument: no array or tensor uses it.
             free = next((room for room in known if sys.getrefcount(room) <= 3), None)
             if free is None:
                 free = np.empty(size, np.uint8)
@@ -89,13 +90,13 @@ class Buffers:
 
 
 def _part(room: Array, nbytes: int) -> Array:
-    """Return a part that begins where TensorFlow takes it without a copy."""
+    """Return a part, aligned so that TensorFlow takes it without a copy."""
     skipped = -room.ctypes.data % _ALIGNED
     return room[skipped : skipped + nbytes]
 
 
 class RequestProgress:
-    """Brings posted collectives to their end."""
+    """Completes posted collectives."""
 
     def __init__(self, world: MPI.Intracomm) -> None:
         self.buffers = Buffers()
@@ -126,7 +127,7 @@ class RequestProgress:
         return True
 
     def later(self, job: PendingRequest, deliver: Callable[[Array], None]) -> None:
-        """Have the progress thread bring a collective to its end."""
+        """Have the progress thread complete a collective."""
         self._new.append((job, deliver))
         if self._thread is None:
             self._stopped.clear()
@@ -136,7 +137,7 @@ class RequestProgress:
         self._wake.set()
 
     def wait(self, job: PendingRequest) -> Array:
-        """Return the result of a collective once it is done."""
+        """Wait for a collective and return its result."""
         idle, look = 0, time.monotonic() + _LOOK
         status = MPI.Status()
         try:
@@ -152,41 +153,41 @@ class RequestProgress:
         return job.result
 
     def _check_length(self, job: PendingRequest, status: MPI.Status) -> None:
-        """Raise where less came than there was room for: the rest is whatever was in memory."""
+        """Raise if fewer elements came than expected: the rest would be uninitialised memory."""
         room = job.result.size
         if job.came is not None and (came := job.came(status)) != room:
             raise self._refused(job.what, f"{came} elements came, {room} were expected")
 
     def _refused(self, what: str, told: str) -> CommunicatorError:
-        """Return an error that says what is wrong, and what that most likely means."""
+        """Return an error with MPI's message and its most likely cause."""
         progress.refused()
         return CommunicatorError(
             at_rank(
                 self._world.rank,
-                f"{what}: {told}; another rank took part in it with another "
-                "tensor, or is in another collective: ranks must do the same in the same order, "
-                "as many steps of an epoch among it",
+                f"{what}: {told}; another rank passed another tensor to it, or is in another "
+                "collective: all ranks must call the same collectives in the same order, and take "
+                "the same number of steps in an epoch",
             )
         )
 
     def leave(self) -> None:
-        """Tell the others that this rank takes part in nothing more; stop testing."""
+        """Tell the other ranks that this rank leaves; stop testing."""
         self._ending = True
         self._wake.set()
         self._stopped.wait(_AFTER_LEAVING)
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         sent = [self._world.Isend(np.zeros(1, np.uint8), rank, _LEFT_TAG) for rank in others]
-        MPI.Request.Waitall(sent)  # so short that none waits to be received
+        MPI.Request.Waitall(sent)  # such short messages do not wait to be received
 
     def _run(self) -> None:
-        """Test all that is under way until it is done; sleep while nothing is."""
+        """Test all requests under way until they are done; sleep while there are none."""
         try:
             self._test_until_left()
             self._stopped.set()
-            # Open MPI's end corrupts memory after a thread that called it has ended.
+            # Never end: Open MPI's shutdown corrupts memory if a thread that called it has ended.
             threading.Event().wait()
         except BaseException as error:
-            # No graph can be told: it would wait for ever, and so would the other ranks.
+            # A graph cannot be told: it would wait for ever, and so would the other ranks.
             if not isinstance(error, CommunicatorError):
                 traceback.print_exc()
             print(f"dtk: {error}", file=sys.stderr, flush=True)
@@ -223,7 +224,7 @@ class RequestProgress:
                 self._check([job for job, _ in jobs])
 
     def _check(self, jobs: Sequence[PendingRequest]) -> None:
-        """Raise if a rank has left that something under way needs."""
+        """Raise if a rank that takes part in one of the requests has left."""
         with self._hear_lock:
             self._hear()
         over = time.monotonic() - _AFTER_LEAVING
@@ -241,7 +242,7 @@ class RequestProgress:
                 )
 
     def _hear(self) -> None:
-        """Take note of the ranks that have said that they leave."""
+        """Note which ranks have said that they leave."""
         while True:
             if self._hearing is None:
                 self._hearing = self._world.Irecv(self._goodbye, MPI.ANY_SOURCE, _LEFT_TAG)
@@ -253,6 +254,6 @@ class RequestProgress:
 
 
 def _pause(idle: int) -> int:
-    """Let others compute, between two tests of which the last `idle` found nothing done."""
+    """Let other threads compute, after `idle` tests in a row that found nothing done."""
     time.sleep(0 if idle < _EAGER_TESTS else _PAUSE)
     return idle + 1

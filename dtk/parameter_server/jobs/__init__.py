@@ -1,1 +1,1 @@
-"""Jobs for workers behind parameter servers: train, push rarely, test, predict; and their parts."""
+"""Jobs for workers behind parameter servers: train, train with rare pushes, test and predict."""

@@ -1,4 +1,4 @@
-"""Dispatch the batches that Keras's loop reads: what comes before a step, and after an epoch."""
+"""Dispatch the batches that Keras's loop reads, with the work before a step and after an epoch."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.task_queue import InTurns, OutputsT, TaskQueue
 from dtk.trainer.gradients import shared_optimizer
 
-# Of what is computed nothing is seen from outside: a dispatcher of anything is one of objects.
+# Covariant, since no result is seen from outside: every dispatcher is a dispatcher of objects.
 DispatchedT = TypeVar("DispatchedT", covariant=True)
 
 
 class Traces(Protocol):
-    """Functions that workers are sent, see `trace_cache.TraceCache`."""
+    """Traced functions for workers, see `trace_cache.TraceCache`."""
 
     def add(self, spec: Specs, trace: Callable[[], ConcreteFunction]) -> None:
         """Trace a function, unless there is one for such batches."""
 
 
 class BatchJob(WorkerJob[Batch, OutputsT], Protocol[OutputsT]):
-    """Job whose work are batches, computed by functions that are traced for them."""
+    """Job that computes batches by functions traced for them."""
 
-    rng_states: RngStates  # states of random layers, from which every slice draws its own
+    rng_states: RngStates  # states of random layers; every slice derives its own from these
 
     @property
     def traces(self) -> Traces:
         """The functions, traced for each kind of batches."""
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the function that workers call for batches like this one."""
+        """Trace the function that workers call for such batches."""
 
     def closed(self) -> None:
-        """Forget what belongs to steps that are over, or were left."""
+        """Forget the data of steps that are over, or that an exception left."""
 
 
 class SerialPhase:
-    """Serial steps that a training may begin with; see `consistency_models.SerialStart`."""
+    """Serial steps at the start of a training; see `consistency_models.SerialStart`."""
 
     def __init__(self, consistency: consistency_models.Consistency, model: keras.Model):
         self._consistency, self._model = consistency, model
@@ -56,7 +56,7 @@ class SerialPhase:
 
     @property
     def tau(self) -> float:
-        """Step t may start once every step before t - tau is applied, after the serial steps."""
+        """The bound tau after the serial steps; see `Schedule.tau`."""
         return self._consistency.tau
 
     def new_epoch(self, epoch: int) -> None:
@@ -71,18 +71,18 @@ class SerialPhase:
         return start is None or start.is_over(self._epoch, self._rows)
 
     def count(self, rows: int, batches: int, schedule: Schedule) -> None:
-        """Count the rows of a step that was applied, if it was a serial one."""
+        """Count the rows of an applied step, if it was serial."""
         if schedule.tau == self.tau:
             return
         if not self._rows:
-            # A batch of a run that is resumed counts as each of those before it.
+            # In a resumed run, count each earlier step as a batch of this size.
             optimizer = shared_optimizer.optimizers_of(self._model)[0]
             self._rows = (int(optimizer.iterations.numpy()) - 1) * rows // batches
         self._rows += rows
 
 
 class BatchDispatcher(Generic[DispatchedT]):
-    """Dispatcher of batches: what Keras calls its train, test or predict function for."""
+    """Dispatcher of the batches for Keras's train, test or predict function."""
 
     def __init__(
         self,
@@ -122,10 +122,11 @@ class BatchDispatcher(Generic[DispatchedT]):
         """Dispatch one batch; return once at most `consistency_models.ahead` are under way."""
         serial_phase = self._serial_phase
         if serial_phase is not None and serial_phase.ends_before(self.schedule):
-            # Serial steps draw their random numbers one after the other; these have their own.
+            # Serial steps draw random numbers one after the other; asynchronous steps each derive
+            # their own state.
             self.drain()
             self._dispatcher.loosen(serial_phase.tau)
-        # Traced here, and not on a worker's thread.
+        # Trace here, not on a worker's thread.
         rng_states = self._job.rng_states.begin(self.schedule)
         trace = functools.partial(self._job.trace, batch.spec, rng_states)
         self._job.traces.add(batch.spec, trace)
@@ -136,14 +137,14 @@ class BatchDispatcher(Generic[DispatchedT]):
             self._dispatcher.submit(batch, batch.empty)
 
     def drain(self) -> None:
-        """Wait until all that was submitted is applied, also what waits for more batches."""
+        """Wait until every submitted batch is applied, also those that wait for more batches."""
         if self._batcher is not None:
             self._submit(self._batcher.take())
         self._dispatcher.drain()
         self._job.rng_states.write_back(self.schedule)
 
     def close(self) -> None:
-        """Let the workers go, and forget steps that are not finished: an exception left them."""
+        """Release the workers, and forget unfinished steps, which an exception has left."""
         if self._batcher is not None:
             self._batcher.take()
         self._dispatcher.close()

@@ -17,18 +17,18 @@ class Batch(NamedTuple):
     """Global batch in slices."""
 
     parts: tuple[Nest, ...]  # the slices
-    # rows of each slice that are its own; 0 for one that holds a padding row only
+    # real rows of each slice; 0 for a slice that holds only a padding row
     counts: tuple[int, ...]
     rows: int  # rows of all slices
     spec: Specs  # specification of a slice of any number of rows
-    # where workers take the rows from, if the chief has none
+    # the source of the rows if workers read them and the chief has none
     pipelines: worker_data.Pipelines | None = None
 
     @classmethod
     def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
-        """Make a batch of what Keras's loop has read."""
+        """Make a batch from slices or pipelines that Keras's loop has read."""
         if isinstance(given, worker_data.Pipelines):
-            # Every slice counts alike: they have the same number of rows, see `worker_dataset`.
+            # Every slice has the same number of rows, see `worker_dataset`.
             return cls((), (1,) * slices, slices, spec, given)
         return cls(given.parts, tuple(map(int, given.counts)), int(given.rows), spec)
 
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     @property
     def holders(self) -> float:
-        """Slices that have rows."""
+        """Number of slices with rows."""
         return float(sum(count > 0 for count in self.counts))
 
     def share_of(self, part: int) -> float:
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def is_read_by_workers(batch: Batch) -> bool:
-    """Return whether workers read a batch's rows from pipelines of their own."""
+    """Return whether workers read a batch's rows from their own pipelines."""
     return batch.pipelines is not None
 
 
@@ -60,7 +60,7 @@ def whole_batch(data: Nest | tf.data.Iterator) -> Nest:
 
 
 class Batcher:
-    """Collects batches of one specification, as many as a worker takes at once."""
+    """Collects batches of one specification, up to the number that a worker takes at once."""
 
     def __init__(self, size: int):
         self._size = size
@@ -74,7 +74,7 @@ class Batcher:
         return ready + (self.take() if len(self._waiting) == self._size else [])
 
     def take(self) -> list[Batch]:
-        """Remove and return what waits for more batches, as `add` does; maybe nothing."""
+        """Remove and return the waiting batches, joined into one; nothing if there are none."""
         waiting, self._waiting = self._waiting, []
         return [_joined(waiting)] if waiting else []
 

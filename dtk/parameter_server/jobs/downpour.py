@@ -1,12 +1,12 @@
-"""Train behind parameter servers, pushing and fetching less than every step: a job of `fit`.
+"""A job of `fit` behind parameter servers that does not push and fetch in every step.
 
-What a worker holds between two calls are tensors that stay where they are:
+Between two calls a worker keeps tensors on its own device:
 
-    fetch --> weights, rate, no gradient        from the servers
-    step  --> weights, sum of gradients         a batch; as often as it takes
-    push  --> gradient buffer                   what is significant; the rest waits for the next
+    fetch --> weights, rate, zero gradient      from the servers
+    step  --> weights, sum of gradients         once per batch
+    push  --> gradient buffer                   significant entries; the rest waits for a later push
 
-See `dtk.exchange.Downpour` for what it does, and `train.py` for what it has in common.
+See `dtk.exchange.Downpour` for the algorithm, and `train.py` for the job that pushes in every step.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from dtk.trainer.gradients import shared_optimizer
 
 
 class Held(NamedTuple):
-    """Weights that a worker goes on with."""
+    """Weights that a worker keeps for its next batches."""
 
     values: list[tf.Tensor]  # the weights
     rate: tf.Tensor  # the optimizer's learning rate, a scalar
-    nothing: list[tf.Tensor]  # gradient of nothing, as `Layout.contents`
-    finished: int  # steps that were applied when the worker fetched them
-    pushes: int = 0  # how often the worker has pushed since
+    nothing: list[tf.Tensor]  # zero gradient, see `BufferLayout.zeros`
+    finished: int  # steps applied when the worker fetched the weights
+    pushes: int = 0  # pushes of the worker since then
 
 
 class LocalReport(TrainReport):
-    """What a step on a worker's own weights reports."""
+    """Report of a step on a worker's own weights."""
 
-    read: Array  # bytes of table rows it looked up, int64 scalar
+    read: Array  # bytes of table rows that the step looked up, int64 scalar
 
 
 class _Trained(NamedTuple):
-    """What a worker has after the batches of a push, and how often it has fetched for them."""
+    """Weights, gradients and reports after the batches of a push, and the number of fetches."""
 
     values: list[tf.Tensor]
     rate: tf.Tensor
@@ -67,7 +67,7 @@ class _Trained(NamedTuple):
 
 
 class FetchAndPush:
-    """Functions that get weights from the servers, and gradients there; traced when it is made."""
+    """Functions that fetch weights from the servers and push gradients, traced when it is made."""
 
     def __init__(self, trainer: JobTrainer, commit: GradientCommit):
         self._trainer, self._commit = trainer, commit
@@ -85,12 +85,12 @@ class FetchAndPush:
         self.push = push.get_concrete_function(gradients, gradients, scalar, handles)
 
     def variables(self) -> list[keras.Variable]:
-        """Return the variables whose values workers hold."""
+        """Return the variables that workers hold copies of."""
         random = self._trainer.seed_states()
         return pulled_variables(self._trainer.model, self._commit.tables, random)
 
     def _fetch(self) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:
-        """Weights, the optimizer's rate, and a gradient of nothing; traced."""
+        """Return weights, the optimizer's rate, and a zero gradient; traced."""
         with tf_replicas.in_replica(self._trainer.strategy):
             pulled, self.fetched = gradient_buffers.pull(self.variables())
             optimizers = shared_optimizer.optimizers_of(self._trainer.model)
@@ -104,16 +104,16 @@ class FetchAndPush:
         rate: tf.Tensor,
         handles: list[tf.Tensor],
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Write what is to be sent into a buffer; traced."""
+        """Compress gradients, write them into a buffer, return bytes and the rest; traced."""
         layout = self._commit.layout
         sent, kept = layout.compress(layout.add(accrued, kept), rate)
         return layout.put(sent, handles), kept
 
 
 class DownpourJob:
-    """Job of `fit`'s steps, several to a push (Downpour SGD, Dean et al. 2012).
+    """Job of `fit` with several steps per push (Downpour SGD, Dean et al. 2012).
 
-    Its work are the batches that a `Batcher` has collected. See `batch_dispatch.BatchJob`.
+    A `Batcher` collects the batches of a push. See `batch_dispatch.BatchJob`.
     """
 
     def __init__(self, trainer: JobTrainer, exchange: Downpour, serial_phase: SerialPhase):
@@ -122,14 +122,14 @@ class DownpourJob:
         self._update = StepUpdate(trainer, serial_phase, functools.partial(_layout_of, exchange))
         self.rng_states = self._update.rng_states
         self.traces: TraceCache[LocalReport] = TraceCache()
-        # Per worker, what it has not pushed yet.
+        # The gradients that each worker has not pushed yet.
         self._kept: dict[int, list[tf.Tensor]] = {}
-        # And the weights it goes on with, if it fetches less often than it pushes.
+        # The weights that each worker goes on with, if it fetches less often than it pushes.
         self._held: dict[int, Held] = {}
 
     @functools.cached_property
     def _exchanging(self) -> FetchAndPush:
-        """Functions of the exchange; traced, on the main thread, before the first step is."""
+        """Functions of the exchange; traced on the main thread before the first step."""
         return FetchAndPush(self._trainer, self._update.commit)
 
     @property
@@ -139,11 +139,11 @@ class DownpourJob:
 
     @property
     def update(self) -> StepUpdate:
-        """What is done with complete steps."""
+        """The update by complete steps."""
         return self._update
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one."""
+        """Trace the step for such batches."""
         state_spec = self._exchanging.state_spec
         step = tf.function(self._step, autograph=False)
         return step.get_concrete_function(spec, rng_states, *state_spec)
@@ -156,7 +156,7 @@ class DownpourJob:
         rate: tf.Tensor,
         accrued: list[tf.Tensor],
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
-        """Keras's step on one batch, and plain SGD on this worker's copy of the weights; traced."""
+        """Take Keras's step on one batch, with plain SGD on the worker's weights; traced."""
         model, update = self._trainer.model, self._update
         tables, layout = update.commit.tables, update.commit.layout
         variables = self._exchanging.variables()
@@ -208,7 +208,7 @@ class DownpourJob:
         except tf.errors.OpError:
             self._kept.pop(worker, None)
             raise
-        # Serial steps read what the one before has written.
+        # A serial step needs the weights after the step before, so it always fetches.
         pushes = held.pushes + 1 if schedule.tau else exchange.fetch
         if pushes * exchange.push_every < exchange.fetch:
             self._held[worker] = held._replace(values=trained.values, pushes=pushes)
@@ -226,7 +226,7 @@ class DownpourJob:
         return Held(values, rate, nothing, schedule.finished)
 
     def _train(self, task: Task[Batch], worker: int, held: Held, rng_states: tf.Tensor) -> _Trained:
-        """Train on the batches of a push, one after the other; fetch anew in between if asked."""
+        """Train on the batches of a push, one after the other; fetch every `fetch` batches."""
         batch, step = task.work, self.traces.function(task.work.spec)
         values, rate, accrued = held.values, held.rate, held.nothing
         reports: list[LocalReport] = []
@@ -248,7 +248,7 @@ class DownpourJob:
     def apply(
         self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
     ) -> None:
-        """Have the servers apply the gradients of a push, which counts as many steps as batches."""
+        """Have the servers apply the gradients of a push, and count one step per batch."""
         del work
         outputs = [result.outputs for result in results]
         self._update.apply(outputs, schedule)
@@ -258,13 +258,13 @@ class DownpourJob:
                 keras_variables.stored(optimizer.iterations).assign_add(more)
 
     def closed(self) -> None:
-        """Forget what workers kept, which belongs to this `fit`."""
+        """Forget the weights and gradients that workers kept during this `fit`."""
         self._kept.clear()
         self._held.clear()
 
 
 def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
-    """Refuse what gradients of several steps, summed on the worker as they are, are wrong for."""
+    """Refuse optimizers for which a plain sum of several steps' gradients is wrong."""
     for optimizer in shared_optimizer.optimizers_of(model):
         if keras_optimizers.is_multi(optimizer):
             raise ValueError(
@@ -283,7 +283,7 @@ def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
 def _layout_of(
     exchange: Downpour, weights: list[gradient_buffers.Weight], sparse: set[int]
 ) -> gradient_buffers.BufferLayout:
-    """Make the layout of buffers for what an exchange sends."""
+    """Make the layout of buffers for an exchange."""
     if exchange.significant:
         return gradient_compression.FilteredLayout(weights, sparse, exchange.significant)
     if exchange.bits:
@@ -303,7 +303,7 @@ def _called(
 
 
 def _merge_reports(reports: Sequence[LocalReport]) -> TrainReport:
-    """Merge what several batches reported; of what does not add up, take the last."""
+    """Merge the reports of several batches: sums, and the last value of logs and states."""
     last = reports[-1]
     return {
         "metrics": _added([r["metrics"] for r in reports]),

@@ -1,4 +1,4 @@
-"""Gradients from the buffers that workers fill into weights, on the servers."""
+"""Apply the gradients in workers' buffers to the weights, on the servers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dtk.parameter_server.job_context import JobTrainer
 from dtk.trainer.gradients import lookup_slices, partitioned_variables, shared_optimizer
 from dtk.trainer.tracing import slice_origins, traced_step
 
-# Makes a layout from weights, and the ids of those whose gradients are rows.
+# Makes a layout from weights, and the ids of the weights with sparse gradients.
 NewLayout: TypeAlias = Callable[
     [list[gradient_buffers.Weight], set[int]], gradient_buffers.BufferLayout
 ]
 
 
 class GradientCommit:
-    """Applies a step's gradients, and what else it moves, to the weights on the servers."""
+    """Applies a step's gradients and its changes of statistics on the servers."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GradientCommit:
         return id(variable) in tables | self._looked_up
 
     def _make_room(self, variable: keras.Variable) -> None:
-        """Change the layout, from the next trace on, for slices of what is no table of a layer."""
+        """Change the layout, from the next trace on, for sparse gradients of a variable."""
         self._looked_up.add(id(variable))
         self.__dict__.pop("layout", None)
         self._buffers.clear()
@@ -70,7 +70,7 @@ class GradientCommit:
     # While a step is traced.
 
     def plan(self, traced: FunctionalStep) -> list[gradient_buffers.Gradient]:
-        """Put gradients into the layout's order, and note which optimizer is to apply them."""
+        """Put gradients into the layout's order, and note which optimizer applies them."""
         if not traced.applied and self._model.trainable_variables:
             raise NotDistributedError(
                 f"the train_step of model {self._model.name!r} handed no gradient to an optimizer "
@@ -108,8 +108,8 @@ class GradientCommit:
         variable: keras.Variable,
         step: traced_step.Step,
     ) -> gradient_buffers.Gradient:
-        """Say of the slices of a table's gradient what they are of, where that matters."""
-        # Of several batches that a worker accrues, one process would not add slices up, either.
+        """Tag the slices of a table's gradient with their origin, if the optimizer needs it."""
+        # No tags if a worker sums several batches: one process would not add their slices either.
         accrues = self._trainer.strategy.exchange is not None
         if gradient is None or accrues or keras_optimizers.is_linear(optimizer):
             return gradient
@@ -140,7 +140,7 @@ class GradientCommit:
     def moved_by(
         self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
     ) -> list[tf.Tensor]:
-        """Return by how much a step moves statistics, such as those of batch normalization."""
+        """Return by how much a step changes statistics, such as batch normalization's."""
         before = {id(v): value for v, value in given}
         states = {id(v) for v in self._trainer.seed_states()}
         moving = (traced.assigned & set(before)) - states
@@ -151,9 +151,9 @@ class GradientCommit:
     # While steps are computed.
 
     def take_buffer(self) -> gradient_buffers.GradientBuffer:
-        """Return a gradient buffer that nobody uses.
+        """Return an unused gradient buffer.
 
-        One whose worker was lost is never used again: the lost may come back and write to it.
+        The buffer of a lost worker is never reused: the worker may come back and write to it.
         """
         try:
             return self._buffers.pop()
@@ -172,7 +172,7 @@ class GradientCommit:
         shares: Sequence[float],
         moved: Sequence[Sequence[Array]],
     ) -> None:
-        """Have the servers apply the gradients that lie in some buffers."""
+        """Have the servers apply the gradients in some buffers."""
         count = len(buffers)
         if count not in self._commits:
             self._commits[count] = self._commit_function(count)
@@ -187,7 +187,7 @@ class GradientCommit:
         self._commits[count]([buffer.handles for buffer in buffers], changes)
 
     def _commit_function(self, count: int) -> tf.types.experimental.ConcreteFunction:
-        # A handle's own specification would tell the buffer's declared length, which is no length.
+        # A handle's own specification has the buffer's declared length of 0.
         handle = tf.TensorSpec([], tf.resource)
         function = tf.function(self._commit, autograph=False)
         return function.get_concrete_function(
@@ -212,5 +212,5 @@ class GradientCommit:
 
 
 def _as(dtype: tf.DType, change: Array | float) -> tf.Tensor:
-    """Cast a change to a variable's type; a count that sixths add up to is a whole number."""
+    """Cast a change to a variable's dtype; round counts, which are sums of shares."""
     return tf.cast(np.rint(change) if dtype.is_integer else change, dtype)

@@ -18,21 +18,21 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.trainer.replica import replica_step, step_logs
 from dtk.trainer.tracing.traced_step import Path
 
-# Results of metrics, as Keras's step has returned them: by name, maybe in groups.
+# Results of metrics by name, maybe in groups, as Keras's step returns them.
 _Results: TypeAlias = "dict[str | int, _Results | tf.Tensor]"
 
 
 class Counted(TypedDict):
-    """What a step has counted: tensors while it is traced, arrays when it is reported."""
+    """Counts of a step: tensors while it is traced, arrays when it has run."""
 
-    metrics: list[Array]  # what it adds to each of the metrics' variables
-    # other numbers that Keras's step returned, by name, as this slice's part of them
+    metrics: list[Array]  # what the step adds to each of the metrics' variables
+    # this slice's part of the other numbers that Keras's step returned, by name
     logs: dict[str, Array]
     rows: Array  # rows of the slice
 
 
 class MetricSum:
-    """Sum over slices and steps of what workers count, as the logs that Keras is given."""
+    """Sum of workers' counts over slices and steps, as Keras's logs."""
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -41,7 +41,7 @@ class MetricSum:
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 
     def count(self, traced: FunctionalStep, data: Nest) -> Counted:
-        """Collect what a step adds to the metrics, other numbers it returned, and its rows."""
+        """Collect what a step adds to the metrics, the other numbers it returned, and its rows."""
         self._logged = step_logs.results_in(traced.step, traced.logs)
         return {
             "metrics": [
@@ -56,7 +56,7 @@ class MetricSum:
         }
 
     def add(self, counted: Sequence[Counted]) -> None:
-        """Add what a batch's slices counted to the chief's metrics; renew the logs."""
+        """Add the counts of a batch's slices to the chief's metrics; update the logs."""
         deltas = []
         for variable, *column in zip(
             replica_step.metric_variables(self._model),

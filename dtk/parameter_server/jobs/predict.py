@@ -32,12 +32,12 @@ class PredictJob:
         self._outputs: list[Nest] = []
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one."""
+        """Trace the step for such batches."""
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, rng_states)
 
     def _step(self, data: Nest, rng_states: tf.Tensor) -> Nest:
-        """Keras's step on one slice; traced on the chief, runs on a worker."""
+        """Take Keras's step on one slice; traced on the chief, runs on a worker."""
         model = self._trainer.model
         tables = keras_models.tables_of(model)
         with tf_replicas.in_replica(self._trainer.strategy):
@@ -63,7 +63,7 @@ class PredictJob:
         with tf.device(tf_servers.CHIEF):
             rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
         outputs = function(task.work.parts[task.part], rng_states)
-        with tf.device(tf_servers.CHIEF):  # fetched here, where a lost worker is noticed
+        with tf.device(tf_servers.CHIEF):  # fetch now, so that a lost worker is noticed here
             outputs = tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
         return Result(outputs)
 
@@ -74,12 +74,12 @@ class PredictJob:
             self._outputs.append(_concatenated([result.outputs for result in results]))
 
     def take_outputs(self) -> Nest:
-        """Return the outputs of all batches since the last call, their rows in order."""
+        """Return the outputs of all batches since the last call, with rows in order."""
         outputs, self._outputs = self._outputs, []
         return _concatenated(outputs)
 
     def closed(self) -> None:
-        """Forget outputs that nobody took: an exception left them."""
+        """Forget outputs that an exception has left."""
         self._outputs = []
 
 

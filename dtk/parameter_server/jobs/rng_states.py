@@ -14,28 +14,28 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.scheduler import Schedule, StepSlice
 from dtk.trainer.ranks import seeds
 
-# Steps that compute at once draw their random numbers this far apart.
+# Distance between the random states of steps that compute at the same time.
 RNG_STRIDE = 1 << 10
 
 
 def rng_offset(steps: int) -> np.uint32:
-    """Return how far apart steps draw their random numbers."""
+    """Return the distance of random states that are this many steps apart."""
     return np.uint32(steps * RNG_STRIDE % 2**32)
 
 
 class _Begun(NamedTuple):
-    """States of random layers, uint32 of shape (layers, 2), and the step they are the states of."""
+    """States of random layers, uint32 of shape (layers, 2), and the step that they belong to."""
 
     states: Array
     first: int
 
 
 class RngStates:
-    """States of a model's random layers, from which every slice of every step draws its own.
+    """States of a model's random layers; every slice of every step derives its own from them.
 
-    The chief keeps them from the first step until all steps are applied, and then gives them back
-    to the model. Serial steps go on from where the one before has stopped; steps that compute at
-    once draw numbers of their own, whichever is computed first.
+    The chief keeps the states from the first step until all steps are applied, and then gives them
+    back to the model. A serial step goes on where the step before has stopped. Steps that compute
+    at the same time each have a separate state, whichever is computed first.
     """
 
     def __init__(self, variables: Callable[[], list[keras.Variable]], *, draws: bool = False):
@@ -43,14 +43,14 @@ class RngStates:
         self._begun: _Begun | None = None
 
     def begin(self, schedule: Schedule) -> tf.TensorSpec:
-        """Find out what random layers go on from, if steps do not go on already."""
+        """Read the model's random states, unless steps are under way; return their spec."""
         if self._begun is None:
             states = [v.numpy() for v in self._variables()]
             self._begun = _Begun(np.array(states, "uint32").reshape(-1, 2), schedule.offered)
         return tf.TensorSpec(self._begun.states.shape, tf.uint32)
 
     def of(self, piece: StepSlice, schedule: Schedule) -> Array:
-        """Return the random states of a slice: the same on every worker, and at any time."""
+        """Return the random states of a slice: the same on every worker, at any time."""
         assert self._begun is not None
         states = self._begun.states.copy()
         if schedule.tau:
@@ -60,7 +60,7 @@ class RngStates:
         ).reshape(-1, 2)
 
     def values(self, rng_states: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return what state variables are in a traced step."""
+        """Return the state variables with their values in a traced step."""
         variables = self._variables()
         return list(zip(variables, tf.unstack(rng_states, num=len(variables)), strict=True))
 
@@ -76,12 +76,12 @@ class RngStates:
         return [traced.scope.get_current_value(v) for v in self._variables()]
 
     def go_on_from(self, states: Sequence[Array]) -> None:
-        """Let the next step go on from where a serial one has stopped."""
+        """Let the next step go on where a serial step has stopped."""
         assert self._begun is not None
         self._begun = self._begun._replace(states=np.array(states, "uint32"))
 
     def write_back(self, schedule: Schedule) -> None:
-        """Give the states back to the model, when all steps are applied."""
+        """Give the states back to the model; all steps must be applied."""
         if self._begun is not None and self._draws:
             states, first = self._begun
             if schedule.tau:
@@ -91,5 +91,5 @@ class RngStates:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the states of steps that are over, or were left."""
+        """Forget the states of steps that are over, or that an exception left."""
         self._begun = None

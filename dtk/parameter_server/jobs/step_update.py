@@ -21,31 +21,31 @@ from dtk.parameter_server.scheduler import Schedule
 
 
 class TrainReport(Counted):
-    """What a training step reports: tensors while it is traced, arrays when it has run."""
+    """Report of a training step: tensors while it is traced, arrays when it has run."""
 
-    moved: list[Array]  # by how much it moves statistics; see `GradientCommit.moved_by`
-    rng_state: list[Array]  # states that random layers go on from, one of shape `[2]` per layer
+    moved: list[Array]  # changes of statistics; see `GradientCommit.moved_by`
+    rng_state: list[Array]  # states of random layers after the step, one of shape `[2]` per layer
 
 
 class TrainOutputs(NamedTuple):
-    """What a worker has computed of a training step."""
+    """A worker's outputs for its slice of a training step."""
 
     report: TrainReport
     share: float  # the slice's part of the rows of its batch, 0 to 1
-    buffer: gradient_buffers.GradientBuffer  # the buffer that its gradients lie in
+    buffer: gradient_buffers.GradientBuffer  # holds the gradients
     worker: int  # index of the worker
-    batches: int = 1  # how many batches they are of
+    batches: int = 1  # number of batches
 
 
 class NonFiniteStep(NamedTuple):
-    """First step of a training whose loss or metrics were not finite."""
+    """First training step with a loss or metric that is not finite."""
 
-    step: int  # its number, from 1
-    workers: tuple[int, ...]  # indices of the workers whose slices of it they were
+    step: int  # number of the step, from 1
+    workers: tuple[int, ...]  # indices of the workers that computed these slices
 
 
 class StepUpdate:
-    """What training steps of either job report, and what the chief does with it."""
+    """Reports of training steps, and the chief's update by a complete step, for both jobs."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StepUpdate:
         data: Nest,
         given: Sequence[tuple[keras.Variable, tf.Tensor]],
     ) -> TrainReport:
-        """Collect what is reported of a traced step, besides its gradients."""
+        """Collect the report of a traced step; gradients go another way."""
         return {
             **self.metrics.count(traced, data),
             "moved": self.commit.moved_by(traced, given),
@@ -81,7 +81,7 @@ class StepUpdate:
             [report["moved"] for report in reports],
         )
         if not schedule.tau and reports[0]["rng_state"]:
-            # One after the other, steps go on from where the last one stopped.
+            # A serial step goes on where the step before has stopped.
             self.rng_states.go_on_from(reports[0]["rng_state"])
         self.metrics.add(reports)
         if self.non_finite is None:
@@ -95,7 +95,7 @@ class StepUpdate:
 
 
 def non_finite(outputs: Sequence[TrainOutputs], step: int) -> NonFiniteStep | None:
-    """Look whether what a step has counted is finite: at numbers that are here, and no gradient."""
+    """Return the step if a count is not finite, else None; gradients, on servers, are not read."""
     workers = {
         one.worker
         for one in outputs

@@ -38,7 +38,7 @@ class TestJob:
         return self._metrics.logs
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one."""
+        """Trace the step for such batches."""
         scalar = tf.TensorSpec([], tf.float64)
         function = tf.function(self._step, autograph=False)
         return function.get_concrete_function(spec, scalar, scalar, rng_states)
@@ -46,7 +46,7 @@ class TestJob:
     def _step(
         self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor
     ) -> tf.Tensor:
-        """Keras's step on one slice; traced on the chief, runs on a worker."""
+        """Take Keras's step on one slice; traced on the chief, runs on a worker."""
         model, strategy = self._trainer.model, self._trainer.strategy
         tables = keras_models.tables_of(model)
         with tf_replicas.in_replica(strategy):
@@ -70,14 +70,14 @@ class TestJob:
             return self.traces.report(self._metrics.count(traced, data))
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
-        """Count metrics of a slice."""
+        """Compute the metrics of a slice."""
         rng_states = self.rng_states.of(task.piece, schedule)
         return Result(self.traces.call(task, worker, rng_states))
 
     def apply(self, work: Batch, results: Sequence[Result[Counted]], schedule: Schedule) -> None:
-        """Add up what a batch's slices have counted."""
+        """Add up the counts of a batch's slices."""
         del work, schedule
         self._metrics.add([result.outputs for result in results])
 
     def closed(self) -> None:
-        """Forget nothing: workers keep nothing of a batch."""
+        """Do nothing: workers keep nothing of a batch."""

@@ -1,4 +1,4 @@
-"""Functions that workers are sent, traced once for each specification of batches."""
+"""Functions for workers, traced once for each specification of batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dtk.parameter_server.gradient_buffers import ReportT
 from dtk.parameter_server.jobs.batches import Batch
 from dtk.parameter_server.task_queue import Task
 
-# A traced function, which workers can be sent.
+# A traced function that can be sent to workers.
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 
 class TraceCache(Generic[ReportT]):
-    """Traced functions by the specification of batches, and how to read what they report."""
+    """Traced functions by the specification of batches, and how to read their reports."""
 
     def __init__(self) -> None:
         self._functions: dict[str, ConcreteFunction] = {}
@@ -35,7 +35,7 @@ class TraceCache(Generic[ReportT]):
                 self._reports[key] = self._traced
 
     def report(self, results: ReportT) -> tf.Tensor:
-        """Put what a function reports into one tensor; called while tracing."""
+        """Pack a function's report into one tensor; called while tracing."""
         self._traced = gradient_buffers.PackedResults(results)
         return self._traced.tensor
 
@@ -44,13 +44,13 @@ class TraceCache(Generic[ReportT]):
         return self._functions[gradient_buffers.key_of(spec)]
 
     def read(self, spec: Specs, numbers: Array) -> ReportT:
-        """Return what the function for some batches has reported."""
+        """Return the report of the function for such batches."""
         return self._reports[gradient_buffers.key_of(spec)].read(numbers)
 
     def call(self, task: Task[Batch], worker: int, rng_states: Array, *more: Nest) -> ReportT:
-        """Call a function on a slice, on the worker whose thread this is."""
+        """Call a function on a slice, on the worker of this thread."""
         batch, function = task.work, self.function(task.work.spec)
-        # Made on the chief, they go along with the call; made on the worker, each is a message.
+        # Constants made on the chief go along with the call; on the worker, each is a message.
         with tf.device(tf_servers.CHIEF):
             numbers = [
                 tf.constant(n, tf.float64) for n in (batch.share_of(task.part), batch.holders)

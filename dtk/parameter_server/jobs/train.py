@@ -1,8 +1,8 @@
 """Train with workers behind parameter servers: the job of `fit`.
 
-A step is traced once, on the chief. A worker computes it as a function of a slice and of weights it
-reads, and puts gradients into a gradient buffer on the servers; when all slices of a step are
-there, the chief has the servers apply them. Weights and gradients never pass the chief.
+A step is traced once, on the chief. A worker reads the weights, computes the step on a slice, and
+puts gradients into a gradient buffer on the servers. When all slices of a step are computed, the
+chief has the servers apply them. Weights and gradients never pass the chief.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class SliceReport(TrainReport):
-    """What a step on one slice reports."""
+    """Report of a step on one slice."""
 
     traffic: Array  # bytes pulled and bytes pushed, int64 of shape `[2]`
 
@@ -51,18 +51,18 @@ class TrainJob:
 
     @property
     def update(self) -> StepUpdate:
-        """What is done with complete steps."""
+        """The update by complete steps."""
         return self._update
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        """Trace the step for batches like this one."""
+        """Trace the step for such batches."""
         commit, scalar = self._update.commit, tf.TensorSpec([], tf.float64)
         while True:
             layout = commit.layout
             handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
             function = tf.function(self._step, autograph=False)
             traced = function.get_concrete_function(spec, scalar, scalar, rng_states, handles)
-            if commit.layout is layout:  # else the step has shown what lies in it
+            if commit.layout is layout:  # else tracing has found sparse gradients: trace again
                 return traced
 
     def _step(
@@ -73,7 +73,7 @@ class TrainJob:
         rng_states: tf.Tensor,
         handles: list[tf.Tensor],
     ) -> tf.Tensor:
-        """Keras's step on one slice; traced on the chief, runs on a worker, fills a buffer."""
+        """Take Keras's step on one slice, fill a buffer; traced on the chief, runs on a worker."""
         model, strategy, update = self._trainer.model, self._trainer.strategy, self._update
         tables, layout = update.commit.tables, update.commit.layout
         with tf_replicas.in_replica(strategy):
@@ -114,9 +114,9 @@ class TrainJob:
     def apply(
         self, work: Batch, results: Sequence[Result[TrainOutputs]], schedule: Schedule
     ) -> None:
-        """Have the servers apply a step's gradients; add up what it counted."""
+        """Have the servers apply a step's gradients; add up its counts."""
         del work
         self._update.apply([result.outputs for result in results], schedule)
 
     def closed(self) -> None:
-        """Forget nothing: workers keep nothing of a step."""
+        """Do nothing: workers keep nothing of a step."""

@@ -25,12 +25,12 @@ class Blocks:
         for block, (begin, end) in enumerate(self.spans):
             with tf.device(tf_servers.server_device(block % servers)):
                 self.variables.append(tf.Variable(weights[begin:end], trainable=False))
-        # How often each was updated; only the main thread changes it.
+        # Number of updates of each block; only the main thread changes it.
         self.updates = [0] * count
         self._free: list[collections.deque[tf.Variable]] = [
             collections.deque() for _ in range(count)
         ]
-        # Traced here, for every task is told of a function, also one that is slow by then.
+        # Traced here: TensorFlow tells every task of a function, and later a task may be slow.
         self._commits = {
             device: self._commit_on(device, parts)
             for device in {variable.device for variable in self.variables}
@@ -48,9 +48,9 @@ class Blocks:
         return np.concatenate([variable.numpy() for variable in self.variables])
 
     def buffer(self, block: int) -> tf.Variable:
-        """Return a variable to put a gradient of a block into, on the block's server.
+        """Return a variable for a gradient of a block, on the block's server.
 
-        One whose worker was lost is never used again: the lost may come back and write to it.
+        The buffer of a lost worker is never reused: the worker may come back and write to it.
         """
         try:
             return self._free[block].pop()
@@ -87,7 +87,7 @@ class Blocks:
 
 
 class Copy:
-    """Copy of weights and rows that a worker keeps, as tensors on it. Used by its thread alone."""
+    """A worker's copy of weights and rows, as tensors on the worker; only its thread uses it."""
 
     def __init__(self, blocks: Blocks, parts: Sequence[tuple[Array, ...]]):
         self._blocks, self._parts = blocks, parts
@@ -103,7 +103,7 @@ class Copy:
 
     @contextlib.contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
-        """While inside, let an error make the copy forget everything."""
+        """Forget everything if the block raises."""
         try:
             yield
         except BaseException:
@@ -111,7 +111,7 @@ class Copy:
             raise
 
     def weights(self) -> list[tf.Tensor]:
-        """Return every block, pulled again if it was updated since; call on the worker."""
+        """Return every block; pull the updated ones again. Call on the worker."""
         for block, updates in enumerate(self._blocks.updates):
             # The count is older than the value: at worst a block is pulled once too often.
             if self._updates[block] < updates:
@@ -121,7 +121,7 @@ class Copy:
         return list(self._weights)
 
     def rows(self, part: int) -> list[tf.Tensor]:
-        """Return the rows of a part, sent when they are wanted first; call on the worker."""
+        """Return the rows of a part; the first call sends them. Call on the worker."""
         if part not in self._rows:
             arrays = self._parts[part]
             self._rows[part] = [tf.constant(array) for array in arrays]

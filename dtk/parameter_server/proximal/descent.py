@@ -1,17 +1,16 @@
 """Steps of block descent: computed by workers, applied by parameter servers.
 
-A step is one block. Every part of the rows has its gradient with respect to that block computed by
-some worker, at the weights this worker then has, and the servers apply the sum:
+A step is one block. For every part of the rows, some worker computes the gradient with respect to
+that block, at the weights this worker then has, and the servers apply the sum:
 
     main thread            apply step 0: block 0           apply step 1: block 1
                           /              \\               /
     worker 0   part 0 -- push block 0     pull block 0, part 0 -- push block 1
     worker 1   part 1 -- push block 0     pull block 0, part 1 -- push block 1
 
-A worker keeps what it was sent: the rows of the parts it has computed, and every block, of which it
-pulls again those that were updated since. When it dies, all of that is gone with it, and sent again
-to the worker that goes on. Which step may start is decided in `dtk.parameter_server.scheduler`,
-and `dtk.parameter_server.dispatch` takes the steps.
+A worker keeps the rows of the parts it has computed, and every block; it pulls updated blocks
+again. If it dies, they are sent to the worker that goes on. `dtk.parameter_server.scheduler`
+decides which step may start, and `dtk.parameter_server.dispatch` takes the steps.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class BlockCoordinateDescent:
         l1: float,
         record: Callable[[int], None],
     ) -> Schedule:
-        """Take steps, and apply them."""
+        """Take the steps of `order`, one block each."""
         job = BlockJob(self._loss, self._blocks, self._copies, rate, l1, self._note_traffic)
         record(0)
         with contextlib.closing(
@@ -80,9 +79,9 @@ class BlockCoordinateDescent:
             return dispatcher.schedule
 
     def measure(self) -> tuple[float, float]:
-        """Compute the sum of the loss over all rows, and |w|_1, at the weights as they are.
+        """Compute the sum of the loss over all rows, and |w|_1, at the current weights.
 
-        Workers finish what they compute, and compute this next; nothing is applied meanwhile.
+        Workers finish their work and then compute this; nothing is applied meanwhile.
         """
         job = MeasureJob(self._loss, self._copies, self._part_rows)
         with contextlib.closing(self._dispatcher(job, tau=0)) as dispatcher:

@@ -16,7 +16,7 @@ from dtk.parameter_server.task_queue import Result, Task
 
 
 class BlockJob:
-    """Job of steps; the work of a step is the index of its block. See `dispatch.WorkerJob`."""
+    """Job of block steps; a step's work is the index of its block. See `dispatch.WorkerJob`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class BlockJob:
         block, copy = task.work, self._copies[worker]
         buffer = self._blocks.buffer(block)
         with copy.forgetting_on_error():
-            # Made on the chief, they go along with the call; made on the worker, each is a message.
+            # Constants made on the chief go along with the call; on the worker, each is a message.
             with tf.device(tf_servers.CHIEF):
                 span = [tf.constant(bound) for bound in self._blocks.spans[block]]
             weights, rows = copy.weights(), copy.rows(task.part)

@@ -11,13 +11,13 @@ of the L1 norm, which is soft thresholding:
     w_b <- argmin_x  rate * l1 * |x|_1 + 1/2 |x - (w_b - rate * g)|^2
          = soft_threshold(w_b - rate * g, rate * l1)
 
-The gradient may be late: step t starts once every step before t - tau is applied. Which rate is
-small enough: let L_b bound the curvature of the sum of losses in block b, the loss be convex, and
-d_t be what step t changes. An undelayed step gains F at least (1/rate - L_b/2) |d_t|^2. Each of the
-steps at most tau before or after t that was applied without the other's gradient knowing of it
-costs at most sqrt(L_b L_c) |d_t| |d_s| <= (L_b |d_t|^2 + L_c |d_s|^2) / 2; a pair of steps costs
-once, and there are 2 tau pairs with t. So F falls in the sum if 1/rate > (1/2 + tau) L_b, for which
-the rate of the paper is enough:
+The gradient may be late: step t starts once every step before t - tau is applied. The rate must be
+small enough. Let the loss be convex, let L_b bound the curvature of the sum of losses in block b,
+and let d_t be the change of step t. An undelayed step lowers F by at least (1/rate - L_b/2)
+|d_t|^2. A step s at most tau before or after t costs at most sqrt(L_b L_c) |d_t| |d_s| <= (L_b
+|d_t|^2 + L_c |d_s|^2) / 2, if the later of the two has a gradient without the change of the other;
+each pair costs once, and there are 2 tau pairs with t. So the sum of all steps lowers F if 1/rate >
+(1/2 + tau) L_b, for which the rate of the paper is enough:
 
     rate_b <= 1 / ((1 + tau) L_b + epsilon)
 
@@ -53,7 +53,7 @@ def least_squares_smoothness(features: Numbers, blocks: int = 1) -> Array:
 
     Args:
         features: X, of shape (rows, entries).
-        blocks: Into how many blocks of entries X is cut.
+        blocks: Number of blocks of entries that X is cut into.
 
     Returns:
         L, of shape (blocks,).
@@ -80,8 +80,8 @@ def rate_bound(smoothness: Numbers, tau: int, epsilon: float = 1e-6) -> Array:
         smoothness: L_b, which bounds the curvature of the sum of losses in block b; a number, or
             one per block.
         tau: How many steps a gradient may be late.
-        epsilon: Added to the denominator, as a part of the largest L; it is also what gives a block
-            without curvature, L_b = 0, a rate.
+        epsilon: Added to the denominator, as a part of the largest L, so that a block without
+            curvature, L_b = 0, has a rate, too.
 
     Returns:
         1 / ((1 + tau) L + epsilon max L), of the shape of `smoothness`.
@@ -101,7 +101,7 @@ def rate_bound(smoothness: Numbers, tau: int, epsilon: float = 1e-6) -> Array:
 
 
 def check_blocks(blocks: int, entries: int) -> None:
-    """Refuse what weights cannot be cut into."""
+    """Raise unless weights of so many entries can be cut into so many blocks."""
     if not is_whole(blocks) or not 1 <= blocks <= entries:
         raise ValueError(
             f"blocks={blocks!r} for weights of {entries} entries along the first axis; expected "
@@ -110,11 +110,11 @@ def check_blocks(blocks: int, entries: int) -> None:
 
 
 def check_tau(tau: int) -> None:
-    """Refuse what is no delay."""
+    """Raise unless `tau` is a whole number of 0 or more."""
     if not is_whole(tau) or tau < 0:
         raise ValueError(f"tau={tau!r}; expected 0 or more: the steps a gradient may be late")
 
 
 def is_whole(number: object) -> bool:
-    """Return whether a value is an integer that counts something; a bool is none."""
+    """Return whether a value is an integer and not a bool."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)

@@ -11,21 +11,21 @@ from dtk.parameter_server.proximal.blocks import Blocks
 
 
 class RowLoss:
-    """Loss summed over rows, as functions of the weights and some rows that run on workers."""
+    """Loss summed over rows: functions of all weights and some rows that run on workers."""
 
     def __init__(self, loss: Function[tf.Tensor], blocks: Blocks, data: Sequence[Array]):
         self._loss, self._dtype = loss, blocks.dtype
         weights = [tf.TensorSpec(v.shape, v.dtype) for v in blocks.variables]
         rows = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data]
         bound, handle = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource)
-        # Traced here, so that a mistake in the loss is an error of the main thread.
+        # Traced here, so that a mistake in the loss raises on the main thread.
         value = tf.function(self._values, autograph=False)
         self.value = value.get_concrete_function(weights, rows)
         push = tf.function(self._gradient, autograph=False)
         self.push = push.get_concrete_function(weights, rows, bound, bound, handle)
 
     def _values(self, weights: list[tf.Tensor], rows: list[tf.Tensor]) -> tf.Tensor:
-        """Sum the loss over some rows, with the count of its numbers, and |w|_1; traced."""
+        """Return the sum of the loss over some rows, the number of losses, and |w|_1; traced."""
         whole = tf.concat(weights, 0)
         values = self._loss_of(whole, rows)
         numbers = [tf.reduce_sum(values), tf.size(values), tf.reduce_sum(tf.abs(whole))]
@@ -39,7 +39,7 @@ class RowLoss:
         end: tf.Tensor,
         buffer: tf.Tensor,
     ) -> tf.Tensor:
-        """Put the gradient of one block into a gradient buffer; traced. Returns the bytes sent."""
+        """Put the gradient of one block into a gradient buffer; return the bytes sent; traced."""
         whole = tf.concat(weights, 0)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(whole)

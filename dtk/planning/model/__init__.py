@@ -1,11 +1,11 @@
-"""Plans of `dtk plan --model`: in how many ways each layer of one model is divided.
+"""Plans of `dtk plan --model`: how to divide each layer of one model.
 
-    graph          what a Keras model computes, layer by layer
-    measure        seconds of computing a layer, by the clock
+    graph          the operators of a Keras model, layer by layer
+    measure        measured seconds of computing a layer
     layer_costs    a layer, divided in one way, on a grid of ranks: seconds, bytes, memory
-    search         the fastest choice for each layer, and of stages, on each grid
-    report         what is said about them
-    plans          the best one, as `dtk.planning.load_plan` reads it again
+    search         the fastest division of each layer, or into stages, on each grid
+    report         the printed tables and reasons
+    plans          the file of the best plan, for `dtk.planning.load_plan`
 
 After Jia, Zaharia and Aiken 2018, "Beyond Data and Model Parallelism for Deep Neural Networks"
 (FlexFlow, arXiv:1807.05358), whose four dimensions are these:
@@ -15,6 +15,6 @@ After Jia, Zaharia and Aiken 2018, "Beyond Data and Model Parallelism for Deep N
     attribute    rows or columns of an image
     parameter    output or input channels of a layer
 
-`graph` and `measure` alone use Keras. benchmarks/results/plan_model.md has how far predictions were
-off.
+Only `graph` and `measure` use Keras. The errors of predictions are in
+benchmarks/results/plan_model.md.
 """

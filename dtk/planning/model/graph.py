@@ -15,7 +15,7 @@ from dtk.planning.quantity import PlanError
 
 
 def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
-    """Return a model's operators in the order of computing, and which put out what it does.
+    """Return a model's operators in the order of computing, and the positions of its outputs.
 
     Example:
         >>> dense = keras.layers.Dense(4, name="dense")
@@ -34,7 +34,7 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
             "models say what their layers take; build it with keras.Model(inputs, outputs)"
         )
     found: list[Operator] = []
-    places: dict[int, int] = {}  # by the identity of a tensor, which operator puts it out
+    places: dict[int, int] = {}  # id of a tensor -> position of the operator that returns it
 
     def called(layer: keras.Operation, *args: object, **kwargs: object) -> object:
         result = layer(*args, **kwargs)
@@ -49,7 +49,7 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
         shape = _row(tensor.name, tensor)
         found.append(Operator(tensor.name, "InputLayer", (), (), shape, differentiated=False))
         places[id(tensor)] = number
-    # The same layers are called once more, each behind those whose outputs it takes.
+    # Call the same layers once more, each after its sources.
     plain = keras.Model(model.inputs, model.outputs)
     again = keras.models.clone_model(plain, plain.input, lambda layer: layer, called)
     calls = collections.Counter(operator.name for operator in found)
@@ -60,7 +60,7 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
 
 
 def slots(model: keras.Model) -> float:
-    """Return the numbers that an optimizer remembers for each weight."""
+    """Return how many numbers an optimizer stores for each weight."""
     optimizer = getattr(model, "optimizer", None)
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     if optimizer is None or not optimizer.built or not weights:
@@ -130,12 +130,12 @@ def _kept_whole(operator: Operator, reason: str) -> Operator:
 
 
 def _entries(variables: list[keras.Variable]) -> int:
-    # Seeds of random generators are no weights.
+    # Seeds of random generators are not weights.
     return sum(math.prod(v.shape) for v in variables if "seed" not in v.name)
 
 
 def _channels(layer: keras.layers.Layer, taken: tuple[Shape, ...]) -> dict[Split, int]:
-    """Return among how many ranks a layer's channels can be divided."""
+    """Return how many ranks can share a layer's channels, by split."""
     refused = ("lora_rank", "quantization_config")
     if type(layer) not in BY_CHANNELS or any(getattr(layer, name, None) for name in refused):
         return {}
@@ -148,7 +148,7 @@ def _channels(layer: keras.layers.Layer, taken: tuple[Shape, ...]) -> dict[Split
 def _spatial(
     layer: keras.layers.Layer, output: Shape, taken: tuple[Shape, ...]
 ) -> dict[Split, int]:
-    """Return among how many ranks a layer's rows and columns can be divided."""
+    """Return how many ranks can share a layer's rows and columns, by split."""
     follows, shapes = keeps_parts(layer), (output, *taken)
     if not (follows or type(layer) in BY_IMAGE) or {len(shape) for shape in shapes} != {3}:
         return {}
@@ -162,7 +162,7 @@ def _spatial(
 
 
 def _window(layer: keras.layers.Layer, axis: int) -> Window:
-    """Return what an output sees of its input's rows, or columns."""
+    """Return the window of an output over its input's rows, or columns."""
     if hasattr(layer, "kernel_size"):
         kernel, dilation = layer.kernel_size[axis], layer.dilation_rate[axis]
         return Window(kernel, layer.strides[axis], dilation, layer.padding)
@@ -173,7 +173,7 @@ def _window(layer: keras.layers.Layer, axis: int) -> Window:
 
 
 def _flops(layer: keras.Operation, output: Shape) -> float:
-    """Return the operations of a row, forwards: two for each product of a layer with a kernel."""
+    """Return the forward pass's operations for a row: two for each product with a kernel."""
     entries = float(math.prod(output))
     if type(layer) in BY_CHANNELS:
         return 2.0 * entries * math.prod(layer.kernel.shape[:-1])

@@ -1,7 +1,7 @@
-"""What one layer costs a rank, divided in one way: seconds, bytes and memory. No Keras here.
+"""The cost of one layer, divided in one way, for a rank: seconds, bytes and memory. No Keras here.
 
-With M ranks in a model's group, n bytes of a layer's output y and k of its input x, of all rows of
-a replica:
+With M ranks in a model's group, and for all rows of a replica n bytes of a layer's output y and k
+bytes of its input x:
 
     | split      | forward              | backward                       | between replicas |
     |---|---|---|---|
@@ -10,8 +10,8 @@ a replica:
     | input      | all-reduce y: n      | allgather dx: k                | 1/M of kernels   |
     | rows       | halos of x           | halos of dx; all-reduce kernel | all weights      |
 
-Rows followed by rows leaves images divided, and only halos are sent. Gradients of what is not
-trained are not sent. A step is the sum of its layers: nothing is sent while something computes.
+Between two layers in rows images stay divided, and only halos are sent. Gradients that no trained
+weight needs are not sent. A step is the sum of its layers: sending does not overlap with computing.
 
 Sources: Jia, Zaharia and Aiken 2018 (FlexFlow); Shoeybi et al. 2019 (Megatron-LM); Dryden et al.
 2019 (images in parts).
@@ -29,7 +29,7 @@ from dtk.communicators import costs
 from dtk.communicators.costs import ONE_HOP_MOST, Traffic
 from dtk.planning.inputs import Cluster
 
-# How the ranks that hold one model share a layer. `dtk.layers.parallelize` takes all but "whole".
+# How the ranks of one model share a layer. `dtk.layers.parallelize` takes all but "whole".
 Split: TypeAlias = Literal["whole", "output", "input", "rows", "columns"]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -41,40 +41,40 @@ FLOAT = 4
 class Operator:
     """One layer of a model."""
 
-    name: str  # of the layer
+    name: str  # name of the layer
     kind: str  # class of the layer
-    sources: tuple[int, ...]  # positions of the operators whose outputs it takes
+    sources: tuple[int, ...]  # positions of the operators of its inputs
     taken: tuple[Shape, ...]  # shapes of one row of its inputs, without the batch axis
     output: Shape  # shape of one row of its output
     weights: int = 0  # entries of its trainable weights
-    sliced: int = 0  # those of them that are divided with the output channels: kernel and bias
-    kernel: int = 0  # those of them that are divided with the input channels: the kernel
+    sliced: int = 0  # entries divided with the output channels: kernel and bias
+    kernel: int = 0  # entries divided with the input channels: the kernel
     fixed: int = 0  # entries of weights that are not trained
     flops: float = 0.0  # floating point operations of the forward pass for one row
-    # the largest number of ranks that can share it, by split; "whole" is always possible
+    # the largest number of ranks that can share the layer, by split; "whole" is always possible
     limits: Mapping[Split, int] = field(default_factory=dict)
-    # rows (columns) of its input that a rank needs of each of its two neighbours, by split
+    # input rows (columns) that a rank needs from each of its two neighbours, by split
     halos: Mapping[Split, tuple[int, int]] = field(default_factory=dict)
     tensors: int = 0  # number of its trainable weights
-    # whether it works on each element by itself, and so is divided as its inputs are
+    # whether the layer works on each element by itself, and so is divided like its inputs
     follows: bool = False
-    # whether gradients pass to its inputs: something before it is trained
+    # whether gradients pass to the inputs, since a layer before is trained
     differentiated: bool = True
-    batch_statistics: bool = False  # whether rows of a batch meet in it, as in BatchNormalization
-    whole_because: str = ""  # why nothing can divide it; empty if something can
+    batch_statistics: bool = False  # whether rows depend on each other, as in BatchNormalization
+    whole_because: str = ""  # why the layer cannot be divided; empty if it can
 
     @property
     def entries(self) -> int:
-        """Entries of one row of its output."""
+        """Entries of one row of the output."""
         return math.prod(self.output)
 
     @property
     def entries_taken(self) -> int:
-        """Entries of one row of all its inputs."""
+        """Entries of one row of all inputs."""
         return sum(map(math.prod, self.taken))
 
     def splits(self, degree: int) -> tuple[Split, ...]:
-        """Return how so many ranks can share it.
+        """Return how so many ranks can share the layer.
 
         Example:
             >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(4)
@@ -87,7 +87,7 @@ class Operator:
         return ("whole", *(split for split, most in self.limits.items() if most >= degree))
 
     def held(self, split: Split, degree: int) -> int:
-        """Return the entries of trainable weights that the rank with most of them holds.
+        """Return the entries of trainable weights on the rank with the most.
 
         Example:
             >>> dense = Operator("d", "Dense", (0,), ((8,),), (4,), 36, sliced=36, kernel=32)
@@ -99,14 +99,14 @@ class Operator:
 
 
 class Work(NamedTuple):
-    """What one rank computes of an operator."""
+    """One rank's part of an operator."""
 
     split: Split  # how the operator is divided
-    degree: int  # among how many ranks
-    rows: int  # of the batch
+    degree: int  # number of ranks
+    rows: int  # rows of the batch
 
     def share(self, operator: Operator) -> float:
-        """Return the part of an operator's work that the busiest rank has.
+        """Return the busiest rank's part of an operator's work.
 
         Example:
             >>> conv = Operator("c", "Conv2D", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})
@@ -119,7 +119,7 @@ class Work(NamedTuple):
 
 @dataclass
 class Rates:
-    """Seconds of computing by arithmetic: operations and bytes, at rates that are measured.
+    """Seconds of computing by arithmetic: operations and bytes, at measured rates.
 
     Example:
         >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
@@ -127,40 +127,40 @@ class Rates:
         9.0
     """
 
-    flops: float  # floating point operations in products of matrices, in a second
-    nbytes: float  # bytes read or written, in a second
-    update: float = 0.0  # seconds that the optimizer takes for a weight's entry
-    spread: float = 0.0  # how far such a number is off, as a part of it; not known of arithmetic
+    flops: float  # floating point operations per second, in matrix products
+    nbytes: float  # bytes read or written per second
+    update: float = 0.0  # seconds of the optimizer per entry of a weight
+    spread: float = 0.0  # relative error of the seconds; 0 if not known
 
     @property
     def told(self) -> str:
-        """A sentence on where the numbers are from."""
+        """A sentence on the origin of the numbers."""
         return (
             f"Computing: operations at {self.flops / 1e9:.3g} GFlop/s and bytes at "
             f"{self.nbytes / 1e9:.3g} GB/s, as measured on this machine; layers were not."
         )
 
     def seconds(self, operator: Operator, work: Work) -> float:
-        """Return the seconds of the busiest rank, in both passes; none where nothing is trained."""
+        """Return the seconds of the busiest rank, in the passes that training needs."""
         rows = work.rows * work.share(operator)
         products = operator.flops * rows / self.flops if operator.weights else 0.0
         copies = FLOAT * (operator.entries + operator.entries_taken) * rows / self.nbytes
-        # Backwards, a product is two: by the upstream gradient and the input, and by the kernel.
+        # Backwards each product becomes two: one with the input, one with the kernel.
         times = 3.0 if operator.differentiated else 2.0 if operator.weights else 1.0
         return times * (products + copies)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train, and where."""
+    """A model to train, and the cluster."""
 
-    operators: Sequence[Operator]  # of the model, in the order in which they are computed
-    outputs: tuple[int, ...]  # positions of those whose outputs the loss is of
+    operators: Sequence[Operator]  # operators of the model, in the order of computing
+    outputs: tuple[int, ...]  # positions of the operators that return the model's outputs
     batch: int  # rows of all replicas
     computing: Rates  # seconds of the operators
-    cluster: Cluster  # links, and what software adds
-    slots: float = 2.0  # numbers that the optimizer remembers for each weight, 2 for Adam
-    most_memory: float = math.inf  # bytes of a rank
+    cluster: Cluster  # links and costs of software
+    slots: float = 2.0  # numbers that the optimizer stores for each weight, 2 for Adam
+    most_memory: float = math.inf  # bytes that a rank may use
 
     @property
     def weights(self) -> int:
@@ -169,12 +169,12 @@ class Workload:
 
     @functools.cached_property
     def last(self) -> dict[int, int]:
-        """By operator, the last one that takes its output; nothing takes the model's outputs."""
+        """The last operator that takes an operator's output; the model's outputs have no entry."""
         return {one: p for p, operator in enumerate(self.operators) for one in operator.sources}
 
     @functools.cached_property
     def cuts(self) -> dict[int, int]:
-        """The positions before which a model can be cut, and the one output that crosses."""
+        """The positions before which a model can be cut, with the one output that crosses."""
         found = {}
         for begin in range(1, len(self.operators)):
             crossing = [one for one in range(begin) if self.last.get(one, 0) >= begin]
@@ -190,19 +190,19 @@ class Workload:
 class RankGroup(NamedTuple):
     """Ranks that share collectives."""
 
-    size: int  # how many ranks
-    cluster: Cluster  # with the links that they have where groups beside them send, too
-    span: int  # they reach as far as so many workers
+    size: int  # number of ranks
+    cluster: Cluster  # the cluster, with the links that remain while other groups send, too
+    span: int  # the group is spread over hosts like so many workers
 
     def parts(self, traffic: Traffic) -> tuple[float, float]:
-        """Return the seconds of the messages of traffic, and those of its bytes."""
+        """Return the seconds of a traffic's messages and the seconds of its bytes."""
         return self.cluster.parts(traffic, self.span)
 
     def seconds(self, traffic: Traffic) -> float:
         return sum(self.parts(traffic))
 
     def allreduce(self, nbytes: float) -> Traffic:
-        """Return the traffic of summing so many bytes: in one hop where that is faster.
+        """Return the traffic of summing so many bytes, in one hop if that is faster.
 
         Example:
             >>> from dtk.planning.inputs import Link
@@ -219,16 +219,16 @@ class RankGroup(NamedTuple):
 
 
 class RankGrid(NamedTuple):
-    """Ranks as replicas of one model, each held by neighbours."""
+    """Ranks as replicas of one model; neighbouring ranks hold one replica."""
 
-    data: int  # replicas, each of which trains on its part of the batch
+    data: int  # replicas; each trains on its part of the batch
     model: int  # ranks that hold one model
 
     def groups(self, cluster: Cluster) -> tuple[RankGroup, RankGroup]:
-        """Return the ranks of one model, and those of all replicas that hold the same part.
+        """Return the ranks of one model, and the ranks with the same part in all replicas.
 
-        The ranks of a model follow each other on the hosts, so that each host's link carries the
-        rings of as many replicas as it holds ranks of a model.
+        The ranks of a model follow each other on the hosts, so that a host's link carries as many
+        rings between replicas as the host has ranks of one model.
         """
         size, rings = self.data * self.model, min(self.model, cluster.per_host)
         inside = self.model if cluster.per_host % self.model == 0 else size
@@ -237,22 +237,22 @@ class RankGrid(NamedTuple):
         return RankGroup(self.model, cluster, inside), RankGroup(self.data, shared, size)
 
     def rows(self, batch: int) -> int:
-        """Return the rows of the replica that has most."""
+        """Return the rows of the replica with the most."""
         return -(-batch // self.data)
 
     def __str__(self) -> str:
-        """How it is written in tables: replicas x ranks of a model."""
+        """Return "replicas x ranks of a model", as in tables."""
         return f"{self.data} x {self.model}"
 
 
 class LayerCost(NamedTuple):
-    """What one operator costs a rank in a step."""
+    """The cost of one operator for a rank in a step."""
 
-    computing: float  # seconds, of both passes
-    traffic: Traffic  # within the model's group
-    seconds: float  # of everything, with gradients of replicas and the update
-    held: int  # entries of trainable weights: whose gradients replicas add up
-    # bytes, of weights, what is remembered of them, and outputs kept for the backward pass
+    computing: float  # seconds of both passes
+    traffic: Traffic  # traffic within the model's group
+    seconds: float  # seconds in all, with the sum of gradients over replicas and the update
+    held: int  # entries of trainable weights on the rank
+    # bytes of weights, gradients, optimizer state, and outputs kept for the backward pass
     memory: float
 
 
@@ -263,7 +263,7 @@ class LayerCosts:
         self.workload, self.grid = workload, grid
         self.model, self.data = grid.groups(workload.cluster)
         self.rows = grid.rows(workload.batch)
-        # Of all gradients together. One hop or a ring is not chosen anew where a part is held.
+        # The sum of all gradients; this choice of one hop or a ring also holds for parts.
         self.sums = self.data.allreduce(FLOAT * workload.weights)
         self.cost = functools.cache(self._cost)
         self.whole = functools.cache(self._whole)
@@ -274,9 +274,9 @@ class LayerCosts:
         return Traffic(self.sums.messages if held else 0.0, self.sums.bytes * part)
 
     def splits(self, position: int, given: Sequence[Split]) -> tuple[Split, ...]:
-        """Return how an operator can be divided where its inputs are held as given.
+        """Return how an operator can be divided if its inputs are held as given.
 
-        What works on each element is divided as all of its inputs are.
+        An operator on each element is divided like all of its inputs.
         """
         operator = self.workload.operators[position]
         found = operator.splits(self.grid.model)
@@ -285,7 +285,7 @@ class LayerCosts:
         return found
 
     def _cost(self, position: int, split: Split, given: tuple[Split, ...]) -> LayerCost:
-        """Return what an operator costs whose inputs are held as given."""
+        """Return the cost of an operator if its inputs are held as given."""
         operator, degree = self.workload.operators[position], self.grid.model
         work = Work(split, degree if split != "whole" else 1, self.rows)
         computing = self.workload.seconds(operator, work)
@@ -293,7 +293,7 @@ class LayerCosts:
         held = operator.held(split, degree)
         _, summed = self.data.parts(self.sums_of(held))
         seconds = summed + held * self.workload.computing.update
-        # Of an output in rows or columns a rank keeps its part.
+        # A rank keeps only its part of an output in rows or columns.
         kept = self.rows / degree if split in SPATIAL else self.rows
         return LayerCost(
             computing,
@@ -308,7 +308,7 @@ class LayerCosts:
         return [self.workload.seconds(o, Work("whole", 1, rows)) for o in self.workload.operators]
 
     def memory(self, operator: Operator, held: int, rows: float) -> float:
-        """Return the bytes of weights, of what is remembered of them, and of so many outputs."""
+        """Return the bytes of weights, gradients, optimizer state, and so many rows of output."""
         weights = held * (2 + self.workload.slots) + operator.fixed
         return FLOAT * (weights + rows * operator.entries)
 
@@ -338,7 +338,7 @@ class LayerCosts:
             if operator.batch_statistics:
                 sent += [sum_up(FLOAT * 2 * (operator.output[-1] + 1))] * 2
             summed = sum_up(FLOAT * operator.weights)
-            # Each weight by itself, as soon as its gradient is there.
+            # Each weight is summed by itself, as soon as its gradient is ready.
             sent.append(Traffic(summed.messages * operator.tensors, summed.bytes))
             if position in self.workload.outputs:
                 sent.append(self._gathered(operator))
@@ -353,7 +353,7 @@ class LayerCosts:
         height, width, channels = operator.taken[0]
         across = width if split == "rows" else height
         halo = operator.halos.get(split, (0, 0))
-        rows = max(halo) if self.grid.model == 2 else sum(halo)  # of two, each has one neighbour
+        rows = max(halo) if self.grid.model == 2 else sum(halo)  # two ranks: one neighbour each
         return Traffic(self.grid.model - 1 if rows else 0, self._bytes(rows * across * channels))
 
 

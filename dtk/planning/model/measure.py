@@ -1,10 +1,9 @@
-"""Seconds of computing by the clock: each layer by itself, at the shapes a rank would have.
+"""Measured seconds of computing: each layer by itself, at the shapes that a rank would have.
 
-A layer's forward pass, and both passes, are run as TensorFlow functions on this machine. That of a
-division is measured on a layer made for it: with a part of the filters or of the input channels, or
-on some rows and those of neighbours. Fewer rows of the batch are interpolated. Layers that are
-alike are measured once. What the whole model takes, forwards and backwards, against the sum of its
-layers is the factor that all numbers are then scaled by.
+A layer's passes run as TensorFlow functions on this machine. For a divided layer we measure a
+smaller layer: with a part of the filters or of the input channels, or on some rows with their
+halos. For fewer rows of the batch we interpolate. Equal layers are measured once. All numbers are
+then scaled by one factor: the time of the whole model over the sum of its layers.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import tensorflow as tf
 
 from dtk.planning.model.layer_costs import SPATIAL, Operator, Rates, Work
 
-# Seconds that a layer is measured for, and calls at least.
+# A layer is measured for at least so many seconds and calls.
 _ENOUGH, _CALLS = 0.03, 4
-# Rows of a batch are measured at the batch, and at these parts of it.
+# A layer is measured at the whole batch and at parts of it; these are the divisors.
 _FRACTIONS = (1, 4, 16)
-_SIDE = 512  # of the product that rates are measured with
+_SIDE = 512  # side of the matrices in the product that rates are measured with
 _COPIED = 1 << 22
 _UPDATED = 1 << 18
 
 
 class MeasuredRates(Rates):
-    """Seconds of a model's layers on this machine, each measured when it is first asked for."""
+    """Seconds of a model's layers on this machine; each is measured on first use."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class MeasuredRates(Rates):
 
     @property
     def told(self) -> str:
-        """A sentence on where the numbers are from."""
+        """A sentence on the origin of the numbers."""
         return (
             f"Computing: {len(self._known)} layers and parts of them, measured on this machine and "
             f"scaled by {self.factor:.2f}, which is the whole model's time against its layers'; "
@@ -71,11 +70,11 @@ class MeasuredRates(Rates):
         layer = self._layers[operator.name]
         if work.split != "whole" and (hasattr(layer, "kernel") or hasattr(layer, "pool_size")):
             return self.factor * self._clocked(operator, work)
-        # A part of what has no kernel is copies: they take as long as their part of the entries.
+        # Layers without a kernel copy entries: their time is proportional to the entries.
         return self.factor * work.share(operator) * self._whole(operator, work.rows)
 
     def _whole(self, operator: Operator, rows: int) -> float:
-        """Return the seconds of all of an operator, on a line between measured numbers of rows."""
+        """Return the seconds of a whole operator, interpolated between measured row counts."""
         points = sorted({max(1, self._batch // part) for part in _FRACTIONS})
         if rows in points:
             return self._clocked(operator, Work("whole", 1, rows))
@@ -85,10 +84,10 @@ class MeasuredRates(Rates):
         return max(0.0, less + (rows - low) / (high - low) * (more - less))
 
     def _clocked(self, operator: Operator, work: Work) -> float:
-        """Return what a layer takes, at the shapes of a rank."""
+        """Return the measured seconds of a layer, at the shapes of a rank."""
         layer = self._layers[operator.name]
         facts = layer.get_config() if isinstance(layer, keras.layers.Layer) else {}
-        # What two layers that take equally long have in common.
+        # Layers with equal keys take equally long.
         alike = (type(layer).__name__, operator.taken, operator.output, operator.differentiated)
         key = json.dumps([alike, {**facts, "name": None}], default=str, sort_keys=True), work
         if key in self._known:
@@ -100,7 +99,7 @@ class MeasuredRates(Rates):
         else:
             try:
                 call = keras.Model(layer.input, layer.output)
-            except (ValueError, AttributeError):  # it has several outputs, or none of its own
+            except (ValueError, AttributeError):  # the layer has several outputs, or none
                 return super().seconds(operator, work)
             inputs = _inputs(call, work.rows)
         self._known[key] = self._measure(call, inputs, operator.differentiated)
@@ -109,9 +108,9 @@ class MeasuredRates(Rates):
     def _measure(
         self, call: keras.Layer, inputs: Sequence[tf.Tensor], differentiated: bool
     ) -> float:
-        """Return the seconds of a call, and of its gradients where there are any."""
+        """Return the seconds of a call and its gradients, if it has any."""
         given = inputs[0] if len(inputs) == 1 else list(inputs)
-        call(given)  # builds it
+        call(given)  # builds the layer
         floats = [one for one in inputs if one.dtype.is_floating] if differentiated else []
         variables = [v.value for v in call.trainable_variables]
 
@@ -125,13 +124,13 @@ class MeasuredRates(Rates):
 
         seconds, spread = _clock(step)
         self._spreads.append((seconds, spread))
-        # What takes long counts most.
+        # Weighted by seconds: long calls count most.
         self.spread = sum(s * one for s, one in self._spreads) / sum(s for s, _ in self._spreads)
         return max(0.0, seconds - self._call)
 
 
 def rates_here(optimizer: keras.Optimizer | None = None) -> Rates:
-    """Measure a product of matrices, a copy and an update on this machine."""
+    """Measure a matrix product, a copy and an update on this machine."""
     square, long = tf.random.normal([_SIDE, _SIDE]), tf.zeros([_COPIED], tf.float32)
     product, _ = _clock(tf.function(lambda: square @ square))
     copied, _ = _clock(tf.function(lambda: long + 1.0))
@@ -145,17 +144,17 @@ def rates_here(optimizer: keras.Optimizer | None = None) -> Rates:
 
 
 def _clock(work: Callable[[], object]) -> tuple[float, float]:
-    """Measure a call that has no results but tensors, after two that trace and warm up.
+    """Measure a call that returns only tensors, after two calls that trace and warm up.
 
-    Returns the lower quartile, which is what it takes where nothing else runs, and half the
-    distance of quartiles, as a part of it.
+    Returns the lower quartile, which is close to the time on an idle machine, and half the distance
+    of the quartiles, relative to it.
     """
     work()
     work()
     took: list[float] = []
     while len(took) < _CALLS or sum(took) < _ENOUGH:
         began = time.perf_counter()
-        # A result that is read is there.
+        # Reading a result waits until it is ready.
         for one in tf.nest.flatten(work())[-1:]:
             if tf.is_tensor(one):
                 one.numpy()
@@ -165,7 +164,7 @@ def _clock(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def _inputs(model: keras.Model, rows: int) -> list[tf.Tensor]:
-    """Return rows for a model: random numbers, and for whole numbers zeros, which any table has."""
+    """Return input rows: random floats, and integers of 0, since every table has row 0."""
     found = []
     for tensor in model.inputs:
         shape, dtype = [rows, *tensor.shape[1:]], tf.as_dtype(tensor.dtype)
@@ -177,7 +176,7 @@ def _inputs(model: keras.Model, rows: int) -> list[tf.Tensor]:
 def _local(
     layer: keras.layers.Layer, operator: Operator, work: Work
 ) -> tuple[keras.layers.Layer, list[int]]:
-    """Return a layer that does one rank's part, and the shape of a row of what it takes."""
+    """Return a layer that computes one rank's part, and the shape of one row of its input."""
     config = {**layer.get_config(), "name": f"part_of_{layer.name}"}
     config.pop("build_config", None)
     shape = list(operator.taken[0])

@@ -1,4 +1,4 @@
-"""A plan as it is written to a file, and read again by the script that trains by it."""
+"""A plan that `dtk plan --model` writes to a file and a training script reads."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class ModelPlan:
     """How a model is divided among ranks.
 
     Attributes:
-        data: Replicas, each of which trains on its part of the batch.
-        model_parallel: Ranks that hold one model, as of `AllReduceStrategy`.
+        data: Number of replicas; each trains on its part of the batch.
+        model_parallel: Number of ranks that hold one model, for `AllReduceStrategy`.
         batch_size: Rows of all replicas.
-        layers: What `dtk.layers.parallelize` takes: name of a layer -> "output", "input", "rows" or
-            "columns". Layers that are not named are left whole.
-        borders: Of a pipeline, the layers whose outputs one stage hands to the next.
-        microbatches: Of a pipeline; see `dtk.layers.Pipeline`.
-        schedule: Of a pipeline.
-        seconds: Predicted, of a step.
-        memory: Bytes of a rank, of weights and of outputs kept for the backward pass.
+        layers: The plan for `dtk.layers.parallelize`: name of a layer -> "output", "input", "rows"
+            or "columns". Layers that are not named stay whole.
+        borders: For a pipeline, the last layer of each stage but the last.
+        microbatches: For a pipeline, see `dtk.layers.Pipeline`.
+        schedule: For a pipeline, see `dtk.layers.Pipeline`.
+        seconds: Predicted seconds of a step.
+        memory: Bytes on a rank for weights and for outputs kept for the backward pass.
         sent: Bytes that a rank sends in a step.
     """
 
@@ -55,13 +55,13 @@ class ModelPlan:
         """Cut a model into the stages of this plan's pipeline.
 
         Args:
-            model: The one that was planned; the stages share its layers.
+            model: The planned model; the stages share its layers.
 
         Returns:
-            What `dtk.layers.Pipeline` takes; the model itself where there are no stages.
+            The stages for `dtk.layers.Pipeline`; a single stage if there are no borders.
 
         Raises:
-            PlanError: It has no layer of a name in `borders`.
+            PlanError: The model does not have a layer named in `borders`.
         """
         import keras
 
@@ -82,7 +82,7 @@ class ModelPlan:
         """Return the lines of a script that trains by this plan.
 
         Args:
-            file: Where the plan is.
+            file: Path of the plan.
 
         Example:
             >>> print(ModelPlan(2, 2, 64, {"conv": "rows"}).script())
@@ -119,14 +119,14 @@ def load_plan(file: str | Path) -> ModelPlan:
     """Read a plan that `dtk plan --model ... --json` wrote.
 
     Args:
-        file: Its path.
+        file: Path of the plan.
 
     Returns:
         The plan: `AllReduceStrategy(model_parallel=plan.model_parallel)` makes its grid,
         `dtk.layers.parallelize(model, plan.layers)` divides the model.
 
     Raises:
-        PlanError: There is no such file, or it holds no such plan.
+        PlanError: The file does not exist, or is not such a plan.
     """
     try:
         found = json.loads(Path(file).read_text())

@@ -1,4 +1,4 @@
-"""What `dtk plan --model` says: the plans in a table, why the best one is, and what to write."""
+"""The output of `dtk plan --model`: a table of plans, the reasons for the best, and warnings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dtk.bench.page import Table
 from dtk.planning.model.layer_costs import LayerCosts, Work, Workload
 from dtk.planning.model.search import Candidate, PlanChoice, judge
 
-# How far times of divided layers were off as multiples of data parallelism's, on busy cores: see
-# benchmarks/results/plan_model.md.
+# Error of predicted times of divided layers, as multiples of data parallelism's time, on busy
+# cores: see benchmarks/results/plan_model.md.
 ERROR = 0.5
-# Layers that are named, of those whose choice matters.
+# Number of divided layers that the report names.
 _NAMED = 8
-# Layers that are left whole are named from this part of one worker's computing on.
+# Layers left whole are named if they take at least this part of one worker's computing.
 _LONG = 0.01
 _MEGA, _MS = 1e6, 1e3
 
@@ -54,7 +54,7 @@ def why(workload: Workload, choice: PlanChoice) -> list[str]:
 
 
 def _why_splits(workload: Workload, best: Candidate) -> list[str]:
-    """Return what each divided layer saves, most first: what the step would take without it."""
+    """Return a line for each divided layer, with the time it saves, largest first."""
     costs_of = LayerCosts(workload, best.grid)
     gains: list[tuple[float, str]] = []
     for position, split in enumerate(best.splits):
@@ -97,7 +97,7 @@ def _why_stages(workload: Workload, best: Candidate) -> list[str]:
 
 
 def _left_whole(workload: Workload) -> Iterator[str]:
-    """Yield the layers that nothing divides and that take time, by reason."""
+    """Yield the slow layers that cannot be divided, by reason."""
     whole = Work("whole", 1, workload.batch)
     seconds = {one.name: workload.seconds(one, whole) for one in workload.operators}
     reasons: dict[str, list[str]] = {}
@@ -110,7 +110,7 @@ def _left_whole(workload: Workload) -> Iterator[str]:
 
 
 def _warnings(workload: Workload, choice: PlanChoice) -> Iterator[str]:
-    """Yield what a prediction cannot tell."""
+    """Yield warnings about small gains."""
     best, off = choice.best, ERROR + workload.computing.spread
     simple = choice.data or choice.alone
     name = "data parallelism alone" if choice.data is not None else "one worker"

@@ -1,8 +1,8 @@
-"""The fastest plan on every grid of so many ranks: of each layer's split, and of cuts into stages.
+"""The fastest plan on every grid of so many ranks: by splits of layers, or by cuts into stages.
 
-On a grid, dynamic programming over layers in their order finds the choice of splits whose costs add
-up to least: a state is how the outputs that are still needed are held, so that residual connections
-and branches are exact, too. A pipeline's cuts are all tried where they are few.
+On a grid, dynamic programming over the layers in order finds the splits with the lowest total cost.
+A state is how the outputs that later layers need are held, so that residual connections and
+branches are exact, too. For pipelines, all cuts are tried if there are few.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dtk.planning.model.layer_costs import (
 from dtk.planning.model.plans import ModelPlan
 from dtk.planning.quantity import PlanError
 
-# Choices that dynamic programming keeps, by how outputs are held, and of each such way: more are
-# needed only by models of many branches, and where memory is limited.
+# States that dynamic programming keeps, and choices per state: only models with many branches, or
+# limited memory, would need more.
 _WAYS, _KEPT = 512, 512
-_CUTS = 1000  # up to so many are all tried
+_CUTS = 1000  # up to this number, all choices of cuts are tried
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _BACKWARD = 2 / 3  # the part of computing that is the backward pass
 _MEGA = 1e6
@@ -40,25 +40,25 @@ _MEGA = 1e6
 
 @dataclass(frozen=True)
 class Candidate:
-    """How one model is divided on a grid, by `splits` of layers or into stages, and why."""
+    """One way to divide a model on a grid, by `splits` of layers or into stages, with its costs."""
 
     grid: RankGrid
     plan: ModelPlan
     gradients: float  # seconds in which replicas add up their gradients
-    splits: tuple[Split, ...] = ()  # of each operator
-    layers: tuple[LayerCost, ...] = ()  # costs of each operator
+    splits: tuple[Split, ...] = ()  # split of each operator
+    layers: tuple[LayerCost, ...] = ()  # cost of each operator
     begins: tuple[int, ...] = ()  # position of the first operator of each stage; 0 first
-    computing: tuple[float, ...] = ()  # seconds of each stage, of all its microbatches
-    exact: bool = True  # whether training is that of one process
+    computing: tuple[float, ...] = ()  # seconds of each stage, for all its microbatches
+    exact: bool = True  # whether training equals that of one process
 
     @property
     def divides(self) -> bool:
-        """Whether each rank has a part: of the batch, of a layer, or of the model."""
+        """Whether each rank has a part of the batch, of a layer, or of the model."""
         return self.grid.model == 1 or bool(self.begins or {*self.splits} - {"whole"})
 
     @property
     def how(self) -> str:
-        """What ranks of one model share."""
+        """What the ranks of one model share, for tables."""
         if self.begins:
             many = self.plan.microbatches
             changed = "" if self.exact else ", inexact"
@@ -73,7 +73,7 @@ class Candidate:
 
 
 def judge(costs_of: LayerCosts, wanted: Sequence[Split]) -> Candidate:
-    """Return what a step takes where layers are divided so, or whole where they cannot be."""
+    """Return the candidate with the wanted splits; layers that cannot be divided so stay whole."""
     workload = costs_of.workload
     splits: list[Split] = []
     layers: list[LayerCost] = []
@@ -100,21 +100,18 @@ def judge(costs_of: LayerCosts, wanted: Sequence[Split]) -> Candidate:
 
 
 def same_splits(workload: Workload, grid: RankGrid, split: Split = "whole") -> Candidate:
-    """Return the step of a grid on which all layers that can be are divided in one way."""
+    """Return the candidate with the same split of every layer that can be divided so."""
     return judge(LayerCosts(workload, grid), [split] * len(workload.operators))
 
 
-# Operators whose outputs are still needed, and how they are held.
+# Operators with outputs that later operators need, and how the outputs are held.
 _Held: TypeAlias = tuple[tuple[int, Split], ...]
-# Seconds and bytes so far, and the splits.
+# Seconds, bytes and splits so far.
 _Chosen: TypeAlias = tuple[float, float, tuple[Split, ...]]
 
 
 def best_splits(workload: Workload, grid: RankGrid) -> Candidate:
-    """Return the fastest choice of splits on a grid that fits into memory.
-
-    If none does, that which needs least.
-    """
+    """Return the fastest splits that fit into memory; if none do, those that need least memory."""
     costs_of, last = LayerCosts(workload, grid), workload.last
     states: dict[_Held, list[_Chosen]] = {(): [(0.0, 0.0, ())]}
     for position, operator in enumerate(workload.operators):
@@ -140,7 +137,7 @@ def best_splits(workload: Workload, grid: RankGrid) -> Candidate:
 
 
 def _front(found: list[_Chosen], workload: Workload) -> list[_Chosen]:
-    """Return the fastest choice; where memory is limited, also slower ones that need less."""
+    """Return the fastest choice; if memory is limited, also slower choices that need less."""
     front: list[_Chosen] = []
     for one in sorted(found, key=lambda one: one[:2]):
         if not front or one[1] < front[-1][1]:
@@ -151,7 +148,7 @@ def _front(found: list[_Chosen], workload: Workload) -> list[_Chosen]:
 
 
 def _rank(workload: Workload, one: Candidate) -> tuple[float, float]:
-    """Order by missing memory, and by time: a tenth more where training changes."""
+    """Order by missing memory, then by time; a tenth is added if training changes."""
     seconds = one.plan.seconds * (1.0 if one.exact else GAIN)
     return max(0.0, one.plan.memory - workload.most_memory), seconds
 
@@ -159,12 +156,12 @@ def _rank(workload: Workload, one: Candidate) -> tuple[float, float]:
 def best_stages(workload: Workload, grid: RankGrid) -> Candidate | None:
     """Return the fastest pipeline that fits into memory, with one stage per rank of a model.
 
-    All cuts are tried where they are few, else some of them. A stage without weights is none.
+    All cuts are tried if there are few, else some of them. Every stage must have weights.
     """
     costs_of, count = LayerCosts(workload, grid), len(workload.operators)
     whole, places = costs_of.whole(costs_of.rows), list(workload.cuts)
     while math.comb(len(places), grid.model - 1) > _CUTS:
-        # The one that is least computing behind the place before it.
+        # Drop the cut with the least computing since the cut before it.
         between = [sum(whole[begin:end]) for begin, end in itertools.pairwise([0, *places])]
         places.pop(between.index(min(between)))
     trained = [0, *itertools.accumulate(one.weights for one in workload.operators)]
@@ -182,16 +179,16 @@ def best_stages(workload: Workload, grid: RankGrid) -> Candidate | None:
 def pipeline(
     costs_of: LayerCosts, begins: tuple[int, ...], many: int, schedule: str = "gpipe"
 ) -> Candidate:
-    """Return what a step takes of stages that begin there, with so many microbatches.
+    """Return the candidate with stages that begin at `begins`, and `many` microbatches.
 
     All microbatches but one wait for the slowest stage or link:
 
         seconds = stages + links + outputs to all ranks + (many - 1) slowest, there and back
 
-    A stage that has ended adds up its gradients with other replicas. One forward, one backward in
-    turn (Narayanan et al. 2021) is idle as long as GPipe (Huang et al. 2019), and keeps the outputs
-    of fewer microbatches; but more of its messages are waited for, which is not counted. So GPipe
-    is planned where its memory is there.
+    When a stage has ended, it adds up its gradients with other replicas. 1F1B (Narayanan et al.
+    2021) is idle as long as GPipe (Huang et al. 2019), and keeps the outputs of fewer microbatches;
+    but it waits for more messages, which are not counted here. So GPipe is planned if its memory
+    suffices.
     """
     workload, grid, rows = costs_of.workload, costs_of.grid, -(-costs_of.rows // many)
     bounds = [slice(*ends) for ends in itertools.pairwise([*begins, None])]
@@ -237,23 +234,23 @@ def pipeline(
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What `dtk plan --model` has found."""
+    """The plans that `dtk plan --model` has found."""
 
-    # from the best; those that do not fit into memory come last, and one that changes training
-    # counts as a tenth slower
+    # best first; plans that do not fit into memory come last, and plans that change training count
+    # as a tenth slower
     candidates: list[Candidate]
-    alone: Candidate  # one worker, with the whole batch
-    # as many replicas as there are workers; None if the batch has fewer rows
+    alone: Candidate  # one worker with the whole batch
+    # as many replicas as workers; None if the batch has fewer rows
     data: Candidate | None
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits into memory."""
+        """The fastest plan that fits into memory."""
         return self.candidates[0]
 
 
 def choose(workload: Workload, workers: int) -> PlanChoice:
-    """Find the fastest plan on each grid of so many ranks in which every replica has rows."""
+    """Find the fastest plan on each grid of `workers` ranks, if every replica has rows."""
     found: list[Candidate] = []
     for data in range(min(workers, workload.batch), 0, -1):
         if workers % data == 0:
@@ -261,7 +258,7 @@ def choose(workload: Workload, workers: int) -> PlanChoice:
             stages = best_stages(workload, grid) if grid.model > 1 else None
             found += [best_splits(workload, grid), *([stages] if stages else [])]
 
-    # Ranks that all compute the same are no plan, unless the batch is too small for another.
+    # Drop plans in which all ranks compute the same, unless there is no other.
     found = [one for one in found if one.divides] or found
     found.sort(key=functools.partial(_rank, workload))
     needs = found[0].plan.memory
