@@ -148,7 +148,7 @@ def feature_space(folder):
     with strategy.scope():
         loaded = keras.saving.load_model(path)
     row = {"a": tf.constant([[1.0]])}
-    return float(space(row)), float(loaded(row))
+    return space(row).numpy().item(), loaded(row).numpy().item()
 
 
 @TWO
