@@ -26,7 +26,7 @@ from dtk.cluster import mpi_installs
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
-from dtk.horovod_build.requirements import HorovodBuildError, ask
+from dtk.horovod_build.build import HorovodBuildError, ask
 from dtk.launch.firewall import rules
 from dtk.version import __version__, is_tested, pip_install, requirement
 

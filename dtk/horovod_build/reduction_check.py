@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from dtk.cluster import mpi_installs
-from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
+from dtk.horovod_build.build import HorovodBuildError, ask, reason_of
 from dtk.launch import Job, Process, local, plan
 
 TIMEOUT = 120.0
