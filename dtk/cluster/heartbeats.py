@@ -27,9 +27,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
-from dtk.cluster.reports import RankReport, report_of
+from dtk.cluster.rank_status import RankReport, RankStatus, report_of
 from dtk.cluster.stall import STUCK, Stall
-from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
 
 _CODE = 32  # hexadecimal digits
@@ -144,8 +143,9 @@ class Table:
 
     def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
         self._hosts, self._timeout = hosts, timeout
+        self._names = [f"rank {rank}" for rank in range(len(hosts))]
         self._lines = dict(lines)
-        self._standings = [Standing(started=True, moved=time.monotonic()) for _ in hosts]
+        self._statuses = [RankStatus(started=True, moved=time.monotonic()) for _ in hosts]
         self._said = False
         # Unlike select(2), of any number of connections.
         self._selector = selectors.DefaultSelector()
@@ -156,7 +156,7 @@ class Table:
 
     def take(self, report: RankReport) -> None:
         """Take note of rank 0's own report."""
-        self._standings[0].take(report, time.monotonic())
+        self._statuses[0].take(report, time.monotonic())
 
     def _run(self) -> None:
         told = 0.0
@@ -167,7 +167,7 @@ class Table:
                 told = now
                 self._tell({"here": True})
             self._tell_short()
-            found = stall.find(self._standings, now, self._timeout)
+            found = stall.find(self._statuses, now, self._timeout)
             if found is not None:
                 self._end(found)
 
@@ -178,22 +178,21 @@ class Table:
             rank = int(key.data)
             try:
                 for message in self._lines[rank].receive():
-                    self._standings[rank].take(report_of(message), time.monotonic())
+                    self._statuses[rank].take(report_of(message), time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 line = self._lines.pop(rank)
                 self._selector.unregister(line.end)
                 line.end.close()
-                self._standings[rank].left = True
+                self._statuses[rank].left = True
         if not self._lines:
             time.sleep(max(0.0, deadline - time.monotonic()))
 
     def _tell_short(self) -> None:
         """Say, once, whose data has ended before that of others: a rank is about to end of it."""
-        found = None if self._said else stall.find_short(self._standings)
+        found = None if self._said else stall.find_short(self._statuses)
         if found is not None:
             self._said = True
-            names = [f"rank {rank}" for rank in range(len(self._hosts))]
-            lines = stall.describe_missing(found, names, self._hosts, self._standings)
+            lines = stall.describe_missing(found, self._names, self._hosts, self._statuses)
             with contextlib.suppress(OSError):
                 os.write(2, "\n".join(["dtk: " + lines[0], *lines[1:], ""]).encode())
 
@@ -203,8 +202,7 @@ class Table:
                 line.send(message)
 
     def _end(self, found: Stall) -> NoReturn:
-        names = [f"rank {rank}" for rank in range(len(self._hosts))]
-        _say(stall.describe(found, names, self._hosts, self._standings))
+        _say(stall.describe(found, self._names, self._hosts, self._statuses))
         self._tell({"stuck": True})
         _leave()
 
@@ -215,14 +213,14 @@ class Client:
     def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
         self._rank, self._hosts, self._line = rank, hosts, line
         self._timeout = timeout
-        self._standing = Standing()
+        self._status = RankStatus()
         self._heard = time.monotonic()
         progress.report_to(self.send, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
     def send(self, report: RankReport) -> None:
         """Send a report to rank 0."""
-        self._standing.take(report, time.monotonic())
+        self._status.take(report, time.monotonic())
         with contextlib.suppress(OSError):
             self._line.send(report)
 
@@ -246,15 +244,15 @@ class Client:
 
     def _waits(self) -> bool:
         """Return whether this rank has been inside for the timeout, idle: for one that is gone."""
-        own, since = self._standing, time.monotonic() - self._timeout
+        own, since = self._status, time.monotonic() - self._timeout
         return own.last is not None and own.last["inside"] and max(own.moved, own.busy) < since
 
     def _end(self, why: str) -> NoReturn:
         names = [f"rank {rank}" for rank in range(len(self._hosts))]
-        standings = [Standing() for _ in names]
-        standings[self._rank] = self._standing
+        statuses = [RankStatus() for _ in names]
+        statuses[self._rank] = self._status
         found = Stall((0,), why, (self._rank,))
-        _say(stall.describe(found, names, self._hosts, standings))
+        _say(stall.describe(found, names, self._hosts, statuses))
         _leave()
 
 

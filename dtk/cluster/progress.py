@@ -24,19 +24,31 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import faulthandler
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from dtk.cluster import report_channel, stacks, usage
-from dtk.cluster.reports import RankReport
+from dtk.cluster import report_channel, usage
+from dtk.cluster.rank_status import RankReport
 
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
 _PERIOD = 1.0
 _AT_LEAST = 5.0
+# Shown of a stack: the innermost calls, and the outermost, which are the script's.
+_INNER, _OUTER = 8, 10
+# A line longer than a pipe takes at once could mix with another.
+_LONGEST = 3000
+_ANOTHER = "and of a thread that this one waits for:"
+# Where TensorFlow calls Python: generators, `tf.py_function` and its like.
+_BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
+
+# Where a checkpoint is written while training goes on.
+_WRITES = "/dtk/callbacks/checkpointing/background.py"
 
 
 class _Position(NamedTuple):
@@ -121,7 +133,7 @@ class _Reporter:
         still = now - position.since
         held = self.held()
         late = still > self._timeout / 2 and not self._serves
-        stack, feeds = stacks.of_this_process(self._main, self.awaited) if late else ("", False)
+        stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
         return {
             "count": position.number,
             "inside": position.depth > 0,
@@ -308,3 +320,48 @@ def _threads() -> set[int]:
 
 def _cpu() -> float:
     return time.process_time() - sum(map(usage.cpu, _polling))
+
+
+# Stacks as `faulthandler` writes them, shortened to what tells where a script is.
+
+
+def stacks_of_this_process(main: int, awaited: threading.Thread | None) -> tuple[str, bool]:
+    """Return the stacks of this process, and whether TensorFlow waits for Python."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        threads = file.read().split("\n\n")
+    ids = [main] if awaited is None or not awaited.ident else [main, awaited.ident]
+    its = [one for ident in ids for one in threads if f"0x{ident:016x} " in one]
+    feeding = [one for one in threads if _BY_TENSORFLOW in one and one not in its]
+    return _shortened([*its[:1], *feeding[:1], *its[1:]]), bool(feeding)
+
+
+def stack_of_main_thread(lines: Sequence[str]) -> str:
+    """Return the stack of the main thread out of what a process has written when it was aborted.
+
+    >>> stack_of_main_thread(["Fatal Python error: Aborted", "",
+    ...     "Thread 0x1 (most recent call first):", '  File "a.py", line 1 in f', "",
+    ...     "Current thread 0x2 (most recent call first):",
+    ...     '  File "b.py", line 3 in g', "  <no Python frame>", "", "Extension modules: none"])
+    '  File "b.py", line 3 in g'
+    """
+    text = "\n".join(lines)
+    threads = [one for one in text.split("\n\n") if "(most recent call first):" in one]
+    # It is the oldest, and the last that is written.
+    others = [one for one in threads[:-1] if _BY_TENSORFLOW in one or _WRITES in one]
+    return _shortened([*threads[-1:], *others[:1]])
+
+
+def _shortened(threads: Sequence[str]) -> str:
+    """Return the stacks of a thread, and of those that it waits for."""
+    found = [_calls(one.splitlines(), len(threads)) for one in threads]
+    return f"\n{_ANOTHER}\n".join("\n".join(calls) for calls in found)[:_LONGEST]
+
+
+def _calls(lines: Sequence[str], shared_by: int) -> list[str]:
+    calls = [line for line in lines if line.startswith("  File ")]
+    inner, outer = _INNER // shared_by, _OUTER // shared_by
+    if len(calls) <= inner + outer:
+        return calls
+    return [*calls[:inner], "  ...", *calls[-outer:]]

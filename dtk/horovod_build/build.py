@@ -231,9 +231,9 @@ class Build:
 
     def fetch_tools(self) -> None:
         """Install the build's tools into a directory of its own; cmake only if none here fits."""
-        tools, cure = BUILD_REQUIREMENTS, "check the network and pip's configuration"
+        tools, cure = [*BUILD_REQUIREMENTS], "check the network and pip's configuration"
         if not usable_cmake():
-            tools = (*tools, CMAKE)
+            tools.append(CMAKE)
             cure += ", or: apt-get install cmake (3.13 or later, below 4)"
         install = [*PIP, "install", "--only-binary", ":all:", "--no-deps"]
         failed = f"the build tools could not be fetched. Next: {cure}"

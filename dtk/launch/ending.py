@@ -143,7 +143,7 @@ class ServedEnding(Ending):
     def _is_borne(self, rank: Rank) -> bool:
         """Return whether the job goes on, or ended well, although this rank failed."""
         if rank.process.role == "evaluator":
-            begun = rank.signal or rank.restarts or rank.standing.worked
+            begun = rank.signal or rank.restarts or rank.status.worked
             return bool(begun) if self.chief.code is None else self.chief.code != 0
         if rank.process.role in self.essential_roles:
             return False

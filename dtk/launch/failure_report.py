@@ -44,7 +44,7 @@ def failure_report(
 
 def leaver_report(left: Rank) -> str:
     """Return the line about a rank that left its script while others needed it."""
-    last = left.standing.last
+    last = left.status.last
     where = f" after {last['what']}" if last else ""
     return (
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
@@ -56,10 +56,10 @@ def stall_report(stall: Stall, ranks: Sequence[Rank], ended: bool = True) -> str
     """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
     names = [rank.process.name for rank in ranks]
     hosts = [rank.process.host for rank in ranks]
-    standings = [rank.standing for rank in ranks]
+    statuses = [rank.status for rank in ranks]
     if ended:
-        return stalls.describe(stall, names, hosts, standings)
-    lines = stalls.describe_missing(stall, names, hosts, standings)
+        return stalls.describe(stall, names, hosts, statuses)
+    lines = stalls.describe_missing(stall, names, hosts, statuses)
     return "\n".join([f"dtk: {lines[0]}", *lines[1:], ""])
 
 

@@ -239,7 +239,7 @@ class Job:
             culprit is not None
             and culprit.failed_by_itself
             and self._watch.listens
-            and not any(rank.standing.worked for rank in self._ranks)
+            and not any(rank.status.worked for rank in self._ranks)
         )
 
     @property
@@ -268,9 +268,9 @@ class Job:
 
     def _end_stuck(self, rank: Rank) -> None:
         """End one process that is stuck, and show its stack."""
-        if not (rank.standing.waits or rank.standing.has_stack):
+        if not (rank.status.waits or rank.status.has_stack):
             self._watch.ask_for_stacks([rank])
-        if stack := rank.standing.calls:
+        if stack := rank.status.calls:
             name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
         sessions = [] if rank.remote else [rank.popen.pid]

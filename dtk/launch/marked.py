@@ -56,9 +56,9 @@ class _Search:
                     value = (b"\0" + file.read()).partition(self._mark)
                     if value[1] and value[2][:1] in (b"\0", b"/", b""):
                         found.add(int(entry))
-                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as status:
+                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
                     # From "state" on, which is the third of proc(5).
-                    stat = status.read().rpartition(")")[2].split()
+                    stat = file.read().rpartition(")")[2].split()
                     if stat[0] not in "ZX":
                         stats[int(entry)] = stat
         parents = {pid: int(stat[1]) for pid, stat in stats.items()}

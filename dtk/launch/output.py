@@ -17,7 +17,7 @@ from typing import IO, TextIO, TypeVarTuple
 import click
 
 from dtk.cluster import progress, report_channel
-from dtk.cluster.standing import Standing
+from dtk.cluster.rank_status import RankStatus
 from dtk.errors import ClusterError
 from dtk.launch.equal_lines import EqualLines
 from dtk.launch.plan import Process
@@ -313,7 +313,7 @@ class JobOutput:
             popen.wait(_ENDS)
             return
         if rank.popen is popen and progress.VARIABLE in rank.env:
-            rank.standing = Standing()
+            rank.status = RankStatus()
             self.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig
+from dtk.cluster.processor import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
@@ -29,7 +30,6 @@ MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
 # them a share of the cores would leave it idle. The evaluator computes like a worker.
 _WAITING = ("chief", "ps")
-_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 # glibc gives large tensors back to the system, page by page, and asks anew in every step. In huge
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -283,14 +283,14 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list
         cores, count = facts[process.host].cores, hosts.count(process.host)
         place = hosts[:rank].count(process.host)
         begin, end = even_bounds(len(cores), place, count)
-        threads = max(_threads(process.env[name]) for name in _THREADS)
+        threads = max(_threads(process.env[name]) for name in THREADS)
         free = count == 1 or threads > len(cores) // count
         bound.append(dataclasses.replace(process, cores=() if free else cores[begin:end]))
     return bound
 
 
 def _threads(value: str) -> int:
-    """Return how many threads a variable asks for; OMP_NUM_THREADS may say so for each level."""
+    """Return how many threads a variable asks for; OMP_NUMTHREADS may say so for each level."""
     first = value.partition(",")[0].strip()
     return int(first) if first.isdecimal() else 1
 
@@ -298,5 +298,5 @@ def _threads(value: str) -> int:
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return what every rank gets unless the user decided otherwise: its cores, and quiet."""
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **_HUGE_PAGES}
-    defaults |= dict.fromkeys(_THREADS, str(max(1, cores)))
+    defaults |= dict.fromkeys(THREADS, str(max(1, cores)))
     return {name: environ.get(name, value) for name, value in defaults.items()}

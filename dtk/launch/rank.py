@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from dtk.cluster import stacks, usage
-from dtk.cluster.reports import report_of
-from dtk.cluster.standing import Standing
+from dtk.cluster import progress, usage
+from dtk.cluster.rank_status import RankStatus, report_of
 from dtk.launch import agent, marked
 from dtk.launch.plan import Process
 from dtk.launch.sink import Sink
@@ -76,7 +75,7 @@ class Rank:
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
-        self.standing = Standing(started=True, moved=time.monotonic())
+        self.status = RankStatus(started=True, moved=time.monotonic())
         self.dump: list[str] | None = None
         self.stuck = ""
         self.was_short_of_memory = False
@@ -88,7 +87,7 @@ class Rank:
         with contextlib.suppress(*_FOREIGN):
             told = json.loads(message)
             if "progress" in told:
-                self.standing.take(report_of(told["progress"]), time.monotonic())
+                self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
                 self.saving = str(told["saving"])
             elif told["usage"] == usage.NO_MEMORY:
@@ -96,12 +95,12 @@ class Rank:
             else:
                 state, cpu, io, total = told["usage"]
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total))
-                self.standing.observe(seen, time.monotonic())
+                self.status.observe(seen, time.monotonic())
 
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
-            self.standing.observe(usage.of(self.popen.pid), time.monotonic())
+            self.status.observe(usage.of(self.popen.pid), time.monotonic())
 
     def ask_for_stack(self) -> None:
         """End its process such that it writes its stack first; one that is stopped does, too."""
@@ -113,7 +112,7 @@ class Rank:
 
     def note_stack(self) -> None:
         """Keep the stack that the process wrote."""
-        self.standing.stack = stacks.of_main_thread(self.dump or [])
+        self.status.stack = progress.stack_of_main_thread(self.dump or [])
 
     @property
     def would_save(self) -> bool:

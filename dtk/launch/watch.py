@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from dtk.cluster import stall
+from dtk.cluster.rank_status import RankStatus
 from dtk.cluster.stall import STUCK, Stall
-from dtk.cluster.standing import Standing
 from dtk.launch import ending
 from dtk.launch.ending import Ending
 from dtk.launch.mpi_places import Loss
@@ -89,7 +89,7 @@ class Watch:
     @property
     def short(self) -> Stall | None:
         """Whose data has ended before that of others, where a rank has failed of it."""
-        return stall.find_short([rank.standing for rank in self._ranks])
+        return stall.find_short([rank.status for rank in self._ranks])
 
     @property
     def left(self) -> Rank | None:
@@ -103,7 +103,7 @@ class Watch:
         """Have the missing ranks of a stall say where they are, if they have not; it ends them."""
         found = self.stall or self.short
         missing = [] if found is None else [self._ranks[i] for i in found.missing]
-        self.ask_for_stacks([rank for rank in missing if not rank.standing.has_stack])
+        self.ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
 
     def ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
         """Have ranks say where they are in the script; it ends them."""
@@ -175,41 +175,41 @@ class Watch:
         now = time.monotonic()
         self._allow_for_sleep(now)
         for rank in self._ranks:
-            rank.standing.left = rank.code == 0
+            rank.status.left = rank.code == 0
             if rank.code is None:
                 rank.observe()
         if self._ending.can_replace:
             self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
         else:
-            standings = [rank.standing for rank in self._ranks]
-            self._note_alone(standings, now)
-            held_up = self._not_started(standings, now)
-            self.stall = held_up or stall.find(standings, now, self._stall_timeout)
+            statuses = [rank.status for rank in self._ranks]
+            self._note_alone(statuses, now)
+            held_up = self._not_started(statuses, now)
+            self.stall = held_up or stall.find(statuses, now, self._stall_timeout)
         return self.stall is not None
 
-    def _note_alone(self, standings: Sequence[Standing], now: float) -> None:
+    def _note_alone(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Note once in which bound a rank must rejoin the others, while it computes alone."""
         timeout = self._stall_timeout
-        found = stall.find_alone(standings, now, timeout)
+        found = stall.find_alone(statuses, now, timeout)
         # One that does nothing is about to be named for that.
-        if found and any(standings[i].is_idle(now - timeout / 2) for i in found.missing):
+        if found and any(statuses[i].is_idle(now - timeout / 2) for i in found.missing):
             return
         if found and not self._told_alone:
             names = [rank.process.name for rank in self._ranks]
             hosts = [rank.process.host for rank in self._ranks]
-            lines = stall.describe_missing(found, names, hosts, standings)
+            lines = stall.describe_missing(found, names, hosts, statuses)
             self._notice = (
                 f"{lines[0]} The others wait, and the job is ended after "
                 f"{timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives it more"
             )
         self._told_alone = found is not None
 
-    def _not_started(self, standings: Sequence[Standing], now: float) -> Stall | None:
+    def _not_started(self, statuses: Sequence[RankStatus], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
         since = now - min(_START, self._stall_timeout)
-        if all(one.last and one.last["joining"] and one.moved < since for one in standings):
+        if all(one.last and one.last["joining"] and one.moved < since for one in statuses):
             why = self._held_up()
-            return Stall((), why, tuple(range(len(standings)))) if why else None
+            return Stall((), why, tuple(range(len(statuses)))) if why else None
         return None
 
     def _cut_off(self) -> Stall | None:
@@ -225,7 +225,7 @@ class Watch:
             slept = now - self._looked
         if self._looked and slept > 0:
             for rank in self._ranks:
-                rank.standing.delay(slept)
+                rank.status.delay(slept)
         self._looked = now
 
     def _stuck(self) -> dict[int, str]:
@@ -235,14 +235,14 @@ class Watch:
         found = stall.find_replaceable(*self._tasks(), time.monotonic(), self._stall_timeout)
         return {index: why for index, why in found.items() if not self._ranks[index].stuck}
 
-    def _tasks(self) -> tuple[list[Standing], list[str]]:
+    def _tasks(self) -> tuple[list[RankStatus], list[str]]:
         """Return what tasks have said, of those that the job still needs, and their roles."""
         idle = [id(rank) for rank in self._ending.serving]
-        standings = [
-            rank.standing if rank.code is None and id(rank) not in idle else Standing()
+        statuses = [
+            rank.status if rank.code is None and id(rank) not in idle else RankStatus()
             for rank in self._ranks
         ]
-        return standings, [rank.process.role for rank in self._ranks]
+        return statuses, [rank.process.role for rank in self._ranks]
 
     def _wait(self) -> None:
         """Wait for the end, and meanwhile replace what can be."""
@@ -275,8 +275,8 @@ class Watch:
             if lost:
                 # The chief may be silent while TensorFlow looks for the successor.
                 for rank in self._ranks:
-                    if rank.process.role == "chief" and rank.standing.heard is not None:
-                        rank.standing.delay(time.monotonic() - rank.standing.heard)
+                    if rank.process.role == "chief" and rank.status.heard is not None:
+                        rank.status.delay(time.monotonic() - rank.status.heard)
 
     def _settle(self) -> None:
         """Wait until it shows who failed first.

@@ -69,7 +69,7 @@ EVALUATED |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
 @pytest.mark.parametrize("returncode", [3, -9])
 def test_training_does_without_an_evaluator_that_has_begun(returncode):
     ranks, ending = job(*SERVED)
-    ranks["evaluator 0"].standing.take(EVALUATED, 1.0)
+    ranks["evaluator 0"].status.take(EVALUATED, 1.0)
     end(ranks["evaluator 0"], returncode)
     assert not ending.over
     assert ending.lost() == [ranks["evaluator 0"]]
