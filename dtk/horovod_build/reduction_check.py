@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from dtk.cluster import mpi_installs
 from dtk.horovod_build.build import HorovodBuildError, ask, reason_of
-from dtk.launch import Job, Process, local, plan
+from dtk.launch import Job, Process, machines, plan
 
 TIMEOUT = 120.0
 
@@ -158,7 +158,7 @@ def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
 
 def _alone(process: Process) -> Process:
     """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
-    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not local.is_foreign(n)]
+    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not machines.is_foreign(n)]
     unset = [f"--unset={name}" for name in inherited if name not in process.env]
     argv = ("env", *unset, *process.argv)
     return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

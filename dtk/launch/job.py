@@ -31,7 +31,7 @@ from typing import TextIO
 
 from dtk.cluster.variables import RESTARTS
 from dtk.errors import ClusterError
-from dtk.launch import ending, marked, ssh
+from dtk.launch import ending, job_processes, machines
 from dtk.launch.failure_report import failure_report, leaver_report, stall_report
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
@@ -80,7 +80,7 @@ class Job:
         processes: Sequence[Process],
         *,
         output_dir: str | os.PathLike[str] | None = None,
-        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
         grace: float = 5.0,
         save_grace: float = 0.0,
         max_restarts: int = 3,
@@ -274,7 +274,7 @@ class Job:
             name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
         sessions = [] if rank.remote else [rank.popen.pid]
-        marked.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
+        job_processes.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
         if rank.remote:
             rank.hang_up()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -301,7 +301,7 @@ class Job:
 
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
-        while not self._done.wait(ssh.HEARTBEAT):
+        while not self._done.wait(machines.HEARTBEAT):
             for rank in self._ranks:
                 rank.tell_that_we_are_here()
 
@@ -365,7 +365,7 @@ class Job:
         ranks = [rank for rank in self._ending.essential if not rank.remote and rank.code is None]
         for rank in ranks if self._ending.can_replace else []:
             mark = self._starter.mark(rank.process)
-            marked.end(mark, self._grace, lambda: self._state.hurry, [rank.popen.pid])
+            job_processes.end(mark, self._grace, lambda: self._state.hurry, [rank.popen.pid])
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
@@ -374,7 +374,7 @@ class Job:
             if rank.remote:
                 rank.hang_up()
         own = [rank.popen.pid for rank in self._ranks]
-        marked.end(self.job_id, self._grace, lambda: self._state.hurry, own)
+        job_processes.end(self.job_id, self._grace, lambda: self._state.hurry, own)
         # Other hosts have the same grace, and some time to answer.
         deadline = time.monotonic() + (0.5 if self._state.hurry else self._grace + 2.0)
         for rank in self._ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import contextlib
 import os
 import re
@@ -19,12 +21,10 @@ import click
 from dtk.cluster import progress, report_channel
 from dtk.cluster.rank_status import RankStatus
 from dtk.errors import ClusterError
-from dtk.launch.equal_lines import EqualLines
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
-from dtk.launch.screen import Screen
+from dtk.launch.screen import Screen, Sink
 from dtk.launch.shown_text import Pace, ShownText, plain
-from dtk.launch.sink import Sink
 from dtk.launch.state import JobState
 from dtk.quiet import is_noise
 
@@ -40,6 +40,9 @@ _ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
+_HOLD = 0.5  # seconds that a line waits for those of others
+_EQUAL = 10.0  # seconds in which an equal line of another process is the same event
+_MOST = 10_000  # lines that are held, and as many that are known afterwards
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 Given = TypeVarTuple("Given")
@@ -60,6 +63,64 @@ class _Stream:
         """The unfinished rows that are drawn."""
         is_bar = self.text.is_redrawn or not self.stderr
         return self.text.rows if is_bar and self.rank.dump is None else []
+
+
+class EqualLines:
+    """Holds lines for a moment, to show those that several processes write equally once.
+
+    A line is shown as often as the process wrote it that wrote it most often. Those that come too
+    late to be named with it are only counted.
+    """
+
+    def __init__(self) -> None:
+        self.late = 0
+        self._held: collections.deque[_Line] = collections.deque()
+        self._shown: collections.deque[_Line] = collections.deque()
+        self._equal: dict[str, list[_Line]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many lines are held that the first must be shown."""
+        return len(self._held) > _MOST
+
+    def add(self, writer: int, text: str, now: float) -> None:
+        with self._lock:
+            equal = self._equal.setdefault(text, [])
+            # Those that it wrote, too, come first.
+            at = bisect.bisect(equal, False, key=lambda one: writer not in one.writers)
+            if at == len(equal):
+                equal.append(_Line(text, now))
+                self._held.append(equal[at])
+            line = equal[at]
+            self.late += line.is_shown
+            line.writers.append(writer)
+
+    def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
+        """Return the lines that were held for long enough, or are too many, and who wrote them."""
+        found = []
+        with self._lock:
+            while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
+                line = self._held.popleft()
+                line.is_shown = True
+                self._shown.append(line)
+                found.append((line.text, line.writers))
+            while self._shown and (
+                len(self._shown) > _MOST
+                or (now is not None and now - self._shown[0].when >= _EQUAL)
+            ):
+                line = self._shown.popleft()
+                self._equal[line.text].remove(line)
+                if not self._equal[line.text]:
+                    del self._equal[line.text]
+        return found
+
+
+class _Line:
+    def __init__(self, text: str, when: float) -> None:
+        self.text, self.when = text, when
+        self.writers: list[int] = []
+        self.is_shown = False
 
 
 class JobOutput:

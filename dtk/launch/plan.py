@@ -20,7 +20,7 @@ from dtk.cluster.processor import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
-from dtk.launch import local, ssh
+from dtk.launch import machines
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
 # `plan` takes these, too: such ranks show what a step costs without communication.
@@ -34,7 +34,7 @@ _WAITING = ("chief", "ps")
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-Survey = Callable[[str, int], ssh.HostFacts]
+Survey = Callable[[str, int], machines.HostFacts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan(
     evaluator: bool = False,
     bind: bool = True,
     environ: Mapping[str, str] | None = None,
-    survey: Survey = ssh.survey,
+    survey: Survey = machines.survey,
 ) -> list[Process]:
     """Decide which processes to start, where, and with which variables.
 
@@ -196,7 +196,7 @@ def check(
             f"{workers} workers do not fit the {slots} slots of {listed}; ask for {slots} or add "
             "slots"
         )
-    loopback = {host.name for host in hosts if local.is_loopback(host.name)}
+    loopback = {host.name for host in hosts if machines.is_loopback(host.name)}
     if loopback and len(hosts) > len(loopback):
         raise ClusterError(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
@@ -221,7 +221,7 @@ def _place(
 def _collective(
     command: Sequence[str],
     placed: list[tuple[str, int, str]],
-    facts: Mapping[str, ssh.HostFacts],
+    facts: Mapping[str, machines.HostFacts],
     joined_by: str,
 ) -> list[Process]:
     ports: dict[str, Iterator[int]] = {host: iter(fact.ports) for host, fact in facts.items()}
@@ -243,7 +243,9 @@ def _collective(
 
 
 def _horovod(
-    command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.HostFacts]
+    command: Sequence[str],
+    placed: list[tuple[str, int, str]],
+    facts: Mapping[str, machines.HostFacts],
 ) -> list[Process]:
     """Set what Horovod's Gloo controller reads.
 
@@ -275,7 +277,7 @@ def _horovod(
     return processes
 
 
-def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list[Process]:
+def _bound(processes: list[Process], facts: Mapping[str, machines.HostFacts]) -> list[Process]:
     """Divide the cores of each host that has several ranks, a core or more for each thread."""
     hosts = [process.host for process in processes]
     bound = []

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from dtk.cluster import progress, usage
 from dtk.cluster.rank_status import RankStatus, report_of
-from dtk.launch import agent, marked
+from dtk.launch import agent, job_processes
 from dtk.launch.plan import Process
-from dtk.launch.sink import Sink
+from dtk.launch.screen import Sink
 
 # Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -106,7 +106,7 @@ class Rank:
         """End its process such that it writes its stack first; one that is stopped does, too."""
         self.dump = []
         if not self.remote:
-            marked.abort(self.popen.pid)
+            job_processes.abort(self.popen.pid)
         else:
             self.tell_agent("stack")
 
@@ -132,7 +132,7 @@ class Rank:
         # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
         # falls silent.
         with contextlib.suppress(OSError, ValueError):
-            if pipe is not None and marked.takes_more(pipe):
+            if pipe is not None and job_processes.takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
 

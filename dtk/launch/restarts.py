@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dtk.errors import ClusterError
-from dtk.launch import marked
+from dtk.launch import job_processes
 from dtk.launch.ending import Ending
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank, killer
@@ -64,7 +64,7 @@ class Restarts:
         They may hold its port, or memory that its successor needs.
         """
         mark = self._starter.mark(rank.process)
-        marked.end(mark, grace=0.0, sessions=[rank.popen.pid])
+        job_processes.end(mark, grace=0.0, sessions=[rank.popen.pid])
         rank.hang_up()
         for reader in rank.readers:
             reader.join(2.0)

@@ -6,14 +6,19 @@ import concurrent.futures
 import contextlib
 import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dtk.cluster import mpi_installs, report_channel
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, local, mpi_places, rendezvous, ssh
+from dtk.launch import agent, job_processes, machines, mpi_places
 from dtk.launch.plan import Process
+
+_LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
 
 
 class PortTakenError(ClusterError):
@@ -59,14 +64,14 @@ class Starter:
 
     def prepare(self) -> None:
         """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
-        self._guard = local.Guard(self._job_id, self._grace, self._save_grace)
+        self._guard = Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
-        if rendezvous.is_needed(self._processes):
-            server = rendezvous.Rendezvous(self._processes)
+        if needs_rendezvous(self._processes):
+            server = Rendezvous(self._processes)
             self._held.callback(server.close)
             self._shared = server.env
         self._start_mpi()
-        self._local_hosts = {p.host for p in self._processes if local.is_local(p.host)}
+        self._local_hosts = {p.host for p in self._processes if machines.is_local(p.host)}
         for process in self._processes:
             if process.address and not self.is_remote(process):
                 self._hold_port(process)
@@ -110,12 +115,14 @@ class Starter:
                 reports, end = report_channel.pair()
                 try:
                     with end:
-                        popen = local.start(process.argv, env, mark, process.cores, serves, end)
+                        popen = machines.start_here(
+                            process.argv, env, mark, process.cores, serves, end
+                        )
                 except OSError:
                     reports.close()
                     raise
                 return Started(popen, reports)
-            popen = ssh.start(
+            popen = machines.start_there(
                 process.host,
                 process.argv,
                 env,
@@ -168,3 +175,127 @@ class Starter:
                 f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
                 "job again"
             ) from None
+
+
+class Guard:
+    """A process that ends the job if this one is killed before it can.
+
+    >>> Guard("example", grace=1.0).close()
+    """
+
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", machines.BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+        self._say(
+            machines.first_line(
+                {"task": "guard", "job": job, "grace": grace, "save_grace": save_grace}
+            )
+        )
+
+    def remove(self, folder: Path) -> None:
+        """Have a folder removed if this process is killed before it can."""
+        self._say(f"remove {folder}\n")
+
+    def note_saving(self, pid: int, ready: bool) -> None:
+        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
+            self._say(f"{'ready' if ready else 'over'} {pid}\n")
+
+    def _say(self, line: str) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        with self._lock:
+            if job_processes.takes_more(pipe):  # one that is stopped reads nothing
+                pipe.write(line)
+                pipe.flush()
+
+    def close(self) -> None:
+        """Tell the guard that all is well, and wait for it to leave, or end it."""
+        assert self._process.stdin is not None
+        try:
+            self._say("done\n")
+            self._process.stdin.close()
+        except OSError:
+            pass  # it is gone already
+        try:
+            self._process.wait(_LEAVES)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._process.kill()
+            self._process.wait()
+
+
+class Rendezvous:
+    """Horovod's HTTP server, by which ranks of a job over Gloo find each other."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        try:
+            from horovod.runner.common.util.hosts import SlotInfo
+            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+        except ImportError as error:
+            raise CommunicatorError(
+                f"communicator horovod: Horovod is not installed ({error}); run `dtk "
+                "install-horovod`"
+            ) from None
+        address = own_address([process.host for process in processes])
+        # RendezvousServer.start() would listen on every interface; this is the same server on one.
+        self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+        self._server.daemon_threads = True
+        self._server.init(
+            [
+                SlotInfo(
+                    process.env["HOROVOD_HOSTNAME"],
+                    *(
+                        int(process.env[f"HOROVOD_{name}"])
+                        for name in (
+                            "RANK",
+                            "LOCAL_RANK",
+                            "CROSS_RANK",
+                            "SIZE",
+                            "LOCAL_SIZE",
+                            "CROSS_SIZE",
+                        )
+                    ),
+                )
+                for process in processes
+            ]
+        )
+        self.env = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.server_address[1]),
+        }
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def needs_rendezvous(processes: Sequence[Process]) -> bool:
+    """Return whether a plan's processes expect a rendezvous server.
+
+    >>> needs_rendezvous([])
+    False
+    """
+    return any(process.env.get("HOROVOD_CONTROLLER") == "gloo" for process in processes)
+
+
+def own_address(hosts: Sequence[str]) -> str:
+    """Return the address of this machine that all hosts can reach."""
+    remote = [host for host in hosts if not machines.is_local(host)]
+    if not remote:
+        return (
+            "127.0.0.1" if all(map(machines.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
+        )
+    # Connecting a UDP socket sends nothing; it asks the routing table which address would be used.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))
+        return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Starting ranks on other hosts.
+"""Starting ranks on this machine, and on other hosts.
 
 The remote shell is called as `ssh` is: `<remote shell> <host> <command>`, with the command as one
 string for a shell over there. Anything that keeps this contract will do, for example a script
@@ -8,18 +8,52 @@ around `ip netns exec`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import ipaddress
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from dtk.cluster import progress
+from dtk.cluster import progress, report_channel, usage
 from dtk.errors import ClusterError
-from dtk.launch import agent, local
+from dtk.launch import agent, job_processes
 
+# Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
+# those before it.
+BOOTSTRAP = (
+    "import json,sys,types;"
+    "told=json.loads(sys.stdin.readline());"
+    "load=lambda name,text:(sys.modules.update({name:types.ModuleType(name)}),"
+    "exec(text,vars(sys.modules[name])));"
+    "[load(*one) for one in told['modules'].items()];"
+    "sys.exit(sys.modules['dtk.launch.agent'].main(told['spec']))"
+)
+# What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
+# take it for its own.
+_FOREIGN = (
+    "TF_CONFIG",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_HOSTNAME",
+    "DTK_HOSTS",
+)
+_FOREIGN_PREFIXES = (
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_CROSS_",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+    "HOROVOD_GLOO_IFACE",
+)
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -46,6 +80,77 @@ _WATCH = 2.0  # seconds between two looks at a rank from outside
 _NO_PROGRAM = (126, 127)
 
 
+def is_foreign(name: str) -> bool:
+    """Return whether a variable places a process in some other job.
+
+    >>> is_foreign("OMPI_COMM_WORLD_RANK"), is_foreign("PATH")
+    (True, False)
+    """
+    return name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name means "this machine" on every machine.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
+    (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(host: str) -> bool:
+    """Return whether a host name means this machine, seen from this machine.
+
+    >>> is_local("localhost")
+    True
+    """
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    import psutil  # here, since a job on this machine alone never asks
+
+    own = {a.address.split("%")[0] for many in psutil.net_if_addrs().values() for a in many}
+    return bool(addresses & own)
+
+
+def first_line(spec: agent.Spec) -> str:
+    """Return what `BOOTSTRAP` reads: the agent, and what it is to do."""
+    sent = (usage, report_channel, job_processes, agent)
+    modules = {one.__name__: inspect.getsource(one) for one in sent}
+    return json.dumps({"modules": modules, "spec": spec}) + "\n"
+
+
+def start_here(
+    argv: tuple[str, ...],
+    env: Mapping[str, str],
+    job: str,
+    cores: Sequence[int] = (),
+    serves: bool = False,
+    reports: socket.socket | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start one rank here, in a session of its own.
+
+    So a terminal's Ctrl-C reaches the launcher alone.
+
+    >>> process = start_here((sys.executable, "-c", "print('hello')"), {}, "example")
+    >>> process.communicate()[0]
+    b'hello\\n'
+    """
+    inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
+    environ = {**inherited, **env, **(report_channel.variables(reports) if reports else {})}
+    keeps = [reports.fileno()] if reports else []
+    output = subprocess.PIPE
+    return job_processes.start(argv, environ, job, cores, output=output, serves=serves, keeps=keeps)
+
+
 @dataclasses.dataclass(frozen=True)
 class HostFacts:
     """Facts about one host that a plan needs."""
@@ -66,7 +171,7 @@ def survey(
     >>> len(survey("localhost", 1).ports)
     1
     """
-    if local.is_local(host):
+    if is_local(host):
         try:
             found = agent.survey("127.0.0.1" if host == "localhost" else host, ports)
         except OSError as error:
@@ -80,7 +185,7 @@ def survey(
     try:
         answer = subprocess.run(
             command,
-            input=local.first_line(spec).encode(),
+            input=first_line(spec).encode(),
             capture_output=True,
             timeout=60,
         )
@@ -106,7 +211,7 @@ def survey(
     return HostFacts(*seen, found["versions"], ahead)
 
 
-def start(
+def start_there(
     host: str,
     argv: tuple[str, ...],
     env: Mapping[str, str],
@@ -130,7 +235,7 @@ def start(
     forwarded = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and not local.is_foreign(name)
+        if name.startswith(_FORWARDED) and not is_foreign(name)
     }
     spec: agent.RankSpec = {
         "task": "rank",
@@ -155,7 +260,7 @@ def start(
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(local.first_line(spec).encode())
+        process.stdin.write(first_line(spec).encode())
         process.stdin.flush()
     except BrokenPipeError:
         pass  # the remote shell has failed already, and its exit code and output say why
@@ -170,4 +275,4 @@ def _command(host: str, remote_shell: str, python: str) -> list[str]:
             f"the remote shell {remote_shell!r} cannot be read: {error}; expected a command such "
             f"as `{DEFAULT_REMOTE_SHELL}`"
         ) from None
-    return [*words, host, shlex.join([python, "-c", local.BOOTSTRAP])]
+    return [*words, host, shlex.join([python, "-c", BOOTSTRAP])]

@@ -1,4 +1,6 @@
-"""What follows when a job fails, told from what has happened. Starts and waits for nothing.
+"""Starting a job of ranks that wait for each other again, after it failed.
+
+`Attempts` tells from what has happened what follows, `Supervisor` does it.
 
           ┌──────────── enough hosts answer ────────────┐
           v                                             │
@@ -13,15 +15,24 @@ Run ──> ended ──┬─ with 0, or stopped by the user ──> Over (0, o
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from dtk.cluster import Host
+from dtk.errors import ClusterError
+from dtk.launch.job import Job
+from dtk.launch.starter import PortTakenError
 
 LONGEST_WAIT = 60.0  # seconds between a failure and the next attempt
 LOOK_EVERY = 5.0  # seconds between two looks at hosts that are too few
 PATIENCE = 600.0  # seconds for which enough hosts are waited for
+_PROBE_EVERY = 30.0  # seconds between two looks at a host that a running job does without
+# Another program may take a port between the plan and the start of the job.
+_PLANS = 3
+_AT_ONCE = 32  # hosts that are asked at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +70,9 @@ class Attempts:
     >>> attempts.begin().workers
     2
     >>> attempts.ended(137)
-    Wait(seconds=1.0, why='starting the job again in 1 s (restart 1 of 1)')
+    AwaitHosts(seconds=1.0, why='starting the job again in 1 s (restart 1 of 1)')
     >>> attempts.looked([])
-    Run(hosts=(), workers=2, attempt=1)
+    StartJob(hosts=(), workers=2, attempt=1)
     >>> attempts.ended(137).code
     137
     """
@@ -134,3 +145,114 @@ class Attempts:
         self._running = StartJob(hosts, workers, self._started)
         self._started += 1
         return self._running
+
+
+class Supervisor:
+    """Starts a job until it succeeds, or may not be started again."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        make: Callable[[StartJob], Job],
+        answers: Callable[[str], bool],
+        say: Callable[[str], None],
+        probe_every: float = _PROBE_EVERY,
+    ) -> None:
+        self.jobs: list[Job] = []
+        self._attempts = attempts
+        self._make = make
+        self._answers = answers
+        self._say = say
+        self._probe_every = probe_every
+
+    def run(self, hosts: Collection[str] = ()) -> int:
+        """See the job to its end."""
+        action: Action = self._attempts.begin()
+        while not isinstance(action, Over):
+            if isinstance(action, AwaitHosts):
+                if action.why:
+                    self._say(action.why)
+                time.sleep(action.seconds)
+                action = self._attempts.looked(self._answering(hosts))
+            else:
+                action = self._attempt(action, hosts)
+        if action.why:
+            self._say(action.why)
+        return action.code
+
+    def _attempt(self, run: StartJob, hosts: Collection[str]) -> Action:
+        self._say_size(run)
+        try:
+            with self._started(run) as job:
+                grown = self._wait(job)
+                code, stopped = job.wait(), job.stopped
+        except ClusterError as error:
+            if not run.attempt:
+                raise
+            # A host may go between being asked and being used.
+            self._say(str(error))
+            return self._attempts.ended(1)
+        if grown and code:
+            return self._attempts.looked(self._answering(hosts))
+        return self._attempts.ended(code, stopped, job.failed_before_working_together)
+
+    def _started(self, run: StartJob) -> Job:
+        plans = 0
+        while True:
+            self.jobs.append(self._make(run))
+            plans += 1
+            try:
+                return self.jobs[-1].start()
+            except PortTakenError:
+                if plans == _PLANS:
+                    raise
+
+    def _say_size(self, run: StartJob) -> None:
+        missing = self._attempts.missing
+        if missing:
+            self._say(
+                f"going on with {run.workers} workers, without {', '.join(missing)}, until it "
+                "answers again"
+            )
+
+    def _wait(self, job: Job) -> bool:
+        """Wait for the end of a job; end it where hosts that it does without answer again."""
+        answered: set[str] = set()
+        while True:
+            try:
+                job.wait(self._probe_every if self._attempts.missing else None)
+                return False
+            except TimeoutError:
+                now = self._answering(self._attempts.missing)
+            # Twice in a row: a host that is starting answers before it is ready.
+            back = sorted(now & answered)
+            answered = now
+            if back:
+                self._say(f"{', '.join(back)} answers again: the job is ended, to go on with it")
+                job.stop()
+                return True
+
+    def _answering(self, hosts: Iterable[str]) -> set[str]:
+        names = list(hosts)
+        if not names:
+            return set()
+        with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+            return {
+                name
+                for name, answers in zip(names, pool.map(self._answers, names), strict=True)
+                if answers
+            }
+
+
+def answers(host: str, ask: Callable[[str, int], object]) -> bool:
+    """Return whether a host can run ranks.
+
+    >>> from dtk.launch import machines
+    >>> answers("localhost", machines.survey)
+    True
+    """
+    try:
+        ask(host, 0)
+    except ClusterError:
+        return False
+    return True
