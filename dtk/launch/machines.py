@@ -7,6 +7,7 @@ around `ip netns exec`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import ipaddress
@@ -16,8 +17,10 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dtk.cluster import progress, report_channel, usage
 from dtk.errors import ClusterError
@@ -75,6 +78,7 @@ _FORWARDED = (
     "GRPC_",
     "PYTHON",
 )
+_LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
 _WATCH = 2.0  # seconds between two looks at a rank from outside
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
@@ -276,3 +280,54 @@ def _command(host: str, remote_shell: str, python: str) -> list[str]:
             f"as `{DEFAULT_REMOTE_SHELL}`"
         ) from None
     return [*words, host, shlex.join([python, "-c", BOOTSTRAP])]
+
+
+class Guard:
+    """A process that ends the job if this one is killed before it can.
+
+    >>> Guard("example", grace=1.0).close()
+    """
+
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+        self._say(
+            first_line({"task": "guard", "job": job, "grace": grace, "save_grace": save_grace})
+        )
+
+    def remove(self, folder: Path) -> None:
+        """Have a folder removed if this process is killed before it can."""
+        self._say(f"remove {folder}\n")
+
+    def note_saving(self, pid: int, ready: bool) -> None:
+        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
+            self._say(f"{'ready' if ready else 'over'} {pid}\n")
+
+    def _say(self, line: str) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        with self._lock:
+            if job_processes.takes_more(pipe):  # one that is stopped reads nothing
+                pipe.write(line)
+                pipe.flush()
+
+    def close(self) -> None:
+        """Tell the guard that all is well, and wait for it to leave, or end it."""
+        assert self._process.stdin is not None
+        try:
+            self._say("done\n")
+            self._process.stdin.close()
+        except OSError:
+            pass  # it is gone already
+        try:
+            self._process.wait(_LEAVES)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._process.kill()
+            self._process.wait()

@@ -21,11 +21,11 @@ import click
 from dtk.cluster import progress, report_channel
 from dtk.cluster.rank_status import RankStatus
 from dtk.errors import ClusterError
+from dtk.launch.outcome import Outcome
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank
+from dtk.launch.rank import JobState, Rank
 from dtk.launch.screen import Screen, Sink
 from dtk.launch.shown_text import Pace, ShownText, plain
-from dtk.launch.state import JobState
 from dtk.quiet import is_noise
 
 # TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
@@ -134,12 +134,10 @@ class JobOutput:
         stdout: TextIO | None,
         stderr: TextIO | None,
         state: JobState,
-        is_suppressed: Callable[[Rank], bool],
-        on_saving: Callable[[Rank], None],
+        outcome: Outcome,
     ) -> None:
         self.suppressed = 0
-        self._is_suppressed = is_suppressed
-        self._on_saving = on_saving
+        self._outcome = outcome
         self._processes = processes
         self._indices = {id(process): i for i, process in enumerate(processes)}
         width = max((len(process.label) for process in processes), default=0)
@@ -173,7 +171,7 @@ class JobOutput:
 
         def gone(why: str) -> None:
             if not self._state.broken_pipe:
-                self._state.lose_output()
+                self._state.stop(broken_pipe=True)
                 end = "the job is ended, with exit code 141"
                 self._beside(sink, f"nobody reads {name} any more, as after `| head`: {end}")
 
@@ -270,7 +268,7 @@ class JobOutput:
                 if source.stderr and rank.remote:
                     read, records, torn = report_channel.cut(torn + read)
                     for record in records:
-                        self._hear(rank, record)
+                        rank.hear(record)
                 with source.lock:
                     self._take(source, source.text.feed(read, time.monotonic()))
                 source.waits = True
@@ -294,7 +292,7 @@ class JobOutput:
                 rank.dump.append(line)
             elif not (stderr and self._is_left_out(rank, line)):
                 rank.remember(line, stderr)
-                if stderr and self._is_suppressed(rank):
+                if stderr and self._outcome.failed_before(rank):
                     self.suppressed += 1
                 else:
                     self._pass_on(source, line)
@@ -351,7 +349,7 @@ class JobOutput:
         """Have what the first process is writing drawn, where it can be."""
         process, sink = source.rank.process, source.sink
         if process is self._processes[0] and self._screen.draws(sink):
-            suppressed = source.stderr and self._is_suppressed(source.rank)
+            suppressed = source.stderr and self._outcome.failed_before(source.rank)
             rows = [] if suppressed else source.rows
             self._screen.show(source, [f"{self._prefix(process, sink)}{row}" for row in rows])
 
@@ -364,12 +362,12 @@ class JobOutput:
         try:
             work(*given)
         except Exception as error:  # whatever it is, nobody reads any more
-            self._state.fail(error)
+            self._state.stop(error)
 
     def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
         with reports:
             while message := report_channel.receive(reports):
-                self._hear(rank, message)
+                rank.hear(message)
         with contextlib.suppress(subprocess.TimeoutExpired):
             popen.wait(_ENDS)
             return
@@ -379,12 +377,6 @@ class JobOutput:
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
-
-    def _hear(self, rank: Rank, message: bytes) -> None:
-        before = rank.saving
-        rank.hear(message)
-        if rank.saving != before:
-            self._on_saving(rank)
 
     def _prefix(self, process: Process, sink: Sink) -> str:
         colored = sink.is_terminal and not os.environ.get("NO_COLOR")

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dtk.cluster import progress, usage
 from dtk.cluster.rank_status import RankStatus, report_of
 from dtk.launch import agent, job_processes
+from dtk.launch.machines import Guard
 from dtk.launch.plan import Process
 from dtk.launch.screen import Sink
 
@@ -43,6 +44,28 @@ _CHAINED = (
 )
 
 
+class JobState:
+    """State of a job that its threads share, and the condition they wait on."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.stopping = self.hurry = self.broken_pipe = False
+        self.error: Exception | None = None
+
+    def stop(self, error: Exception | None = None, broken_pipe: bool = False) -> None:
+        """Ask for the end of the job."""
+        with self.changed:
+            self.error = self.error or error
+            self.broken_pipe |= broken_pipe
+            self.stopping = True
+            self.changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until something that threads note is true, or the time is over."""
+        with self.changed:
+            self.changed.wait_for(condition, seconds)
+
+
 class Rank:
     """One place of a plan, and what runs there.
 
@@ -55,10 +78,12 @@ class Rank:
         env: Mapping[str, str],
         remote: bool,
         popen: subprocess.Popen[bytes],
+        guard: Guard | None = None,
     ) -> None:
         self.process = process
         self.env = env
         self.remote = remote
+        self.guard = guard
         self.file: Sink | None = None
         self.readers: list[threading.Thread] = []
         self.restarts = 0
@@ -89,13 +114,23 @@ class Rank:
             if "progress" in told:
                 self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
-                self.saving = str(told["saving"])
+                self._note_saving(str(told["saving"]))
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
                 state, cpu, io, total = told["usage"]
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total))
                 self.status.observe(seen, time.monotonic())
+
+    def _note_saving(self, saving: str) -> None:
+        """Tell the guard, or the agent on another host, whether it would save a checkpoint."""
+        if saving == self.saving:
+            return
+        self.saving = saving
+        if self.remote:
+            self.tell_agent("ready" if self.would_save else "over")
+        elif self.guard is not None:
+            self.guard.note_saving(self.popen.pid, self.would_save)
 
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
@@ -135,11 +170,6 @@ class Rank:
             if pipe is not None and job_processes.takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
-
-    def tell_that_we_are_here(self) -> None:
-        """Tell the agent on another host that the launcher is alive."""
-        if self.remote and self.code is None:
-            self.tell_agent("")
 
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""

@@ -6,31 +6,25 @@ import concurrent.futures
 import contextlib
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from dtk.cluster import mpi_installs, report_channel
-from dtk.cluster.variables import COMMUNICATOR
+from dtk.cluster.variables import COMMUNICATOR, RESTARTS
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, job_processes, machines, mpi_places
+from dtk.launch import agent, machines, mpi_places
+from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
+from dtk.launch.rank import JobState, Rank
 
-_LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
+# A process, or the remote shell that leads to it, and where its reports are read: None behind a
+# remote shell, where they are in its standard error.
+_Started: TypeAlias = tuple[subprocess.Popen[bytes], socket.socket | None]
 
 
 class PortTakenError(ClusterError):
     """A port that was free when the job was planned is not any more."""
-
-
-class Started(NamedTuple):
-    """A process of a job."""
-
-    popen: subprocess.Popen[bytes]  # the process, or the remote shell that leads to it
-    # where its reports are read; None behind a remote shell, where they are in its standard error
-    reports: socket.socket | None
 
 
 class Starter:
@@ -47,15 +41,16 @@ class Starter:
         grace: float,
         save_grace: float,
         remote_shell: str,
-        say: Callable[[str], None],
+        output: JobOutput,
+        state: JobState,
     ) -> None:
         self._processes = processes
         self._served = any(process.role == "ps" for process in processes)
         self._job_id = job_id
         self._grace, self._save_grace = grace, save_grace
         self._remote_shell = remote_shell
-        self._held: contextlib.ExitStack = contextlib.ExitStack()
-        self._say = say
+        self._output, self._state = output, state
+        self._held = contextlib.ExitStack()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
         self._places: list[dict[str, str]] = []
@@ -64,21 +59,17 @@ class Starter:
 
     def prepare(self) -> None:
         """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
-        self._guard = Guard(self._job_id, self._grace, self._save_grace)
+        self._guard = machines.Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
-        if needs_rendezvous(self._processes):
+        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._processes):
             server = Rendezvous(self._processes)
             self._held.callback(server.close)
             self._shared = server.env
         self._start_mpi()
         self._local_hosts = {p.host for p in self._processes if machines.is_local(p.host)}
         for process in self._processes:
-            if process.address and not self.is_remote(process):
+            if process.address and process.host in self._local_hosts:
                 self._hold_port(process)
-
-    def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell the guard whether a rank of this machine would save a checkpoint."""
-        self._guard.note_saving(pid, ready)
 
     def lost(self) -> mpi_places.Loss | None:
         """Return how MPI's server, which all ranks need, has ended; None while it runs."""
@@ -93,57 +84,76 @@ class Starter:
         self._held.close()
         self._thread.shutdown()
 
-    def is_remote(self, process: Process) -> bool:
-        """Return whether a process runs on another host, behind the remote shell."""
-        return process.host not in self._local_hosts
+    def mark(self, process: Process) -> str:
+        """Return the mark of one process and its children: they end at different times."""
+        return f"{self._job_id}/{process.name.replace(' ', '-')}"
 
-    def env(self, process: Process) -> dict[str, str]:
-        """Return a process's variables: those of the plan, and those known only since `prepare`."""
+    def start(self, process: Process, ranks: list[Rank]) -> None:
+        """Start a process of the plan, and add it to the ranks."""
         place = self._places[process.rank] if self._places else {}
-        return {**process.env, **self._shared, **place}
+        given = {**process.env, **self._shared, **place}
+        env = {**self._output.variables(process), **given}
+        popen, reports = self._popen(process, env)
+        remote = process.host not in self._local_hosts
+        rank = Rank(process, env, remote, popen, self._guard)
+        ranks.append(rank)
+        self._output.open_file(rank)
+        self._attend(rank, reports)
 
-    def popen(self, process: Process, env: Mapping[str, str]) -> Started:
+    def start_again(self, rank: Rank) -> None:
+        """Start the successor of a process that is gone."""
+        popen, reports = self._popen(rank.process, {**rank.env, RESTARTS: str(rank.restarts)})
+        with self._state.changed:
+            rank.started(popen)
+        self._attend(rank, reports)
+
+    def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
+        """Start the threads that read what a process writes, and note its end."""
+        self._output.relay(rank, reports)
+        threading.Thread(target=self._reap, args=(rank, rank.popen), daemon=True).start()
+
+    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+        code = popen.wait()
+        with self._state.changed:
+            rank.ended(code)
+            self._state.changed.notify_all()
+
+    def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
         # A rank is asked to end when the thread that started it does. This one ends with the job.
-        return self._thread.submit(self._popen, process, env).result()
-
-    def _popen(self, process: Process, env: Mapping[str, str]) -> Started:
-        remote = self.is_remote(process)
-        serves = self._served and process.role != "chief"
+        here = process.host in self._local_hosts
+        start = self._start_here if here else self._start_there
         try:
-            if not remote:
-                mark = self.mark(process)
-                reports, end = report_channel.pair()
-                try:
-                    with end:
-                        popen = machines.start_here(
-                            process.argv, env, mark, process.cores, serves, end
-                        )
-                except OSError:
-                    reports.close()
-                    raise
-                return Started(popen, reports)
-            popen = machines.start_there(
-                process.host,
-                process.argv,
-                env,
-                self.mark(process),
-                address=process.address,
-                cores=process.cores,
-                grace=self._grace,
-                save_grace=self._save_grace,
-                serves=serves,
-                remote_shell=self._remote_shell,
-            )
-            return Started(popen, None)
+            return self._thread.submit(start, process, env).result()
         except OSError as error:
-            program = self._remote_shell.split()[0] if remote else process.argv[0]
+            program = process.argv[0] if here else self._remote_shell.split()[0]
             raise ClusterError(
                 f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
             ) from None
 
-    def mark(self, process: Process) -> str:
-        """Return the mark of one process and its children: they end at different times."""
-        return f"{self._job_id}/{process.name.replace(' ', '-')}"
+    def _start_here(self, process: Process, env: Mapping[str, str]) -> _Started:
+        reports, end = report_channel.pair()
+        try:
+            with end:
+                mark, serves = self.mark(process), self._served and process.role != "chief"
+                started = machines.start_here(process.argv, env, mark, process.cores, serves, end)
+        except OSError:
+            reports.close()
+            raise
+        return started, reports
+
+    def _start_there(self, process: Process, env: Mapping[str, str]) -> _Started:
+        return machines.start_there(
+            process.host,
+            process.argv,
+            env,
+            self.mark(process),
+            address=process.address,
+            cores=process.cores,
+            grace=self._grace,
+            save_grace=self._save_grace,
+            serves=self._served and process.role != "chief",
+            remote_shell=self._remote_shell,
+        ), None
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""
@@ -158,7 +168,7 @@ class Starter:
         except CommunicatorError as error:
             if must:
                 raise
-            self._say(f"going on over TensorFlow's collectives: {error}")
+            self._output.say(f"going on over TensorFlow's collectives: {error}")
             return
         for folder in places.folders:
             self._guard.remove(folder)
@@ -175,59 +185,6 @@ class Starter:
                 f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
                 "job again"
             ) from None
-
-
-class Guard:
-    """A process that ends the job if this one is killed before it can.
-
-    >>> Guard("example", grace=1.0).close()
-    """
-
-    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", machines.BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self._lock = threading.Lock()
-        self._say(
-            machines.first_line(
-                {"task": "guard", "job": job, "grace": grace, "save_grace": save_grace}
-            )
-        )
-
-    def remove(self, folder: Path) -> None:
-        """Have a folder removed if this process is killed before it can."""
-        self._say(f"remove {folder}\n")
-
-    def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
-        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{'ready' if ready else 'over'} {pid}\n")
-
-    def _say(self, line: str) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with self._lock:
-            if job_processes.takes_more(pipe):  # one that is stopped reads nothing
-                pipe.write(line)
-                pipe.flush()
-
-    def close(self) -> None:
-        """Tell the guard that all is well, and wait for it to leave, or end it."""
-        assert self._process.stdin is not None
-        try:
-            self._say("done\n")
-            self._process.stdin.close()
-        except OSError:
-            pass  # it is gone already
-        try:
-            self._process.wait(_LEAVES)
-        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
-            self._process.kill()
-            self._process.wait()
 
 
 class Rendezvous:
@@ -277,15 +234,6 @@ class Rendezvous:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-def needs_rendezvous(processes: Sequence[Process]) -> bool:
-    """Return whether a plan's processes expect a rendezvous server.
-
-    >>> needs_rendezvous([])
-    False
-    """
-    return any(process.env.get("HOROVOD_CONTROLLER") == "gloo" for process in processes)
 
 
 def own_address(hosts: Sequence[str]) -> str:

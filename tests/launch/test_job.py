@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, job_processes, machines, plan, starter, watch
+from dtk.launch import Job, agent, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
 
 RANK = (
@@ -156,7 +156,7 @@ def test_a_rank_that_ends_well_before_another_fails_by_itself_is_not_named(run):
 
 
 def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
-    monkeypatch.setattr(starter, "_LEAVES", 0.5)
+    monkeypatch.setattr(machines, "_LEAVES", 0.5)
     before = set(psutil.Process().children())  # a world's guard may be among them
     with Job(python("time.sleep(1)")) as job:
         started = set(psutil.Process().children()) - before
