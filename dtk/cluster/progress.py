@@ -209,12 +209,7 @@ def _mine() -> _Reporter | None:
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Return a context for what all ranks do together.
-
-    Example:
-        >>> with inside("train step"):
-        ...     pass
-    """
+    """Return a context for what all ranks do together."""
     reporter = _mine()
     if reporter is None:
         yield

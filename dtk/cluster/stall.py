@@ -66,12 +66,7 @@ def _indices(ranks: Sequence[RankStatus], are: Callable[[RankStatus], bool]) -> 
 
 
 def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:
-    """Return why a job is stuck; None while it is not, or not for long enough.
-
-    Example:
-        >>> find([RankStatus()], now=1000.0, timeout=300.0) is None
-        True
-    """
+    """Return why a job is stuck; None while it is not, or not for long enough."""
     if any(rank.last is None and not rank.started for rank in ranks):
         return None  # nobody knows whether they are there
     since = now - timeout
@@ -102,12 +97,7 @@ def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | Non
 
 
 def find_alone(ranks: Sequence[RankStatus], now: float, seconds: float) -> Stall | None:
-    """Return which ranks compute, read or write while the others wait for them, for so long.
-
-    Example:
-        >>> find_alone([RankStatus(started=True)] * 2, 1000.0, 300.0) is None
-        True
-    """
+    """Return which ranks compute, read or write while the others wait for them, for so long."""
     waiting = _indices(ranks, lambda rank: rank.waits)
     alone = _indices(ranks, lambda rank: not (rank.waits or rank.left))
     if not (waiting and alone) or any(rank.moved > now - seconds for rank in ranks):
@@ -153,10 +143,6 @@ def find_cut_off(ranks: Sequence[RankStatus], now: float, timeout: float) -> Sta
 
     TensorFlow takes a rank of which it hears nothing for lost sooner than the timeout. A rank that
     was stopped is silent, too.
-
-    Example:
-        >>> find_cut_off([RankStatus(), RankStatus(heard=900.0)], 1000.0, timeout=300.0).missing
-        (1,)
     """
     seconds = 2 * min(_LATEST_REPORT, timeout / 4)
     since = now - seconds
@@ -208,12 +194,7 @@ def _stack(rank: RankStatus) -> list[str]:
 def find_replaceable(
     ranks: Sequence[RankStatus], roles: Sequence[str], now: float, timeout: float
 ) -> dict[int, str]:
-    """Return the workers of a job with servers, and the evaluator, that are stuck.
-
-    Example:
-        >>> find_replaceable([RankStatus(), RankStatus()], ["chief", "worker"], 1000.0, 300.0)
-        {}
-    """
+    """Return the workers of a job with servers, and the evaluator, that are stuck."""
     if _silent(ranks, ("ps",), roles, now - timeout):
         return {}  # for which a worker may wait
     since = now - timeout - min(_LATEST_REPORT, timeout / 4)
@@ -236,12 +217,7 @@ def find_replaceable(
 def find_served(
     ranks: Sequence[RankStatus], roles: Sequence[str], now: float, timeout: float
 ) -> Stall | None:
-    """Return why a job with parameter servers is stuck; None while it is not, or not for long.
-
-    Example:
-        >>> find_served([RankStatus(), RankStatus()], ["chief", "ps"], 1000.0, 300.0) is None
-        True
-    """
+    """Return why a job with parameter servers is stuck; None while it is not, or not for long."""
     chief = roles.index("chief")
     its = ranks[chief]
     margin = min(_LATEST_REPORT, timeout / 4)

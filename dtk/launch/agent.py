@@ -99,10 +99,6 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
     The socket is bound but does not listen, so the kernel gives the port to nobody else, while a
     server that sets SO_REUSEADDR (gRPC does) may still bind it.
-
-    >>> with reserve("127.0.0.1") as held:
-    ...     held.getsockname()[1] > 0
-    True
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM
@@ -118,12 +114,7 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
 
 def survey(host: str, ports: int) -> MachineFacts:
-    """Look at this host before placing ranks on it.
-
-    >>> facts = survey("127.0.0.1", 2)
-    >>> len(facts["ports"]), facts["interface"]
-    (2, 'lo')
-    """
+    """Look at this host before placing ranks on it."""
     held = [reserve(host) for _ in range(ports)]
     try:
         return {
@@ -137,11 +128,7 @@ def survey(host: str, ports: int) -> MachineFacts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed.
-
-    >>> sorted(versions())[0]
-    'Python'
-    """
+    """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed."""
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
     found = {"Python": "{}.{}".format(*sys.version_info)}
@@ -157,11 +144,7 @@ def versions() -> dict[str, str]:
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
-    """List the cores this process may use, in the order of packages and physical cores.
-
-    >>> set(cores()) == os.sched_getaffinity(0)
-    True
-    """
+    """List the cores this process may use, in the order of packages and physical cores."""
     return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(f"{folder}/cpu{one}"), one))
 
 
@@ -196,11 +179,7 @@ def _interface(host: str) -> str:
 
 
 def shell_code(code: int) -> int:
-    """Turn a `subprocess` return code into what a shell would report.
-
-    >>> shell_code(-9), shell_code(3)
-    (137, 3)
-    """
+    """Turn a `subprocess` return code into what a shell would report."""
     return 128 - code if code < 0 else code
 
 

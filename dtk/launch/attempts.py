@@ -64,18 +64,7 @@ Action: TypeAlias = StartJob | AwaitHosts | Over
 
 
 class Attempts:
-    """Decides whether, when, where and with how many ranks a job is started again.
-
-    >>> attempts = Attempts((), 2, None, 1)
-    >>> attempts.begin().workers
-    2
-    >>> attempts.ended(137)
-    AwaitHosts(seconds=1.0, why='starting the job again in 1 s (restart 1 of 1)')
-    >>> attempts.looked([])
-    StartJob(hosts=(), workers=2, attempt=1)
-    >>> attempts.ended(137).code
-    137
-    """
+    """Decides whether, when, where and with how many ranks a job is started again."""
 
     def __init__(
         self,
@@ -245,12 +234,7 @@ class Supervisor:
 
 
 def answers(host: str, ask: Callable[[str, int], object]) -> bool:
-    """Return whether a host can run ranks.
-
-    >>> from dtk.launch import machines
-    >>> answers("localhost", machines.survey)
-    True
-    """
+    """Return whether a host can run ranks."""
     try:
         ask(host, 0)
     except ClusterError:

@@ -27,11 +27,7 @@ BESIDE = ".beside"
 
 
 def members(job: str, sessions: Collection[int] = ()) -> list[int]:
-    """List the processes of a job, and of jobs started inside it.
-
-    >>> members("no-such-job")
-    []
-    """
+    """List the processes of a job, and of jobs started inside it."""
     return sorted(_Search(job, sessions).look())
 
 
@@ -85,10 +81,7 @@ def end(
     hurry: Callable[[], bool] = bool,
     sessions: Collection[int] = (),
 ) -> None:
-    """End every process of a job: SIGTERM, then SIGKILL.
-
-    >>> end("no-such-job", grace=1.0)
-    """
+    """End every process of a job: SIGTERM, then SIGKILL."""
     search = _Search(job, sessions)
     pids = search.look()
     _signal(pids, signal.SIGTERM)
@@ -131,10 +124,6 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
     """Let processes started inside, by this thread, use these cores only.
 
     Where that is not allowed, or the cores are gone since the survey, they use all there are.
-
-    >>> with bound_to(sorted(os.sched_getaffinity(0))[:1]):
-    ...     len(os.sched_getaffinity(0))
-    1
     """
     before = os.sched_getaffinity(0)
     try:

@@ -85,20 +85,12 @@ _NO_PROGRAM = (126, 127)
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether a variable places a process in some other job.
-
-    >>> is_foreign("OMPI_COMM_WORLD_RANK"), is_foreign("PATH")
-    (True, False)
-    """
+    """Return whether a variable places a process in some other job."""
     return name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name means "this machine" on every machine.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
-    (True, True, False)
-    """
+    """Return whether a host name means "this machine" on every machine."""
     if host == "localhost":
         return True
     try:
@@ -108,11 +100,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host name means this machine, seen from this machine.
-
-    >>> is_local("localhost")
-    True
-    """
+    """Return whether a host name means this machine, seen from this machine."""
     if is_loopback(host) or host == socket.gethostname():
         return True
     try:
@@ -143,10 +131,6 @@ def start_here(
     """Start one rank here, in a session of its own.
 
     So a terminal's Ctrl-C reaches the launcher alone.
-
-    >>> process = start_here((sys.executable, "-c", "print('hello')"), {}, "example")
-    >>> process.communicate()[0]
-    b'hello\\n'
     """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
     environ = {**inherited, **env, **(report_channel.variables(reports) if reports else {})}
@@ -170,11 +154,7 @@ class HostFacts:
 def survey(
     host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
 ) -> HostFacts:
-    """Ask a host for free ports, its cores and its interface.
-
-    >>> len(survey("localhost", 1).ports)
-    1
-    """
+    """Ask a host for free ports, its cores and its interface."""
     if is_local(host):
         try:
             found = agent.survey("127.0.0.1" if host == "localhost" else host, ports)
@@ -283,10 +263,7 @@ def _command(host: str, remote_shell: str, python: str) -> list[str]:
 
 
 class Guard:
-    """A process that ends the job if this one is killed before it can.
-
-    >>> Guard("example", grace=1.0).close()
-    """
+    """A process that ends the job if this one is killed before it can."""
 
     def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
         self._process = subprocess.Popen(

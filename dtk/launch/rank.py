@@ -275,11 +275,7 @@ class Rank:
 
 
 def signal_name(code: int) -> str:
-    """Return the name of the signal in a shell's exit code; "" when there is none.
-
-    >>> signal_name(137), signal_name(3), signal_name(255)
-    ('SIGKILL', '', '')
-    """
+    """Return the name of the signal in a shell's exit code; "" when there is none."""
     known = {int(one): one.name for one in signal.Signals}
     return known.get(code - 128, "")
 

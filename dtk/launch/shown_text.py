@@ -167,11 +167,7 @@ def _number(text: str, default: int) -> int:
 
 
 def plain(text: str) -> str:
-    r"""Return text without colors.
-
-    >>> plain("\x1b[1m3/3\x1b[0m done")
-    '3/3 done'
-    """
+    """Return text without colors."""
     return _STYLE.sub("", text)
 
 

@@ -131,11 +131,7 @@ def communicator(
 
 
 def written(variables: Mapping[str, str]) -> str:
-    """Write settings as a shell would take them.
-
-    >>> written({"TF_ENABLE_ONEDNN_OPTS": "1"})
-    'TF_ENABLE_ONEDNN_OPTS=1'
-    """
+    """Write settings as a shell would take them."""
     return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
@@ -159,12 +155,7 @@ class Timing:
 def ways(
     threads: int, environ: Variables, communicators: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Return what is tried, by name: the variables that are set.
-
-    >>> decided = {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}
-    >>> list(ways(1, decided | {"TF_NUM_INTEROP_THREADS": "1"}))
-    ['as it comes', 'fused batch norm', 'fused Adam']
-    """
+    """Return what is tried, by name: the variables that are set."""
     tried = {
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
