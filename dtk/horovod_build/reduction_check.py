@@ -27,11 +27,7 @@ TIMEOUT = 120.0
 # another job's variables would make the ranks join that job, or start through its scheduler
 _FOREIGN = ("HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_", "HYDI_", "TF_CONFIG")
 # on CPU: two ranks on one GPU would each take all of its memory
-_ON_CPU = {
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-}
+_ON_CPU = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 _DESCRIBE = """
 import json, pathlib

@@ -67,11 +67,7 @@ class Attempts:
     """Decides whether, when, where and with how many ranks a job is started again."""
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        workers: int | None,
-        min_workers: int | None,
-        max_restarts: int,
+        self, hosts: Sequence[Host], workers: int | None, min_workers: int | None, max_restarts: int
     ) -> None:
         self._hosts = tuple(hosts)
         self._wanted = sum(h.slots for h in self._hosts) if workers is None else workers

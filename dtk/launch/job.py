@@ -99,13 +99,7 @@ class Job:
             self.processes, self.output_dir, append, stdout, stderr, self._state, self._outcome
         )
         self._starter = Starter(
-            self.processes,
-            self.job_id,
-            grace,
-            save_grace,
-            remote_shell,
-            self._output,
-            self._state,
+            self.processes, self.job_id, grace, save_grace, remote_shell, self._output, self._state
         )
         self._watch = Watch(
             self._ranks,

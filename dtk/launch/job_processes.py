@@ -76,10 +76,7 @@ class _Search:
 
 
 def end(
-    job: str,
-    grace: float,
-    hurry: Callable[[], bool] = bool,
-    sessions: Collection[int] = (),
+    job: str, grace: float, hurry: Callable[[], bool] = bool, sessions: Collection[int] = ()
 ) -> None:
     """End every process of a job: SIGTERM, then SIGKILL."""
     search = _Search(job, sessions)

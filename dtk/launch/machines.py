@@ -168,10 +168,7 @@ def survey(
     asked = time.time()
     try:
         answer = subprocess.run(
-            command,
-            input=first_line(spec).encode(),
-            capture_output=True,
-            timeout=60,
+            command, input=first_line(spec).encode(), capture_output=True, timeout=60
         )
         found = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:

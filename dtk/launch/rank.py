@@ -38,10 +38,7 @@ _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Exit code of ssh where it could not connect, or has lost the connection.
 _SSH_FAILED = 255
-_CHAINED = (
-    "During handling of the above exception",
-    "The above exception was the direct cause",
-)
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 class JobState:
