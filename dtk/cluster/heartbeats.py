@@ -20,7 +20,6 @@ import os
 import select
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -142,10 +141,11 @@ class Table:
     """What rank 0 knows of all ranks; a thread of it ends a job that is stuck."""
 
     def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
-        self._hosts, self._timeout = hosts, timeout
-        self._names = [f"rank {rank}" for rank in range(len(hosts))]
-        self._lines = dict(lines)
-        self._statuses = [RankStatus(started=True, moved=time.monotonic()) for _ in hosts]
+        self._timeout, self._lines = timeout, dict(lines)
+        self._statuses = [
+            RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
+            for rank, host in enumerate(hosts)
+        ]
         self._said = False
         # Unlike select(2), of any number of connections.
         self._selector = selectors.DefaultSelector()
@@ -192,9 +192,8 @@ class Table:
         found = None if self._said else stall.find_short(self._statuses)
         if found is not None:
             self._said = True
-            lines = stall.describe_missing(found, self._names, self._hosts, self._statuses)
             with contextlib.suppress(OSError):
-                os.write(2, "\n".join(["dtk: " + lines[0], *lines[1:], ""]).encode())
+                os.write(2, stall.describe_cause(found, self._statuses).encode())
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
@@ -202,7 +201,7 @@ class Table:
                 line.send(message)
 
     def _end(self, found: Stall) -> NoReturn:
-        _say(stall.describe(found, self._names, self._hosts, self._statuses))
+        stall.say_last(stall.describe(found, self._statuses))
         self._tell({"stuck": True})
         _leave()
 
@@ -211,9 +210,9 @@ class Client:
     """What another rank than 0 sees: reports where it is, and ends when it is told to."""
 
     def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
-        self._rank, self._hosts, self._line = rank, hosts, line
-        self._timeout = timeout
-        self._status = RankStatus()
+        self._rank, self._line, self._timeout = rank, line, timeout
+        self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
+        self._status = self._statuses[rank]
         self._heard = time.monotonic()
         progress.report_to(self.send, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
@@ -248,11 +247,7 @@ class Client:
         return own.last is not None and own.last["inside"] and max(own.moved, own.busy) < since
 
     def _end(self, why: str) -> NoReturn:
-        names = [f"rank {rank}" for rank in range(len(self._hosts))]
-        statuses = [RankStatus() for _ in names]
-        statuses[self._rank] = self._status
-        found = Stall((0,), why, (self._rank,))
-        _say(stall.describe(found, names, self._hosts, statuses))
+        stall.say_last(stall.describe(Stall((0,), why, (self._rank,)), self._statuses))
         _leave()
 
 
@@ -263,11 +258,3 @@ def _leave() -> NoReturn:
             slurm.end_step(os.environ)
     finally:
         os._exit(STUCK)
-
-
-def _say(text: str) -> None:
-    """Write to standard error, as the last thing that this process does."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())

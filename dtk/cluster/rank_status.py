@@ -60,6 +60,9 @@ def report_of(message: Mapping[str, object]) -> RankReport:
 class RankStatus:
     """What is known of one rank; all times are in seconds."""
 
+    name: str = ""
+    host: str = ""
+    role: str = "worker"
     heard: float | None = None  # when it last reported; None before its first report
     # when it last went inside or came out; when it was started, before its first report
     moved: float = 0.0

@@ -29,6 +29,9 @@ With parameter servers, workers and the evaluator can be replaced, and the job g
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -155,14 +158,11 @@ def find_cut_off(ranks: Sequence[RankStatus], now: float, timeout: float) -> Sta
     return Stall(silent, f"reported nothing for {seconds:g} s, last", ()) if silent else None
 
 
-def describe_missing(
-    stall: Stall, names: Sequence[str], hosts: Sequence[str], ranks: Sequence[RankStatus]
-) -> list[str]:
+def describe_missing(stall: Stall, ranks: Sequence[RankStatus]) -> list[str]:
     """Return the lines that say who is missing, and where in its script."""
     lines = []
-    for index in stall.missing:
-        rank = ranks[index]
-        text = f"{names[index]}, host {hosts[index]}, {stall.why} {rank.where}."
+    for rank in (ranks[index] for index in stall.missing):
+        text = f"{rank.name}, host {rank.host}, {stall.why} {rank.where}."
         if rank.is_stopped:
             text += " It is stopped, as by SIGSTOP."
         if rank.left:
@@ -171,18 +171,22 @@ def describe_missing(
     return lines
 
 
-def describe(
-    stall: Stall, names: Sequence[str], hosts: Sequence[str], ranks: Sequence[RankStatus]
-) -> str:
+def describe_cause(stall: Stall, ranks: Sequence[RankStatus]) -> str:
+    """Return what was seen of the ranks whose doing others have failed of."""
+    lines = describe_missing(stall, ranks)
+    return "\n".join([f"dtk: {lines[0]}", *lines[1:], ""])
+
+
+def describe(stall: Stall, ranks: Sequence[RankStatus]) -> str:
     """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
     lines = ["", "dtk: the job has stopped moving, and was ended."]
     if not stall.missing:
         lines[1] += f" {stall.why}."
-    lines += describe_missing(stall, names, hosts, ranks)
-    for index in stall.waiting:
-        lines.append(f"{names[index]} waits {ranks[index].where}.")
+    lines += describe_missing(stall, ranks)
+    for rank in (ranks[index] for index in stall.waiting):
+        lines.append(f"{rank.name} waits {rank.where}.")
         if not stall.missing:
-            lines += _stack(ranks[index])
+            lines += _stack(rank)
     return "\n".join([*lines, ""])
 
 
@@ -191,50 +195,54 @@ def _stack(rank: RankStatus) -> list[str]:
     return ["Its stack, the innermost call first:", *calls] if calls else []
 
 
-def find_replaceable(
-    ranks: Sequence[RankStatus], roles: Sequence[str], now: float, timeout: float
-) -> dict[int, str]:
+def say_last(text: str) -> None:
+    """Write to standard error, as the last thing that this process does."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
+def find_replaceable(ranks: Sequence[RankStatus], now: float, timeout: float) -> dict[int, str]:
     """Return the workers of a job with servers, and the evaluator, that are stuck."""
-    if _silent(ranks, ("ps",), roles, now - timeout):
+    if _silent(ranks, ("ps",), now - timeout):
         return {}  # for which a worker may wait
     since = now - timeout - min(_LATEST_REPORT, timeout / 4)
-    silent = _silent(ranks, _REPLACEABLE, roles, now - timeout)
+    silent = _silent(ranks, _REPLACEABLE, now - timeout)
     found = dict.fromkeys(silent, f"has reported nothing for {timeout:g} s")
-    held = _held(ranks, roles)
-    workers = [index for index, role in enumerate(roles) if role == "worker"]
-    for index, (role, rank) in enumerate(zip(roles, ranks, strict=True)):
+    held = _held(ranks)
+    workers = _indices(ranks, lambda rank: rank.role == "worker")
+    for index, rank in enumerate(ranks):
         if index in found or rank.last is None or rank.busy >= since:
             continue
-        began = held.get(workers.index(index)) if role == "worker" else None
+        began = held.get(workers.index(index)) if rank.role == "worker" else None
         if began is not None and began < since:
             found[index] = f"has done nothing for {timeout:g} s, though it had work"
-        if role == "evaluator" and rank.last["inside"] and rank.moved < since:
+        if rank.role == "evaluator" and rank.last["inside"] and rank.moved < since:
             found[index] = f"has done nothing for {timeout:g} s in {rank.last['what']}"
-    late = _not_started(ranks, "worker", roles, since)
+    late = _not_started(ranks, "worker", since)
     return found | dict.fromkeys(late, f"has done nothing for {timeout:g} s since its start")
 
 
-def find_served(
-    ranks: Sequence[RankStatus], roles: Sequence[str], now: float, timeout: float
-) -> Stall | None:
+def find_served(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:
     """Return why a job with parameter servers is stuck; None while it is not, or not for long."""
-    chief = roles.index("chief")
+    (chief,) = _indices(ranks, lambda rank: rank.role == "chief")
     its = ranks[chief]
     margin = min(_LATEST_REPORT, timeout / 4)
     why, idle = f"reported nothing for {timeout:g} s, last", f"did nothing for {timeout:g} s"
-    if silent := _silent(ranks, ("ps",), roles, now - timeout):
+    if silent := _silent(ranks, ("ps",), now - timeout):
         return Stall(silent, why, () if its.last is None else (chief,))
     # TensorFlow may keep Python's lock while it asks another task for something, so a chief that
     # reports nothing may wait itself: for a worker that is replaced before.
-    if silent := _silent(ranks, ("chief",), roles, now - timeout - _REPLACING):
+    if silent := _silent(ranks, ("chief",), now - timeout - _REPLACING):
         return Stall(silent, why, ())
     since = now - timeout - margin
-    if late := _not_started(ranks, "ps", roles, since):
-        return Stall(tuple(late), idle, (chief,))
+    if late := _not_started(ranks, "ps", since):
+        return Stall(late, idle, (chief,))
     if its.last is None:
         waiting = _indices(ranks, lambda rank: rank.waits)
         return Stall((chief,), idle, waiting) if waiting and its.is_idle(since) else None
-    if its.waits or _held(ranks, roles):
+    if its.waits or _held(ranks):
         return None
     heard = its.heard is not None and its.heard >= now - 2 * margin
     if heard and its.moved < since and its.busy < since:
@@ -242,31 +250,27 @@ def find_served(
     return None
 
 
-def _silent(
-    ranks: Sequence[RankStatus], wanted: Sequence[str], roles: Sequence[str], since: float
-) -> tuple[int, ...]:
-    """Return those of the wanted roles that have reported, and have fallen silent."""
-    silent = _indices(ranks, lambda rank: rank.is_silent(since))
-    return tuple(index for index in silent if roles[index] in wanted)
+def _silent(ranks: Sequence[RankStatus], roles: Sequence[str], since: float) -> tuple[int, ...]:
+    """Return the ranks with one of the roles that have reported, and have fallen silent."""
+    return _indices(ranks, lambda rank: rank.role in roles and rank.is_silent(since))
 
 
-def _not_started(
-    ranks: Sequence[RankStatus], wanted: str, roles: Sequence[str], since: float
-) -> list[int]:
+def _not_started(ranks: Sequence[RankStatus], role: str, since: float) -> tuple[int, ...]:
     """Return the tasks of a role that do nothing at their start, while the chief waits."""
-    chief = ranks[roles.index("chief")]
+    (chief,) = (rank for rank in ranks if rank.role == "chief")
     if chief.last is None or not chief.last["joining"] or chief.moved >= since:
-        return []
-    return [
-        index
-        for index, rank in enumerate(ranks)
-        if roles[index] == wanted and not rank.waits and rank.moved < since and rank.is_idle(since)
-    ]
+        return ()
+
+    def does_nothing(rank: RankStatus) -> bool:
+        idle = not rank.waits and rank.moved < since and rank.is_idle(since)
+        return rank.role == role and idle
+
+    return _indices(ranks, does_nothing)
 
 
-def _held(ranks: Sequence[RankStatus], roles: Sequence[str]) -> Mapping[int, float]:
+def _held(ranks: Sequence[RankStatus]) -> Mapping[int, float]:
     """Return since when workers have had their work, by worker, as the chief last said."""
-    chief = ranks[roles.index("chief")]
+    (chief,) = (rank for rank in ranks if rank.role == "chief")
     if chief.last is None or chief.heard is None:
         return {}
     return {int(worker): chief.heard - age for worker, age in chief.last["held"].items()}

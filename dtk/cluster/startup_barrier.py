@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
 from dtk.cluster import stall, usage
 from dtk.cluster.environment import Environment
@@ -84,7 +83,8 @@ def await_neighbours(
         here.detach()  # it lasts as long as this process
     wait = Wait(f"rank {environment.rank}", math.inf)
     began = scanned = time.monotonic() - _SCAN
-    statuses: dict[int, RankStatus] = {}
+    host = socket.gethostname()
+    statuses = [RankStatus(f"rank {rank}", host) for rank in range(environment.size)]
     while True:
         now, come = time.monotonic(), _come(name)
         if len(come) >= environment.local_size:
@@ -93,8 +93,9 @@ def await_neighbours(
             scanned = now
             found = _neighbours(job)
             for rank, pid in found.items():
-                known = statuses.setdefault(rank, RankStatus(started=True, moved=now))
-                known.observe(usage.of(pid), now)
+                if not statuses[rank].started:
+                    statuses[rank].started, statuses[rank].moved = True, now
+                statuses[rank].observe(usage.of(pid), now)
             missing = sorted(set(found) - come)
             if not missing and now - began > _STARTED:
                 return
@@ -108,7 +109,10 @@ def await_neighbours(
             since = now - timeout - _IN_TURN * turn
             idle = tuple(rank for rank in missing if statuses[rank].is_idle(since))
             if idle and began < since:
-                _end(environment, idle, sorted(come), statuses, timeout)
+                found_stuck = Stall(idle, f"did nothing for {timeout:g} s", ())
+                waits = [f"rank {rank} waits in the start of MPI.\n" for rank in sorted(come)]
+                stall.say_last(stall.describe(found_stuck, statuses) + "".join(waits))
+                os._exit(STUCK)
         time.sleep(_LOOK)
 
 
@@ -140,23 +144,3 @@ def _neighbours(job: str) -> dict[int, int]:
 
 def _network(process: str) -> str:
     return os.readlink(f"/proc/{process}/ns/net")
-
-
-def _end(
-    environment: Environment,
-    missing: tuple[int, ...],
-    come: list[int],
-    statuses: Mapping[int, RankStatus],
-    timeout: float,
-) -> NoReturn:
-    names = [f"rank {rank}" for rank in range(environment.size)]
-    known = [statuses.get(rank, RankStatus()) for rank in range(environment.size)]
-    found = Stall(missing, f"did nothing for {timeout:g} s", ())
-    host = socket.gethostname()
-    text = stall.describe(found, names, [host] * environment.size, known)
-    waiting = [f"rank {rank} waits in the start of MPI.\n" for rank in come]
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "".join(waiting)).encode())
-    os._exit(STUCK)

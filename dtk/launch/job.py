@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dtk.cluster import stall
 from dtk.errors import ClusterError
 from dtk.launch import job_processes, machines, outcome
 from dtk.launch.output import JobOutput
@@ -256,15 +257,15 @@ class Job:
         # Decided now: ending the others gives them exit codes too.
         code = outcome.exit_code(culprit, self._outcome)
         self._culprit = None if culprit is None or culprit.code is None else culprit
-        stall = self._watch.stall
         self._watch.ask_missing()
         # As they stand now: ranks that are asked to end may yet move.
-        report = outcome.stall_report(stall, self._ranks) if stall is not None else ""
-        short = self._watch.short
-        why = outcome.stall_report(short, self._ranks, ended=False) if short is not None else ""
+        found, short = self._watch.stall, self._watch.short
+        statuses = [rank.status for rank in self._ranks]
+        report = "" if found is None else stall.describe(found, statuses)
+        why = "" if short is None else stall.describe_cause(short, statuses)
         if culprit is not None and culprit.is_victim and not why:
             left = self._watch.left
-            why = outcome.leaver_report(left) if left is not None else ""
+            why = "" if left is None else outcome.leaver_report(left)
         if self._watch.gone:
             code = self._watch.gone.code
             report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"

@@ -21,7 +21,7 @@ import signal
 from collections.abc import Sequence
 
 from dtk.cluster import rank_files, stall
-from dtk.cluster.stall import STUCK, Stall
+from dtk.cluster.stall import STUCK
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
@@ -215,17 +215,6 @@ def leaver_report(left: Rank) -> str:
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
         f"code 0, and the others failed because of it: {stall.ADVICE}\n"
     )
-
-
-def stall_report(found: Stall, ranks: Sequence[Rank], ended: bool = True) -> str:
-    """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
-    names = [rank.process.name for rank in ranks]
-    hosts = [rank.process.host for rank in ranks]
-    statuses = [rank.status for rank in ranks]
-    if ended:
-        return stall.describe(found, names, hosts, statuses)
-    lines = stall.describe_missing(found, names, hosts, statuses)
-    return "\n".join([f"dtk: {lines[0]}", *lines[1:], ""])
 
 
 def _words_about(lost: Rank, chief: Rank) -> list[str]:

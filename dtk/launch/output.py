@@ -19,7 +19,6 @@ from typing import IO, TextIO, TypeVarTuple
 import click
 
 from dtk.cluster import progress, report_channel
-from dtk.cluster.rank_status import RankStatus
 from dtk.errors import ClusterError
 from dtk.launch.outcome import Outcome
 from dtk.launch.plan import Process
@@ -372,7 +371,7 @@ class JobOutput:
             popen.wait(_ENDS)
             return
         if rank.popen is popen and progress.VARIABLE in rank.env:
-            rank.status = RankStatus()
+            rank.status = rank.new_status()
             self.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"

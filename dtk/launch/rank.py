@@ -97,12 +97,17 @@ class Rank:
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
-        self.status = RankStatus(started=True, moved=time.monotonic())
+        self.status = self.new_status()
+        self.status.started, self.status.moved = True, time.monotonic()
         self.dump: list[str] | None = None
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
         self.saving: str = "over"
+
+    def new_status(self) -> RankStatus:
+        """Return the status of a rank of which nothing is known."""
+        return RankStatus(self.process.name, self.process.host, self.process.role)
 
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""

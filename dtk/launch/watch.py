@@ -196,7 +196,7 @@ class Watch:
             if rank.code is None:
                 rank.observe()
         if self._outcome.can_replace:
-            self.stall = stall.find_served(*self._tasks(), now, self._stall_timeout)
+            self.stall = stall.find_served(self._tasks(), now, self._stall_timeout)
         else:
             statuses = [rank.status for rank in self._ranks]
             self._note_alone(statuses, now)
@@ -222,9 +222,7 @@ class Watch:
         if found and any(statuses[i].is_idle(now - timeout / 2) for i in found.missing):
             return
         if found and not self._told_alone:
-            names = [rank.process.name for rank in self._ranks]
-            hosts = [rank.process.host for rank in self._ranks]
-            lines = stall.describe_missing(found, names, hosts, statuses)
+            lines = stall.describe_missing(found, statuses)
             self._notice = (
                 f"{lines[0]} The others wait, and the job is ended after "
                 f"{timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives it more"
@@ -243,17 +241,16 @@ class Watch:
         """Return the tasks that hold others up and can be replaced, and why."""
         if not self._stall_timeout or not self._outcome.can_replace:
             return {}
-        found = stall.find_replaceable(*self._tasks(), time.monotonic(), self._stall_timeout)
+        found = stall.find_replaceable(self._tasks(), time.monotonic(), self._stall_timeout)
         return {index: why for index, why in found.items() if not self._ranks[index].stuck}
 
-    def _tasks(self) -> tuple[list[RankStatus], list[str]]:
-        """Return what tasks have said, of those that the job still needs, and their roles."""
+    def _tasks(self) -> list[RankStatus]:
+        """Return what tasks have said, of those that the job still needs."""
         idle = [id(rank) for rank in self._outcome.serving]
-        statuses = [
-            rank.status if rank.code is None and id(rank) not in idle else RankStatus()
+        return [
+            rank.status if rank.code is None and id(rank) not in idle else rank.new_status()
             for rank in self._ranks
         ]
-        return statuses, [rank.process.role for rank in self._ranks]
 
     # --- replacing workers and the evaluator ---
 
@@ -329,7 +326,7 @@ class Watch:
         """Return which rank others have lost, if it still runs and is only cut off."""
         if not self._stall_timeout or self._outcome.can_replace:
             return None
-        return stall.find_cut_off(self._tasks()[0], time.monotonic(), self._stall_timeout)
+        return stall.find_cut_off(self._tasks(), time.monotonic(), self._stall_timeout)
 
     def _hear_chief(self, lost: Rank) -> None:
         """Give the chief time to notice that a parameter server is gone, and to say so."""

@@ -33,11 +33,18 @@ def status(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0, 
     report = {"count": count, "inside": inside, "what": what, "still": still, "alone": False}
     report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
     report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}, **more}
-    return RankStatus(heard=1e4 - heard, moved=1e4 - still, busy=1e4 - busy, last=report)
+    times = {"heard": 1e4 - heard, "moved": 1e4 - still, "busy": 1e4 - busy}
+    return RankStatus(**times, last=report)
 
 
 def found(*statuses):
     return find(statuses, now=1e4, timeout=TIMEOUT)
+
+
+def described(stall, *ranks):
+    for index, rank in enumerate(ranks):
+        rank.name, rank.host = f"rank {index}", "ab"[index]
+    return describe(stall, ranks)
 
 
 def test_a_rank_outside_that_does_nothing_is_missing():
@@ -140,7 +147,7 @@ def test_a_rank_that_is_stopped_while_it_may_be_silent():
     assert stall.missing == (1,)
     assert (
         "rank 1, host b, reported nothing for 100 s, last in the start of mpi. It is stopped"
-        in (describe(stall, ["rank 0", "rank 1"], ["a", "b"], [stopped, stopped]))
+        in described(stall, stopped, stopped)
     )
 
 
@@ -163,7 +170,7 @@ def test_a_rank_that_traces_is_waited_for():
     tracing = status(150, inside=False, what="the Python of train step 1", alone=True)
     stall = found(status(150, inside=True), tracing)
     assert stall.missing == (1,)
-    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [tracing, tracing])
+    told = described(stall, tracing, tracing)
     assert "did nothing for 100 s in the Python of train step 1." in told
 
 
@@ -181,7 +188,7 @@ def test_nobody_waits_five_minutes_for_a_rank_whose_script_is_over():
     waits, computes = status(61, inside=True), status(61, inside=True, busy=50)
     stall = find([waits, left], now=1e4, timeout=300.0)
     assert stall.missing == (1,)
-    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [waits, left])
+    told = described(stall, waits, left)
     assert "rank 1, host b, has left its script after train step 5, and every rank must run" in told
     assert find([computes, left], now=1e4, timeout=300.0) is None
     assert find([waits, status(61, inside=False), left], now=1e4, timeout=300.0) is None
@@ -370,8 +377,6 @@ def test_a_slow_callback_is_no_stall(tmp_path):
 
 # With parameter servers.
 
-ROLES = ["chief", "worker", "worker", "ps", "evaluator"]
-
 
 def tasks(held=(), **changed):
     """Five tasks that all reported a moment ago: the chief waits, the others serve."""
@@ -379,15 +384,17 @@ def tasks(held=(), **changed):
     given |= {name: status(2000, False) for name in ("worker0", "worker1", "ps")}
     given |= changed
     given["chief"].last["held"] = dict(held)
+    for name, task in given.items():
+        task.role = name.rstrip("01")
     return [given[name] for name in ("chief", "worker0", "worker1", "ps", "evaluator")]
 
 
 def replaceable(given):
-    return find_replaceable(given, ROLES, now=1e4, timeout=TIMEOUT)
+    return find_replaceable(given, now=1e4, timeout=TIMEOUT)
 
 
 def served(given):
-    return find_served(given, ROLES, now=1e4, timeout=TIMEOUT)
+    return find_served(given, now=1e4, timeout=TIMEOUT)
 
 
 def test_a_silent_worker_or_evaluator_is_replaced():
