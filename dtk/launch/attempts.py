@@ -16,6 +16,7 @@ Run ──> ended ──┬─ with 0, or stopped by the user ──> Over (0, o
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -100,7 +101,8 @@ class Attempts:
     def looked(self, answering: Collection[str]) -> Action:
         """Decide where the next attempt runs."""
         hosts = tuple(host for host in self._hosts if host.name in answering)
-        workers = self._workers(hosts)
+        slots = sum(host.slots for host in hosts)
+        workers = min(self._wanted, slots) if self._hosts else self._wanted
         if workers >= self._fewest:
             return self._run(hosts, workers)
         missing = ", ".join(host.name for host in self._hosts if host not in hosts)
@@ -121,10 +123,6 @@ class Attempts:
         if running is None or running.workers == self._wanted:
             return ()
         return tuple(host.name for host in self._hosts if host not in running.hosts)
-
-    def _workers(self, hosts: Sequence[Host]) -> int:
-        slots = sum(host.slots for host in hosts)
-        return min(self._wanted, slots) if self._hosts else self._wanted
 
     def _run(self, hosts: tuple[Host, ...], workers: int) -> StartJob:
         self._running = StartJob(hosts, workers, self._started)
@@ -166,7 +164,11 @@ class Supervisor:
         return action.code
 
     def _attempt(self, run: StartJob, hosts: Collection[str]) -> Action:
-        self._say_size(run)
+        if missing := self._attempts.missing:
+            self._say(
+                f"going on with {run.workers} workers, without {', '.join(missing)}, until it "
+                "answers again"
+            )
         try:
             with self._started(run) as job:
                 grown = self._wait(job)
@@ -182,23 +184,12 @@ class Supervisor:
         return self._attempts.ended(code, stopped, job.failed_before_working_together)
 
     def _started(self, run: StartJob) -> Job:
-        plans = 0
-        while True:
+        for _ in range(_PLANS - 1):
             self.jobs.append(self._make(run))
-            plans += 1
-            try:
+            with contextlib.suppress(PortTakenError):
                 return self.jobs[-1].start()
-            except PortTakenError:
-                if plans == _PLANS:
-                    raise
-
-    def _say_size(self, run: StartJob) -> None:
-        missing = self._attempts.missing
-        if missing:
-            self._say(
-                f"going on with {run.workers} workers, without {', '.join(missing)}, until it "
-                "answers again"
-            )
+        self.jobs.append(self._make(run))
+        return self.jobs[-1].start()
 
     def _wait(self, job: Job) -> bool:
         """Wait for the end of a job; end it where hosts that it does without answer again."""

@@ -23,8 +23,7 @@ from dtk.errors import ClusterError
 from dtk.launch.outcome import Outcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
-from dtk.launch.screen import Screen, Sink
-from dtk.launch.shown_text import Pace, ShownText, plain
+from dtk.launch.screen import Pace, Screen, ShownText, Sink, plain
 from dtk.quiet import is_noise
 
 # TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
@@ -289,17 +288,15 @@ class JobOutput:
                 rank.file.write(plain(line) + "\n")
             if stderr and rank.dump is not None:
                 rank.dump.append(line)
-            elif not (stderr and self._is_left_out(rank, line)):
+            elif not stderr or not (
+                is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL"))
+                or (rank.process.role == "chief" and _TASK_GONE.match(line))
+            ):
                 rank.remember(line, stderr)
                 if stderr and self._outcome.failed_before(rank):
                     self.suppressed += 1
                 else:
                     self._pass_on(source, line)
-
-    def _is_left_out(self, rank: Rank, line: str) -> bool:
-        if is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")):
-            return True
-        return rank.process.role == "chief" and _TASK_GONE.match(line) is not None
 
     def _pass_on(self, source: _Stream, line: str) -> None:
         process, sink = source.rank.process, source.sink

@@ -62,14 +62,19 @@ class Starter:
         self._guard = machines.Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
         if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._processes):
-            server = Rendezvous(self._processes)
-            self._held.callback(server.close)
-            self._shared = server.env
+            self._shared = _start_rendezvous(self._processes, self._held)
         self._start_mpi()
         self._local_hosts = {p.host for p in self._processes if machines.is_local(p.host)}
         for process in self._processes:
             if process.address and process.host in self._local_hosts:
-                self._hold_port(process)
+                host, _, port = process.address.rpartition(":")
+                try:
+                    self._held.enter_context(agent.reserve(host, int(port)))
+                except OSError as error:
+                    raise PortTakenError(
+                        f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan "
+                        "the job again"
+                    ) from None
 
     def lost(self) -> mpi_places.Loss | None:
         """Return how MPI's server, which all ranks need, has ended; None while it runs."""
@@ -176,64 +181,37 @@ class Starter:
         self._mpi = places
         self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
 
-    def _hold_port(self, process: Process) -> None:
-        host, _, port = process.address.rpartition(":")
-        try:
-            self._held.enter_context(agent.reserve(host, int(port)))
-        except OSError as error:
-            raise PortTakenError(
-                f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
-                "job again"
-            ) from None
 
-
-class Rendezvous:
-    """Horovod's HTTP server, by which ranks of a job over Gloo find each other."""
-
-    def __init__(self, processes: Sequence[Process]) -> None:
-        try:
-            from horovod.runner.common.util.hosts import SlotInfo
-            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-        except ImportError as error:
-            raise CommunicatorError(
-                f"communicator horovod: Horovod is not installed ({error}); run `dtk "
-                "install-horovod`"
-            ) from None
-        address = own_address([process.host for process in processes])
-        # RendezvousServer.start() would listen on every interface; this is the same server on one.
-        self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
-        self._server.daemon_threads = True
-        self._server.init(
-            [
-                SlotInfo(
-                    process.env["HOROVOD_HOSTNAME"],
-                    *(
-                        int(process.env[f"HOROVOD_{name}"])
-                        for name in (
-                            "RANK",
-                            "LOCAL_RANK",
-                            "CROSS_RANK",
-                            "SIZE",
-                            "LOCAL_SIZE",
-                            "CROSS_SIZE",
-                        )
-                    ),
-                )
-                for process in processes
-            ]
-        )
-        self.env = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.server_address[1]),
-        }
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the server."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) -> dict[str, str]:
+    """Start Horovod's HTTP server, by which ranks over Gloo find each other; return its address."""
+    try:
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    except ImportError as error:
+        raise CommunicatorError(
+            f"communicator horovod: Horovod is not installed ({error}); run `dtk install-horovod`"
+        ) from None
+    address = own_address([process.host for process in processes])
+    # RendezvousServer.start() would listen on every interface; this is the same server on one.
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    server.daemon_threads = True
+    numbers = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
+    envs = [process.env for process in processes]
+    server.init(
+        [
+            SlotInfo(env["HOROVOD_HOSTNAME"], *(int(env[f"HOROVOD_{name}"]) for name in numbers))
+            for env in envs
+        ]
+    )
+    held.callback(server.server_close)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+    held.callback(thread.join)
+    held.callback(server.shutdown)
+    thread.start()
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+    }
 
 
 def own_address(hosts: Sequence[str]) -> str:

@@ -96,17 +96,20 @@ def read(file: Path) -> StepSettings | None:
         return None  # as good as none: `dtk tune` makes it again
 
 
+def _kept(command: Sequence[str], env: Mapping[str, str]) -> StepSettings | None:
+    try:
+        return read(file_of(command, env.get("OMP_NUM_THREADS", "")))
+    except RuntimeError:  # a user without a home has no cache
+        return None
+
+
 def apply(
     command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, str], StepSettings | None]:
     """Add the settings of a script to the variables of a rank."""
     if environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ:
         return dict(env), None
-    try:
-        found = read(file_of(command, env.get("OMP_NUM_THREADS", "")))
-    except RuntimeError:  # a user without a home has no cache
-        return dict(env), None
-    if found is None:
+    if (found := _kept(command, env)) is None:
         return dict(env), None
     used = {name: value for name, value in found.variables.items() if name not in environ}
     if used.get(COMMUNICATOR) != env.get(COMMUNICATOR):
@@ -123,10 +126,7 @@ def communicator(
     """Return the communicator that was found fastest between processes of one machine, if any."""
     if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
         return None
-    try:
-        found = read(file_of(command, env.get("OMP_NUM_THREADS", "")))
-    except RuntimeError:  # a user without a home has no cache
-        return None
+    found = _kept(command, env)
     return None if found is None else found.variables.get(COMMUNICATOR)
 
 
