@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -27,7 +28,7 @@ from dtk.launch import (
     screen,
     step_settings,
 )
-from dtk.launch.attempts import Attempts, StartJob, Supervisor, answers
+from dtk.launch.attempts import Attempts, StartJob, Supervisor
 
 _MAX_RESTARTS = 3
 # Packages that ranks import. Each is a folder, so that a file of its name is something else.
@@ -213,14 +214,14 @@ def run(
         )
 
     attempts = Attempts(where, workers, min_workers, 0 if ps else max_restarts)
-    supervisor = Supervisor(
-        attempts,
-        planned,
-        functools.partial(
-            answers, ask=functools.partial(machines.survey, remote_shell=remote_shell)
-        ),
-        screen.say,
-    )
+
+    def answers(host: str) -> bool:
+        with contextlib.suppress(ClusterError):
+            machines.survey(host, 0, remote_shell)
+            return True
+        return False
+
+    supervisor = Supervisor(attempts, planned, answers, screen.say)
     names = [host.name for host in where]
     sys.exit(job_options.interruptible(lambda: supervisor.run(names), "run", supervisor.jobs))
 

@@ -151,12 +151,9 @@ class Table:
         self._selector = selectors.DefaultSelector()
         for rank, line in self._lines.items():
             self._selector.register(line.end, selectors.EVENT_READ, rank)
-        progress.report_to(self.take, timeout)
+        own = self._statuses[0]
+        progress.report_to(lambda report: own.take(report, time.monotonic()), timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
-
-    def take(self, report: RankReport) -> None:
-        """Take note of rank 0's own report."""
-        self._statuses[0].take(report, time.monotonic())
 
     def _run(self) -> None:
         told = 0.0
@@ -166,10 +163,14 @@ class Table:
             if now - told > min(_PERIOD, self._timeout / 10):
                 told = now
                 self._tell({"here": True})
-            self._tell_short()
-            found = stall.find(self._statuses, now, self._timeout)
-            if found is not None:
-                self._end(found)
+            if not self._said and (short := stall.find_short(self._statuses)):
+                self._said = True  # a rank is about to end of it
+                with contextlib.suppress(OSError):
+                    os.write(2, stall.describe_cause(short, self._statuses).encode())
+            if found := stall.find(self._statuses, now, self._timeout):
+                stall.say_last(stall.describe(found, self._statuses))
+                self._tell({"stuck": True})
+                _leave()
 
     def _hear(self, seconds: float) -> None:
         """Read what has come, all of it, before anyone is taken for silent."""
@@ -187,23 +188,10 @@ class Table:
         if not self._lines:
             time.sleep(max(0.0, deadline - time.monotonic()))
 
-    def _tell_short(self) -> None:
-        """Say, once, whose data has ended before that of others: a rank is about to end of it."""
-        found = None if self._said else stall.find_short(self._statuses)
-        if found is not None:
-            self._said = True
-            with contextlib.suppress(OSError):
-                os.write(2, stall.describe_cause(found, self._statuses).encode())
-
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(message)
-
-    def _end(self, found: Stall) -> NoReturn:
-        stall.say_last(stall.describe(found, self._statuses))
-        self._tell({"stuck": True})
-        _leave()
 
 
 class Client:
@@ -237,14 +225,15 @@ class Client:
                     os._exit(STUCK)
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
-        while not self._waits():
+        # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.
+        own = self._status
+        while not (
+            own.last is not None
+            and own.last["inside"]
+            and max(own.moved, own.busy) < time.monotonic() - self._timeout
+        ):
             time.sleep(_PERIOD)
         self._end("has left its script, last")
-
-    def _waits(self) -> bool:
-        """Return whether this rank has been inside for the timeout, idle: for one that is gone."""
-        own, since = self._status, time.monotonic() - self._timeout
-        return own.last is not None and own.last["inside"] and max(own.moved, own.busy) < since
 
     def _end(self, why: str) -> NoReturn:
         stall.say_last(stall.describe(Stall((0,), why, (self._rank,)), self._statuses))

@@ -91,11 +91,6 @@ class _Reporter:
         self._serves = True
         self.position = _Position(0, 1, "service", time.monotonic())
 
-    def _polls(self) -> float:
-        since = self.polls_since
-        main = threading.main_thread().native_id or 0
-        return 0.0 if since is None else max(0.0, usage.cpu(main) - since)
-
     def next_place(self, what: str) -> _Position:
         """Return where the main thread is once it goes inside."""
         self._times[what] += 1
@@ -131,7 +126,9 @@ class _Reporter:
 
     def _report(self, position: _Position, now: float) -> RankReport:
         still = now - position.since
-        held = self.held()
+        polls, main = 0.0, threading.main_thread().native_id or 0
+        if (since := self.polls_since) is not None:
+            polls = max(0.0, usage.cpu(main) - since)
         late = still > self._timeout / 2 and not self._serves
         stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
         return {
@@ -144,10 +141,10 @@ class _Reporter:
             "feeds": feeds,
             "what": position.what,
             "still": still,
-            "cpu": _cpu() - self.polled - self._polls(),
+            "cpu": time.process_time() - sum(map(usage.cpu, _polling)) - self.polled - polls,
             "io": usage.io(),
             "stack": stack,
-            "held": {str(worker): now - since for worker, since in held.items()},
+            "held": {str(worker): now - began for worker, began in self.held().items()},
         }
 
 
@@ -162,17 +159,13 @@ def start(serves: bool = False) -> None:
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
-    if _is_rank():
+    # The launcher has started this very process, and not one that did.
+    if is_launched() and os.getsid(0) == os.getpid():
         report_channel.keep()
-    if _reporter is None and timeout > 0 and _is_rank():
-        _reporter = _Reporter(timeout, _to_launcher)
+        if _reporter is None and timeout > 0:
+            _reporter = _Reporter(timeout, lambda told: report_channel.tell({"progress": told}))
     if _reporter is not None and serves:
         _reporter.serve()
-
-
-def _is_rank() -> bool:
-    """Return whether the launcher has started this very process, and not one that did."""
-    return is_launched() and os.getsid(0) == os.getpid()
 
 
 def report_to(send: Callable[[RankReport], None], timeout: float) -> None:
@@ -189,10 +182,6 @@ def is_reporting() -> bool:
 def is_launched() -> bool:
     """Return whether `dtk run` has started this process, and sees to it."""
     return os.environ.get("DTK_RUN") == "1"
-
-
-def _to_launcher(report: RankReport) -> None:
-    report_channel.tell({"progress": report})
 
 
 def tell_held(held: Callable[[], dict[int, float]]) -> None:
@@ -311,10 +300,6 @@ def _threads() -> set[int]:
         return set(map(int, os.listdir("/proc/self/task")))
     except OSError:
         return set()
-
-
-def _cpu() -> float:
-    return time.process_time() - sum(map(usage.cpu, _polling))
 
 
 # Stacks as `faulthandler` writes them, shortened to what tells where a script is.

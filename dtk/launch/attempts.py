@@ -218,12 +218,3 @@ class Supervisor:
                 for name, answers in zip(names, pool.map(self._answers, names), strict=True)
                 if answers
             }
-
-
-def answers(host: str, ask: Callable[[str, int], object]) -> bool:
-    """Return whether a host can run ranks."""
-    try:
-        ask(host, 0)
-    except ClusterError:
-        return False
-    return True

@@ -99,16 +99,6 @@ class _Signalled(BaseException):
         self.number = number
 
 
-def see_through(job: Job, command: str) -> int:
-    """Start a job and wait for it; Ctrl-C, SIGTERM and a closed terminal end all of it."""
-
-    def wait() -> int:
-        with job:
-            return job.wait()
-
-    return interruptible(wait, command, [job])
-
-
 def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) -> int:
     """Do what starts jobs; Ctrl-C, SIGTERM and a closed terminal end all of them.
 

@@ -255,30 +255,23 @@ def _variables(line: bytes) -> dict[str, str]:
 
 
 def _strangers(server: int, own: Collection[int]) -> list[str]:
-    """Name those who are connected to a process by 127.0.0.1, beside some that are meant to be."""
+    """Name the processes that are connected to one by 127.0.0.1, beside some that are meant to."""
     found = []
     with contextlib.suppress(OSError):  # a file of /proc that this user may not read
-        for inode, user in _connected(server).items():
-            pid = _owner(inode)
-            if pid not in own:
-                found.append(f"{_named(pid)}user {_user(user)}")
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        mine = _sockets(server)
+        ports = {
+            line[1]
+            for line in lines
+            if line[3] == _LISTENS and line[1].startswith(_LOOPBACK) and line[9] in mine
+        }
+        for line in lines:
+            if line[2] in ports and line[3] == _ESTABLISHED and line[9] != "0":
+                everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
+                pid = next((pid for pid in everyone if line[9] in _sockets(pid)), None)
+                if pid not in own:
+                    found.append(_named(pid, int(line[7])))
     return found
-
-
-def _connected(server: int) -> dict[str, int]:
-    """Return the sockets that are connected to a process, by their inodes, and whose they are."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    mine = _sockets(server)
-    ports = {
-        line[1]
-        for line in lines
-        if line[3] == _LISTENS and line[1].startswith(_LOOPBACK) and line[9] in mine
-    }
-    return {
-        line[9]: int(line[7])
-        for line in lines
-        if line[2] in ports and line[3] == _ESTABLISHED and line[9] != "0"
-    }
 
 
 def _sockets(pid: int) -> set[str]:
@@ -291,20 +284,10 @@ def _sockets(pid: int) -> set[str]:
     return {name[8:-1] for name in found if name.startswith("socket:[")}
 
 
-def _owner(inode: str) -> int | None:
-    everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
-    return next((pid for pid in everyone if inode in _sockets(pid)), None)
-
-
-def _named(pid: int | None) -> str:
-    if pid is None:
-        return "a process of "
-    with contextlib.suppress(OSError):
-        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()}) of "
-    return f"process {pid} of "
-
-
-def _user(number: int) -> str:
+def _named(pid: int | None, user: int) -> str:
+    name, process = str(user), "a process" if pid is None else f"process {pid}"
     with contextlib.suppress(KeyError):
-        return pwd.getpwuid(number).pw_name
-    return str(number)
+        name = pwd.getpwuid(user).pw_name
+    with contextlib.suppress(OSError):
+        process += f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return f"{process} of user {name}"

@@ -196,7 +196,14 @@ def failure_report(
         text += f" What others said of it later is left out here: {left_out} lines, {where}."
     words = rank.last_words()
     if speaker is not rank:
-        lines = [*_words_about(rank, speaker), text]
+        # A server that was killed could not say why, but its last lines may help.
+        verdict = speaker.trace_since(rank.exited - SETTLE)
+        own = [] if verdict and rank.signal else words
+        lines = []
+        for one, said in ((speaker, verdict), (rank, own)):
+            if said:
+                lines += [f"dtk: the last output of {one.process.name}:", *said]
+        lines.append(text)
     else:
         text += " Its last output:" if words else " It wrote nothing."
         lines = [text, *words]
@@ -215,17 +222,3 @@ def leaver_report(left: Rank) -> str:
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
         f"code 0, and the others failed because of it: {stall.ADVICE}\n"
     )
-
-
-def _words_about(lost: Rank, chief: Rank) -> list[str]:
-    """Return what the chief said of a lost parameter server, and the server's last lines.
-
-    A server that was killed could not say why, but its last lines may help.
-    """
-    verdict = chief.trace_since(lost.exited - SETTLE)
-    own = [] if verdict and lost.signal else lost.last_words()
-    lines: list[str] = []
-    for rank, words in ((chief, verdict), (lost, own)):
-        if words:
-            lines += [f"dtk: the last output of {rank.process.name}:", *words]
-    return lines
