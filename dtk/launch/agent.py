@@ -79,19 +79,8 @@ class SurveySpec(TypedDict):
 Spec: TypeAlias = RankSpec | GuardSpec | SurveySpec
 
 
-class MachineFacts(TypedDict):
-    """What is known of this host; see `survey`."""
-
-    ports: list[int]
-    cores: list[int]
-    interface: str
-
-
-class FarFacts(MachineFacts):
-    """What the launcher is told of another host."""
-
-    versions: dict[str, str]  # see `versions`
-    clock: float  # what its clock shows, in seconds of the epoch
+# Free ports of this host, its cores, and the interface of its address, "" where there is none.
+Facts: TypeAlias = tuple[list[int], list[int], str]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -113,18 +102,11 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> MachineFacts:
+def survey(host: str, ports: int) -> Facts:
     """Look at this host before placing ranks on it."""
-    held = [reserve(host) for _ in range(ports)]
-    try:
-        return {
-            "ports": [one.getsockname()[1] for one in held],
-            "cores": cores(),
-            "interface": _interface(host),
-        }
-    finally:
-        for one in held:
-            one.close()
+    with contextlib.ExitStack() as held:
+        found = [held.enter_context(reserve(host)) for _ in range(ports)]
+        return [one.getsockname()[1] for one in found], cores(), _interface(host)
 
 
 def versions() -> dict[str, str]:
@@ -375,9 +357,7 @@ def main(spec: Spec) -> int:
         return run_rank(spec)
     if spec["task"] == "guard":
         return guard(spec)
-    seen = survey(spec["host"], spec["ports"])
-    told: FarFacts = {**seen, "versions": versions(), "clock": time.time()}
-    print(json.dumps(told))
+    print(json.dumps([survey(spec["host"], spec["ports"]), versions(), time.time()]))
     return 0
 
 

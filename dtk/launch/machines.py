@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, and on other hosts.
+"""Reaching this machine and other hosts: what they are, and agents on them.
 
 The remote shell is called as `ssh` is: `<remote shell> <host> <command>`, with the command as one
 string for a shell over there. Anything that keeps this contract will do, for example a script
@@ -12,17 +12,16 @@ import dataclasses
 import inspect
 import ipaddress
 import json
-import os
 import shlex
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from dtk.cluster import progress, report_channel, usage
+from dtk.cluster import report_channel, usage
 from dtk.errors import ClusterError
 from dtk.launch import agent, job_processes
 
@@ -65,21 +64,7 @@ DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAlive
 # connection up after 45 to 60 s, and the last line before it may be `HEARTBEAT` older.
 SILENCE = 90.0
 HEARTBEAT = 10.0
-# Settings of the user's that ranks on other hosts need as well.
-_FORWARDED = (
-    "TF_",
-    "KERAS_",
-    "DTK_",
-    "HOROVOD_",
-    "OMP_",
-    "NCCL_",
-    "XLA_",
-    "CUDA_",
-    "GRPC_",
-    "PYTHON",
-)
 _LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
-_WATCH = 2.0  # seconds between two looks at a rank from outside
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
 
@@ -120,25 +105,6 @@ def first_line(spec: agent.Spec) -> str:
     return json.dumps({"modules": modules, "spec": spec}) + "\n"
 
 
-def start_here(
-    argv: tuple[str, ...],
-    env: Mapping[str, str],
-    job: str,
-    cores: Sequence[int] = (),
-    serves: bool = False,
-    reports: socket.socket | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start one rank here, in a session of its own.
-
-    So a terminal's Ctrl-C reaches the launcher alone.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-    environ = {**inherited, **env, **(report_channel.variables(reports) if reports else {})}
-    keeps = [reports.fileno()] if reports else []
-    output = subprocess.PIPE
-    return job_processes.start(argv, environ, job, cores, output=output, serves=serves, keeps=keeps)
-
-
 @dataclasses.dataclass(frozen=True)
 class HostFacts:
     """Facts about one host that a plan needs."""
@@ -157,26 +123,26 @@ def survey(
     """Ask a host for free ports, its cores and its interface."""
     if is_local(host):
         try:
-            found = agent.survey("127.0.0.1" if host == "localhost" else host, ports)
+            address = "127.0.0.1" if host == "localhost" else host
+            free, cores, interface = agent.survey(address, ports)
         except OSError as error:
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return HostFacts(tuple(found["ports"]), tuple(found["cores"]), found["interface"])
+        return HostFacts(tuple(free), tuple(cores), interface)
     spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
-    command = _command(host, remote_shell, python)
+    command = remote_command(host, remote_shell, python)
     asked = time.time()
     try:
         answer = subprocess.run(
             command, input=first_line(spec).encode(), capture_output=True, timeout=60
         )
-        found = json.loads(answer.stdout.splitlines()[-1])
+        (free, cores, interface), versions, clock = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         cause = str(error)
         if not isinstance(error, OSError | subprocess.TimeoutExpired):
-            cause = (answer.stderr.decode(errors="replace").strip().splitlines() or ["no answer"])[
-                -1
-            ]
+            said = answer.stderr.decode(errors="replace").strip().splitlines()
+            cause = said[-1] if said else "no answer"
             if answer.returncode in _NO_PROGRAM:
                 raise ClusterError(
                     f"host {host} cannot run {python} ({cause}); it must be at the same path on "
@@ -187,68 +153,12 @@ def survey(
             f"{shlex.quote(python)} --version`"
         ) from None
     # It read its clock at some time in between.
-    ahead = min(found["clock"] - asked, 0.0) + max(found["clock"] - time.time(), 0.0)
-    seen = tuple(found["ports"]), tuple(found["cores"]), found["interface"]
-    return HostFacts(*seen, found["versions"], ahead)
+    ahead = min(clock - asked, 0.0) + max(clock - time.time(), 0.0)
+    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead)
 
 
-def start_there(
-    host: str,
-    argv: tuple[str, ...],
-    env: Mapping[str, str],
-    job: str,
-    *,
-    address: str = "",
-    cores: Sequence[int] = (),
-    grace: float = 5.0,
-    save_grace: float = 0.0,
-    serves: bool = False,
-    remote_shell: str = DEFAULT_REMOTE_SHELL,
-    python: str = sys.executable,
-) -> subprocess.Popen[bytes]:
-    """Start one rank on another host.
-
-    Closing the returned process's standard input ends the rank over there, and so does losing the
-    connection. A lost connection may only fall silent, so `SILENCE` seconds without a line end the
-    rank, too: write an empty one every `HEARTBEAT` seconds. Its standard error also carries the
-    agent's records, see `report_channel.cut`.
-    """
-    forwarded = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and not is_foreign(name)
-    }
-    spec: agent.RankSpec = {
-        "task": "rank",
-        "argv": argv,
-        "env": {**forwarded, **env},
-        "cwd": os.getcwd(),
-        "job": job,
-        "grace": grace,
-        "save_grace": save_grace,
-        "serves": serves,
-        "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
-        "reserve": address,
-        "cores": list(cores),
-        "silence": SILENCE,
-    }
-    process = subprocess.Popen(
-        _command(host, remote_shell, python),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(first_line(spec).encode())
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # the remote shell has failed already, and its exit code and output say why
-    return process
-
-
-def _command(host: str, remote_shell: str, python: str) -> list[str]:
+def remote_command(host: str, remote_shell: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs an agent on another host."""
     try:
         words = shlex.split(remote_shell)
     except ValueError as error:  # of shlex: "No closing quotation"

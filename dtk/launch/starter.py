@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from dtk.cluster import mpi_installs, report_channel
+from dtk.cluster import mpi_installs, progress, report_channel
 from dtk.cluster.variables import COMMUNICATOR, RESTARTS
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, machines, mpi_places
+from dtk.launch import agent, job_processes, machines, mpi_places
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
 
+# Settings of the user's that ranks on other hosts need as well.
+_FORWARDED = (
+    "TF_",
+    "KERAS_",
+    "DTK_",
+    "HOROVOD_",
+    "OMP_",
+    "NCCL_",
+    "XLA_",
+    "CUDA_",
+    "GRPC_",
+    "PYTHON",
+)
+_WATCH = 2.0  # seconds between two looks at a rank from outside
 # A process, or the remote shell that leads to it, and where its reports are read: None behind a
 # remote shell, where they are in its standard error.
 _Started: TypeAlias = tuple[subprocess.Popen[bytes], socket.socket | None]
@@ -136,29 +151,65 @@ class Starter:
             ) from None
 
     def _start_here(self, process: Process, env: Mapping[str, str]) -> _Started:
+        """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
+        own = {name: value for name, value in os.environ.items() if not machines.is_foreign(name)}
         reports, end = report_channel.pair()
         try:
             with end:
-                mark, serves = self.mark(process), self._served and process.role != "chief"
-                started = machines.start_here(process.argv, env, mark, process.cores, serves, end)
+                popen = job_processes.start(
+                    process.argv,
+                    {**own, **env, **report_channel.variables(end)},
+                    self.mark(process),
+                    process.cores,
+                    output=subprocess.PIPE,
+                    serves=self._served and process.role != "chief",
+                    keeps=[end.fileno()],
+                )
         except OSError:
             reports.close()
             raise
-        return started, reports
+        return popen, reports
 
     def _start_there(self, process: Process, env: Mapping[str, str]) -> _Started:
-        return machines.start_there(
-            process.host,
-            process.argv,
-            env,
-            self.mark(process),
-            address=process.address,
-            cores=process.cores,
-            grace=self._grace,
-            save_grace=self._save_grace,
-            serves=self._served and process.role != "chief",
-            remote_shell=self._remote_shell,
-        ), None
+        """Start a rank on another host.
+
+        Closing its standard input ends the rank over there, and so does losing the connection. A
+        lost connection may only fall silent, so `SILENCE` seconds without a line end the rank, too:
+        write an empty one every `HEARTBEAT` seconds. Its standard error also carries the agent's
+        records, see `report_channel.cut`.
+        """
+        forwarded = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) and not machines.is_foreign(name)
+        }
+        spec: agent.RankSpec = {
+            "task": "rank",
+            "argv": process.argv,
+            "env": {**forwarded, **env},
+            "cwd": os.getcwd(),
+            "job": self.mark(process),
+            "grace": self._grace,
+            "save_grace": self._save_grace,
+            "serves": self._served and process.role != "chief",
+            "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
+            "reserve": process.address,
+            "cores": list(process.cores),
+            "silence": machines.SILENCE,
+        }
+        popen = subprocess.Popen(
+            machines.remote_command(process.host, self._remote_shell),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert popen.stdin is not None
+        # Where the remote shell has failed already, its exit code and output say why.
+        with contextlib.suppress(BrokenPipeError):
+            popen.stdin.write(machines.first_line(spec).encode())
+            popen.stdin.flush()
+        return popen, None
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""

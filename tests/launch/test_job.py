@@ -338,7 +338,7 @@ def test_a_process_is_found_as_soon_as_it_was_started():
     missed = 0
     for count in range(200):
         job = f"found-{os.getpid()}-{count}"
-        with machines.start_here(("sleep", "600"), {}, job) as process:
+        with job_processes.start(("sleep", "600"), os.environ, job, ()) as process:
             missed += job_processes.members(job) != [process.pid]
             process.kill()
     assert not missed
