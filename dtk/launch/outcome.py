@@ -35,7 +35,7 @@ _NEXT = (
 )
 
 
-class Outcome:
+class JobOutcome:
     """Says what ends a job whose ranks all need each other."""
 
     # The roles whose end, with exit code 0, is the job's.
@@ -99,7 +99,7 @@ class Outcome:
         )
 
 
-class ServedOutcome(Outcome):
+class ServedOutcome(JobOutcome):
     """Says what ends a job with parameter servers.
 
     The chief runs it; workers and servers serve the chief.
@@ -166,13 +166,13 @@ class ServedOutcome(Outcome):
         return worker is max(self._of("worker"), key=lambda rank: rank.exited)
 
 
-def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> Outcome:
+def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> JobOutcome:
     """Return the rules for a plan."""
     served = {"chief", "ps"} <= {process.role for process in processes}
-    return ServedOutcome(ranks) if served else Outcome(ranks)
+    return ServedOutcome(ranks) if served else JobOutcome(ranks)
 
 
-def exit_code(culprit: Rank | None, outcome: Outcome) -> int:
+def exit_code(culprit: Rank | None, outcome: JobOutcome) -> int:
     """Return the exit code of a job whose end has come; ask before the others are ended."""
     if culprit is not None and (culprit.code is None or culprit.stuck):
         return STUCK

@@ -20,7 +20,7 @@ import click
 
 from dtk.cluster import progress, report_channel
 from dtk.errors import ClusterError
-from dtk.launch.outcome import Outcome
+from dtk.launch.outcome import JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
 from dtk.launch.screen import Pace, Screen, ShownText, Sink, plain
@@ -132,7 +132,7 @@ class JobOutput:
         stdout: TextIO | None,
         stderr: TextIO | None,
         state: JobState,
-        outcome: Outcome,
+        outcome: JobOutcome,
     ) -> None:
         self.suppressed = 0
         self._outcome = outcome

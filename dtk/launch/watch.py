@@ -14,7 +14,7 @@ from dtk.cluster.stall import Stall
 from dtk.errors import ClusterError
 from dtk.launch import job_processes
 from dtk.launch.mpi_places import Loss
-from dtk.launch.outcome import SETTLE, TIE, Outcome
+from dtk.launch.outcome import SETTLE, TIE, JobOutcome
 from dtk.launch.output import JobOutput
 from dtk.launch.rank import JobState, Rank, killer
 from dtk.launch.starter import Starter
@@ -33,7 +33,7 @@ class Watch:
     def __init__(
         self,
         ranks: Sequence[Rank],
-        outcome: Outcome,
+        outcome: JobOutcome,
         state: JobState,
         output: JobOutput,
         starter: Starter,
