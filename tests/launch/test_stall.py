@@ -384,17 +384,21 @@ def tasks(held=(), **changed):
     given |= {name: status(2000, False) for name in ("worker0", "worker1", "ps")}
     given |= changed
     given["chief"].last["held"] = dict(held)
-    for name, task in given.items():
-        task.role = name.rstrip("01")
     return [given[name] for name in ("chief", "worker0", "worker1", "ps", "evaluator")]
 
 
+def with_roles(given):
+    for role, task in zip(("chief", "worker", "worker", "ps", "evaluator"), given, strict=True):
+        task.role = role
+    return given
+
+
 def replaceable(given):
-    return find_replaceable(given, now=1e4, timeout=TIMEOUT)
+    return find_replaceable(with_roles(given), now=1e4, timeout=TIMEOUT)
 
 
 def served(given):
-    return find_served(given, now=1e4, timeout=TIMEOUT)
+    return find_served(with_roles(given), now=1e4, timeout=TIMEOUT)
 
 
 def test_a_silent_worker_or_evaluator_is_replaced():
