@@ -255,7 +255,7 @@ def _variables(line: bytes) -> dict[str, str]:
 
 
 def _strangers(server: int, own: Collection[int]) -> list[str]:
-    """Name the processes that are connected to one by 127.0.0.1, beside some that are meant to."""
+    """Name the processes, other than our own, that are connected to one by 127.0.0.1."""
     found = []
     with contextlib.suppress(OSError):  # a file of /proc that this user may not read
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
