@@ -74,7 +74,7 @@ class _Reporter:
         self._send = send
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
-        self._times: collections.Counter[str] = collections.Counter()
+        self.times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
         self._main = threading.main_thread().ident or 0
         # Seconds that the main thread has computed in looking for messages, and since when it does.
@@ -90,12 +90,6 @@ class _Reporter:
         """Note that the main thread only waits for the job's end from now on."""
         self._serves = True
         self.position = _Position(0, 1, "service", time.monotonic())
-
-    def next_place(self, what: str) -> _Position:
-        """Return where the main thread is once it goes inside."""
-        self._times[what] += 1
-        number, depth, *_ = self.position
-        return _Position(number + 1, depth + 1, f"{what} {self._times[what]}")
 
     @contextlib.contextmanager
     def at(self, place: _Position, stays: bool = False) -> Iterator[None]:
@@ -203,8 +197,10 @@ def inside(what: str) -> Iterator[None]:
     if reporter is None:
         yield
         return
-    before = reporter.position
-    with reporter.at(reporter.next_place(what), stays=not (before.depth or before.alone)):
+    number, depth, _, _, is_alone, _ = reporter.position
+    reporter.times[what] += 1
+    place = _Position(number + 1, depth + 1, f"{what} {reporter.times[what]}")
+    with reporter.at(place, stays=not (depth or is_alone)):
         yield
 
 

@@ -158,12 +158,11 @@ class ServedOutcome(JobOutcome):
             return False
         if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
             return True  # there was nothing left to serve
-        return bool(rank.signal) and rank.process.role == "worker" and not self._was_last(rank)
-
-    def _was_last(self, worker: Rank) -> bool:
-        if not worker.given_up or self.workers_left():
+        if not rank.signal or rank.process.role != "worker":
             return False
-        return worker is max(self._of("worker"), key=lambda rank: rank.exited)
+        if not rank.given_up or self.workers_left():
+            return True
+        return rank is not max(self._of("worker"), key=lambda one: one.exited)  # the last one
 
 
 def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> JobOutcome:

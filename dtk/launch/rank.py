@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import progress, usage
+from dtk.cluster import usage
 from dtk.cluster.rank_status import RankStatus, report_of
 from dtk.launch import agent, job_processes
 from dtk.launch.machines import Guard
@@ -146,10 +146,6 @@ class Rank:
             job_processes.abort(self.popen.pid)
         else:
             self.tell_agent("stack")
-
-    def note_stack(self) -> None:
-        """Keep the stack that the process wrote."""
-        self.status.stack = progress.stack_of_main_thread(self.dump or [])
 
     @property
     def would_save(self) -> bool:

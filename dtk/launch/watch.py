@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from dtk.cluster import stall
+from dtk.cluster import progress, stall
 from dtk.cluster.rank_status import RankStatus
 from dtk.cluster.stall import Stall
 from dtk.errors import ClusterError
@@ -72,7 +72,11 @@ class Watch:
             culprit = self._outcome.culprit()
             if culprit is not None and culprit.is_victim and not self._state.stopping:
                 self.gone = self._starter.lost()
-                self.stall = None if self.gone else self._cut_off()
+                if not (self.gone or self._outcome.can_replace) and (
+                    timeout := self._stall_timeout
+                ):
+                    # Others may have lost a rank that still runs, and is only cut off.
+                    self.stall = stall.find_cut_off(self._tasks(), time.monotonic(), timeout)
                 if self.stall is not None:
                     return self._ranks[self.stall.missing[0]]
         if culprit.process.role == "ps":
@@ -109,7 +113,7 @@ class Watch:
         for rank in asked:
             for reader in rank.readers:
                 reader.join(_STACK)
-            rank.note_stack()
+            rank.status.stack = progress.stack_of_main_thread(rank.dump or [])
 
     def let_save(self, grace: float) -> None:
         """Ask the ranks that would save a checkpoint to end, and wait until they have.
@@ -321,12 +325,6 @@ class Watch:
                 if (left := until - time.monotonic()) <= 0:
                     return
                 self._state.changed.wait(left)
-
-    def _cut_off(self) -> Stall | None:
-        """Return which rank others have lost, if it still runs and is only cut off."""
-        if not self._stall_timeout or self._outcome.can_replace:
-            return None
-        return stall.find_cut_off(self._tasks(), time.monotonic(), self._stall_timeout)
 
     def _hear_chief(self, lost: Rank) -> None:
         """Give the chief time to notice that a parameter server is gone, and to say so."""
