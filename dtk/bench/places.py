@@ -12,7 +12,7 @@ from dtk.bench import agent
 from dtk.bench.setting import check_names
 from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import COMMUNICATORS, Process, job_options, plan, ssh
+from dtk.launch import COMMUNICATORS, Process, job_options, machines, plan
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -26,7 +26,7 @@ _SHARED = {
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
 
-Survey = Callable[[str, int], ssh.HostFacts]
+Survey = Callable[[str, int], machines.HostFacts]
 
 
 def usual() -> str:
@@ -65,9 +65,9 @@ def place(
     """Plan the processes of a world, so that every rank gets its share of the cores."""
     argv = [*_AGENT, *command]
     kind = "horovod" if launcher in BUSY else launcher
-    facts: dict[str, ssh.HostFacts] = {}
+    facts: dict[str, machines.HostFacts] = {}
 
-    def noted(host: str, ports: int) -> ssh.HostFacts:
+    def noted(host: str, ports: int) -> machines.HostFacts:
         facts[host] = survey(host, ports)
         return facts[host]
 

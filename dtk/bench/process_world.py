@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dtk.bench import agent, worker
 from dtk.bench.measure import WorldLost
 from dtk.bench.ranks import Ranks, RanksFailed
-from dtk.launch import Job, Process, ssh
+from dtk.launch import Job, Process, machines
 
 _START = 300.0  # seconds a world gets to start
 _TURN = 1800.0  # and to answer
@@ -42,7 +42,7 @@ class World:
         *,
         essential: bool = True,
         busy: bool = False,
-        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
     ):
         self.name, self.essential, self._busy = name, essential, busy
         self._unseen = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -19,8 +19,8 @@ from typing import Generic, TextIO, TypeAlias, TypedDict, TypeVar, cast
 
 from dtk.bench import agent
 from dtk.errors import DtkError
-from dtk.launch import Job, Process, ssh
-from dtk.launch.rendezvous import own_address
+from dtk.launch import Job, Process, machines
+from dtk.launch.starter import own_address
 
 _POLL = 1.0
 _OTHERS = 1.0  # seconds that others have to answer after one has failed
@@ -68,7 +68,7 @@ class Ranks(Generic[HelloT, AnswerT]):
         *,
         output: TextIO,
         grace: float = 5.0,
-        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
     ):
         self._size = size
         self._lines: list[_Line] = []

@@ -21,7 +21,7 @@ from dtk.bench.results import Measured, Results
 from dtk.bench.setting import Setting
 from dtk.cluster import Host
 from dtk.errors import DtkError
-from dtk.launch import job_options, ssh
+from dtk.launch import job_options, machines
 
 _PACKAGE = "dtk.bench"
 _WORTH_SAYING = 0.5  # minutes
@@ -74,7 +74,7 @@ class Run:
     setting: Setting  # what to measure
     workers: int  # on how many
     hosts: tuple[Host, ...] = ()  # where; this machine when empty
-    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL  # reaches them
+    remote_shell: str = machines.DEFAULT_REMOTE_SHELL  # reaches them
     # variables of a second limit, and of a second world for each of dtk's
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
     results: Results = dataclasses.field(default_factory=Results)  # what was found
@@ -163,7 +163,7 @@ class Run:
         changed: Mapping[str, str] | None = None,
     ) -> None:
         # Each host is surveyed by the interpreter that will run there: one that has none is named.
-        survey = functools.partial(ssh.survey, remote_shell=self.remote_shell, python=argv[0])
+        survey = functools.partial(machines.survey, remote_shell=self.remote_shell, python=argv[0])
         self.say(f"{name}: starting ...")
         processes = [
             dataclasses.replace(one, env={**one.env, **(changed or {})})

@@ -45,4 +45,10 @@ def check(
     job_options.check_installed(communicator)
     planned = plan(command, workers, communicator=communicator)
     processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
-    sys.exit(job_options.see_through(Job(processes), "check"))
+    job = Job(processes)
+
+    def wait() -> int:
+        with job:
+            return job.wait()
+
+    sys.exit(job_options.interruptible(wait, "check", [job]))

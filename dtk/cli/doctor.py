@@ -26,8 +26,8 @@ from dtk.cluster import mpi_installs
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
-from dtk.horovod_build.requirements import HorovodBuildError, ask
-from dtk.launch.firewall import rules
+from dtk.horovod_build.build import HorovodBuildError, ask
+from dtk.launch.network import rules
 from dtk.version import __version__, is_tested, pip_install, requirement
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -210,7 +210,7 @@ def isolation() -> Finding:
     if not any(name != "lo" for _, name in socket.if_nameindex()):
         return Finding(what, "this machine has only loopback: other hosts cannot reach a job")
     open_to = "TensorFlow's gRPC listens on every interface of this machine, without a password"
-    script = "from dtk.launch.isolation import isolate; isolate()"
+    script = "from dtk.launch.network import isolate; isolate()"
     probe = ask([sys.executable, "-c", script])
     if probe.returncode == 0:
         return Finding(what, f"{open_to}; `dtk run --isolate` keeps a job to itself")

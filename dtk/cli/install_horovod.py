@@ -12,8 +12,8 @@ import click
 import rich.console
 
 from dtk.errors import DtkError
-from dtk.horovod_build import builder, reduction_check, requirements
-from dtk.horovod_build.requirements import HOROVOD_VERSION, HorovodBuildError
+from dtk.horovod_build import build, reduction_check
+from dtk.horovod_build.build import HOROVOD_VERSION, HorovodBuildError
 
 PLAN = f"""\
 This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
@@ -21,7 +21,7 @@ This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
   2. download its source from the package index (3.5 MB), unless --sdist names it
   3. leave out horovod/tensorflow/xla_mpi_ops.cc (XLA on GPUs), which no longer compiles
   4. build a wheel (about two minutes on two cores) and keep it in {{cache}}
-  5. install it into this Python environment, with {", ".join(builder.RUNTIME_REQUIREMENTS)}
+  5. install it into this Python environment, with {", ".join(build.RUNTIME_REQUIREMENTS)}
   6. let two processes reduce over {{over}} and check what each one reads"""
 
 
@@ -54,7 +54,7 @@ def install_horovod(
         if check:
             check_installed(without_mpi)
             return
-        folder = builder.cache_root()
+        folder = build.cache_root()
         over = "Gloo" if without_mpi else "Gloo and MPI"
         click.echo(PLAN.format(cache=folder, over=over))
         wheel = obtain_wheel(without_mpi, sdist, rebuild, verbose)
@@ -73,49 +73,49 @@ def obtain_wheel(
 ) -> pathlib.Path:
     """Return the cached wheel for this machine; build it first if there is none."""
     if sdist is not None:
-        builder.check_sdist(sdist)
-    requirements.check_python()
-    compiler = requirements.check_compiler()
-    mpi = None if without_mpi else requirements.find_mpi()
-    tensorflow = requirements.tensorflow_version()
+        build.check_sdist(sdist)
+    build.check_python()
+    compiler = build.check_compiler()
+    mpi = None if without_mpi else build.find_mpi()
+    tensorflow = build.tensorflow_version()
     with_mpi = f"{mpi.vendor} {mpi.version}" if mpi else "no MPI (--without-mpi)"
     click.echo(f"found: TensorFlow {tensorflow}, {compiler}, {with_mpi}")
-    folder = builder.cache_root() / builder.cache_key(tensorflow, mpi)
-    cached = builder.cached_wheel(folder)
+    folder = build.cache_root() / build.cache_key(tensorflow, mpi)
+    cached = build.cached_wheel(folder)
     if cached and not rebuild and sdist is None:
         click.echo(f"cached: {cached}\nskipped: download and build (--rebuild does them again)")
         return cached
-    cmake = requirements.usable_cmake()
+    cmake = build.usable_cmake()
     fetched = "no cmake from 3.13 up to 4 here; fetching one with pip, for this build only"
     click.echo(f"found: {cmake}" if cmake else fetched)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     log.write_text("")
     with tempfile.TemporaryDirectory(prefix="dtk-horovod-") as scratch:
-        build = builder.Build(pathlib.Path(scratch), log, echo=verbose)
+        one = build.Build(pathlib.Path(scratch), log, echo=verbose)
         with step("fetching the build tools", verbose):
-            build.fetch_tools()
+            one.fetch_tools()
         if sdist is None:
             with step(f"downloading horovod {HOROVOD_VERSION}", verbose):
-                sdist = build.fetch_source()
-        source = build.unpack(sdist)
+                sdist = one.fetch_source()
+        source = one.unpack(sdist)
         with step(f"compiling (log: {log})", verbose):
-            wheel = build.compile(source, mpi)
-        return builder.keep(wheel, folder)
+            wheel = one.compile(source, mpi)
+        return build.keep(wheel, folder)
 
 
 def install(wheel: pathlib.Path, verbose: bool) -> None:
     """Install the wheel and what it imports into the running environment."""
     log = wheel.with_name("install.log")
     log.write_text("")
-    pip = [*builder.PIP, "install"]
+    pip = [*build.PIP, "install"]
     failed = f"{wheel.name} could not be installed"
     with step(f"installing {wheel.name}", verbose):
-        requirements = builder.RUNTIME_REQUIREMENTS
-        builder.run_logged([*pip, *requirements], log, failed, echo=verbose)
+        requirements = build.RUNTIME_REQUIREMENTS
+        build.run_logged([*pip, *requirements], log, failed, echo=verbose)
         # forced: the installed version may be the same, but built for another TensorFlow or MPI
         command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
-        builder.run_logged(command, log, failed, echo=verbose)
+        build.run_logged(command, log, failed, echo=verbose)
 
 
 def check_installed(without_mpi: bool) -> None:

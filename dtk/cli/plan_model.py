@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from dtk.bench import page
 from dtk.bench.results import read
 from dtk.cli import links
-from dtk.launch import agent, marked
+from dtk.launch import agent, job_processes
 from dtk.launch import job_options as jobs
 from dtk.planning import quantity
 from dtk.planning.calibration import software_of
@@ -116,7 +116,7 @@ def plan(
     file = None if json_file is None else _writable(json_file)
     here = agent.cores()
     # A worker computes on its part of a host's cores, so measure in this process the same way.
-    with marked.bound_to(here[: max(1, len(here) // min(per_host, workers))]):
+    with job_processes.bound_to(here[: max(1, len(here) // min(per_host, workers))]):
         # TensorFlow starts here, with as many threads as there are cores.
         from dtk.planning.model import graph, layer_costs, report, search
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtk.errors import ClusterError
-from dtk.launch import agent, ssh
+from dtk.launch import agent, machines
 
 # If clocks differ by more seconds, the lines of a job are no longer in order.
 _APART = 2.0
@@ -14,11 +14,11 @@ class Preflight:
 
     def __init__(self, remote_shell: str):
         self._remote_shell = remote_shell
-        self._facts: dict[str, ssh.HostFacts] = {}
+        self._facts: dict[str, machines.HostFacts] = {}
 
-    def survey(self, host: str, ports: int) -> ssh.HostFacts:
+    def survey(self, host: str, ports: int) -> machines.HostFacts:
         """Ask a host for free ports, its cores, its interface, versions and clock."""
-        self._facts[host] = facts = ssh.survey(host, ports, remote_shell=self._remote_shell)
+        self._facts[host] = facts = machines.survey(host, ports, remote_shell=self._remote_shell)
         return facts
 
     def check(self) -> list[str]:

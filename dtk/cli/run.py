@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -16,9 +17,18 @@ from dtk.cli.preflight import Preflight
 from dtk.cluster import Host, progress, saving
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, check_plan, isolation, job_options, plan, sink, ssh
-from dtk.launch.attempts import Attempts, StartJob, Supervisor, answers
-from dtk.launch.settings import step_settings
+from dtk.launch import (
+    Job,
+    Process,
+    check_plan,
+    job_options,
+    machines,
+    network,
+    plan,
+    screen,
+    step_settings,
+)
+from dtk.launch.attempts import Attempts, StartJob, Supervisor
 
 _MAX_RESTARTS = 3
 # Packages that ranks import. Each is a folder, so a file with the same name is another module.
@@ -140,7 +150,7 @@ def run(
     is killed is started again. Without --ps, --max-restarts starts all ranks again; a Checkpoint
     callback resumes.
     """
-    sink.hold_standard_descriptors()
+    screen.hold_standard_descriptors()
     command = command_of(script, module, args)
     job_options.check_known(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
@@ -162,7 +172,7 @@ def run(
     check_plan(command, workers, where, communicator, ps, evaluator)
     job_options.check_installed(communicator)
     if isolate:
-        isolation.isolate()
+        network.isolate()
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
@@ -185,7 +195,7 @@ def run(
             if best in job_options.installed():
                 processes = make(communicator=best)
         for notice in preflight.check():
-            sink.say(notice)
+            screen.say(notice)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
@@ -204,12 +214,14 @@ def run(
         )
 
     attempts = Attempts(where, workers, min_workers, 0 if ps else max_restarts)
-    supervisor = Supervisor(
-        attempts,
-        planned,
-        functools.partial(answers, ask=functools.partial(ssh.survey, remote_shell=remote_shell)),
-        sink.say,
-    )
+
+    def answers(host: str) -> bool:
+        with contextlib.suppress(ClusterError):
+            machines.survey(host, 0, remote_shell)
+            return True
+        return False
+
+    supervisor = Supervisor(attempts, planned, answers, screen.say)
     names = [host.name for host in where]
     sys.exit(job_options.interruptible(lambda: supervisor.run(names), "run", supervisor.jobs))
 
@@ -223,7 +235,7 @@ def _with_settings(processes: list[Process], say: bool) -> list[Process]:
         used = used or settings
         changed.append(dataclasses.replace(process, env=env))
     if used is not None and say:
-        sink.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
+        screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
     return changed
 
 

@@ -14,8 +14,7 @@ import rich.table
 
 from dtk.cli.run import command_of
 from dtk.errors import ClusterError
-from dtk.launch import Process, job_options, plan
-from dtk.launch.settings import step_settings, tuning
+from dtk.launch import Process, job_options, plan, step_settings
 
 
 @click.command(
@@ -75,9 +74,9 @@ def tune(
         click.echo("forgotten" if known else "there was nothing to forget")
         return
     with rich.console.Console(stderr=True).status("starting ...") as status:
-        found = tuning.Tuning(
-            tuning.ways(int(threads), os.environ, others),
-            functools.partial(tuning.run, planned),
+        found = step_settings.Tuning(
+            step_settings.ways(int(threads), os.environ, others),
+            functools.partial(step_settings.measure, planned),
             lambda name: status.update(f"measuring: {name}"),
             rounds,
         )
@@ -86,7 +85,7 @@ def tune(
         sys.exit(code)
 
 
-def _choose(found: tuning.Tuning, file: Path) -> int:
+def _choose(found: step_settings.Tuning, file: Path) -> int:
     best = found.choose()
     table = rich.table.Table("", "ms per step (least - most)", box=None, pad_edge=False)
     for name, times in found.times.items():

@@ -20,16 +20,14 @@ import os
 import select
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
-from dtk.cluster.reports import RankReport, report_of
+from dtk.cluster.rank_status import RankReport, RankStatus, report_of
 from dtk.cluster.stall import STUCK, Stall
-from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
 
 _CODE = 32  # hexadecimal digits
@@ -143,20 +141,19 @@ class Table:
     """What rank 0 knows of all ranks; a thread of it ends a job that is stuck."""
 
     def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
-        self._hosts, self._timeout = hosts, timeout
-        self._lines = dict(lines)
-        self._standings = [Standing(started=True, moved=time.monotonic()) for _ in hosts]
+        self._timeout, self._lines = timeout, dict(lines)
+        self._statuses = [
+            RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
+            for rank, host in enumerate(hosts)
+        ]
         self._said = False
         # Unlike select(2), of any number of connections.
         self._selector = selectors.DefaultSelector()
         for rank, line in self._lines.items():
             self._selector.register(line.end, selectors.EVENT_READ, rank)
-        progress.report_to(self.take, timeout)
+        own = self._statuses[0]
+        progress.report_to(lambda report: own.take(report, time.monotonic()), timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
-
-    def take(self, report: RankReport) -> None:
-        """Take note of rank 0's own report."""
-        self._standings[0].take(report, time.monotonic())
 
     def _run(self) -> None:
         told = 0.0
@@ -166,10 +163,14 @@ class Table:
             if now - told > min(_PERIOD, self._timeout / 10):
                 told = now
                 self._tell({"here": True})
-            self._tell_short()
-            found = stall.find(self._standings, now, self._timeout)
-            if found is not None:
-                self._end(found)
+            if not self._said and (short := stall.find_short(self._statuses)):
+                self._said = True  # a rank is about to end of it
+                with contextlib.suppress(OSError):
+                    os.write(2, stall.describe_cause(short, self._statuses).encode())
+            if found := stall.find(self._statuses, now, self._timeout):
+                stall.say_last(stall.describe(found, self._statuses))
+                self._tell({"stuck": True})
+                _leave()
 
     def _hear(self, seconds: float) -> None:
         """Read what has come, all of it, before anyone is taken for silent."""
@@ -178,51 +179,35 @@ class Table:
             rank = int(key.data)
             try:
                 for message in self._lines[rank].receive():
-                    self._standings[rank].take(report_of(message), time.monotonic())
+                    self._statuses[rank].take(report_of(message), time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 line = self._lines.pop(rank)
                 self._selector.unregister(line.end)
                 line.end.close()
-                self._standings[rank].left = True
+                self._statuses[rank].left = True
         if not self._lines:
             time.sleep(max(0.0, deadline - time.monotonic()))
-
-    def _tell_short(self) -> None:
-        """Say, once, whose data has ended before that of others: a rank is about to end of it."""
-        found = None if self._said else stall.find_short(self._standings)
-        if found is not None:
-            self._said = True
-            names = [f"rank {rank}" for rank in range(len(self._hosts))]
-            lines = stall.describe_missing(found, names, self._hosts, self._standings)
-            with contextlib.suppress(OSError):
-                os.write(2, "\n".join(["dtk: " + lines[0], *lines[1:], ""]).encode())
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(message)
 
-    def _end(self, found: Stall) -> NoReturn:
-        names = [f"rank {rank}" for rank in range(len(self._hosts))]
-        _say(stall.describe(found, names, self._hosts, self._standings))
-        self._tell({"stuck": True})
-        _leave()
-
 
 class Client:
     """What another rank than 0 sees: reports where it is, and ends when it is told to."""
 
     def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
-        self._rank, self._hosts, self._line = rank, hosts, line
-        self._timeout = timeout
-        self._standing = Standing()
+        self._rank, self._line, self._timeout = rank, line, timeout
+        self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
+        self._status = self._statuses[rank]
         self._heard = time.monotonic()
         progress.report_to(self.send, timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
     def send(self, report: RankReport) -> None:
         """Send a report to rank 0."""
-        self._standing.take(report, time.monotonic())
+        self._status.take(report, time.monotonic())
         with contextlib.suppress(OSError):
             self._line.send(report)
 
@@ -240,21 +225,18 @@ class Client:
                     os._exit(STUCK)
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
-        while not self._waits():
+        # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.
+        own = self._status
+        while not (
+            own.last is not None
+            and own.last["inside"]
+            and max(own.moved, own.busy) < time.monotonic() - self._timeout
+        ):
             time.sleep(_PERIOD)
         self._end("has left its script, last")
 
-    def _waits(self) -> bool:
-        """Return whether this rank has been inside for the timeout, idle: for one that is gone."""
-        own, since = self._standing, time.monotonic() - self._timeout
-        return own.last is not None and own.last["inside"] and max(own.moved, own.busy) < since
-
     def _end(self, why: str) -> NoReturn:
-        names = [f"rank {rank}" for rank in range(len(self._hosts))]
-        standings = [Standing() for _ in names]
-        standings[self._rank] = self._standing
-        found = Stall((0,), why, (self._rank,))
-        _say(stall.describe(found, names, self._hosts, standings))
+        stall.say_last(stall.describe(Stall((0,), why, (self._rank,)), self._statuses))
         _leave()
 
 
@@ -265,11 +247,3 @@ def _leave() -> NoReturn:
             slurm.end_step(os.environ)
     finally:
         os._exit(STUCK)
-
-
-def _say(text: str) -> None:
-    """Write to standard error, as the last thing that this process does."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())

@@ -24,19 +24,31 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import faulthandler
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from dtk.cluster import report_channel, stacks, usage
-from dtk.cluster.reports import RankReport
+from dtk.cluster import report_channel, usage
+from dtk.cluster.rank_status import RankReport
 
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
 _PERIOD = 1.0
 _AT_LEAST = 5.0
+# Shown of a stack: the innermost calls, and the outermost, which are the script's.
+_INNER, _OUTER = 8, 10
+# A line longer than a pipe takes at once could mix with another.
+_LONGEST = 3000
+_ANOTHER = "and of a thread that this one waits for:"
+# Where TensorFlow calls Python: generators, `tf.py_function` and its like.
+_BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
+
+# Where a checkpoint is written while training goes on.
+_WRITES = "/dtk/callbacks/checkpointing/background.py"
 
 
 class _Position(NamedTuple):
@@ -62,7 +74,7 @@ class _Reporter:
         self._send = send
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
-        self._times: collections.Counter[str] = collections.Counter()
+        self.times: collections.Counter[str] = collections.Counter()
         self._reported: tuple[_Position, float] = (self.position, 0.0)
         self._main = threading.main_thread().ident or 0
         # Seconds that the main thread has computed in looking for messages, and since when it does.
@@ -78,17 +90,6 @@ class _Reporter:
         """Note that the main thread only waits for the job's end from now on."""
         self._serves = True
         self.position = _Position(0, 1, "service", time.monotonic())
-
-    def _polls(self) -> float:
-        since = self.polls_since
-        main = threading.main_thread().native_id or 0
-        return 0.0 if since is None else max(0.0, usage.cpu(main) - since)
-
-    def next_place(self, what: str) -> _Position:
-        """Return where the main thread is once it goes inside."""
-        self._times[what] += 1
-        number, depth, *_ = self.position
-        return _Position(number + 1, depth + 1, f"{what} {self._times[what]}")
 
     @contextlib.contextmanager
     def at(self, place: _Position, stays: bool = False) -> Iterator[None]:
@@ -119,9 +120,11 @@ class _Reporter:
 
     def _report(self, position: _Position, now: float) -> RankReport:
         still = now - position.since
-        held = self.held()
+        polls, main = 0.0, threading.main_thread().native_id or 0
+        if (since := self.polls_since) is not None:
+            polls = max(0.0, usage.cpu(main) - since)
         late = still > self._timeout / 2 and not self._serves
-        stack, feeds = stacks.of_this_process(self._main, self.awaited) if late else ("", False)
+        stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
         return {
             "count": position.number,
             "inside": position.depth > 0,
@@ -132,10 +135,10 @@ class _Reporter:
             "feeds": feeds,
             "what": position.what,
             "still": still,
-            "cpu": _cpu() - self.polled - self._polls(),
+            "cpu": time.process_time() - sum(map(usage.cpu, _polling)) - self.polled - polls,
             "io": usage.io(),
             "stack": stack,
-            "held": {str(worker): now - since for worker, since in held.items()},
+            "held": {str(worker): now - began for worker, began in self.held().items()},
         }
 
 
@@ -150,17 +153,13 @@ def start(serves: bool = False) -> None:
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
-    if _is_rank():
+    # The launcher has started this very process, and not one that did.
+    if is_launched() and os.getsid(0) == os.getpid():
         report_channel.keep()
-    if _reporter is None and timeout > 0 and _is_rank():
-        _reporter = _Reporter(timeout, _to_launcher)
+        if _reporter is None and timeout > 0:
+            _reporter = _Reporter(timeout, lambda told: report_channel.tell({"progress": told}))
     if _reporter is not None and serves:
         _reporter.serve()
-
-
-def _is_rank() -> bool:
-    """Return whether the launcher has started this very process, and not one that did."""
-    return is_launched() and os.getsid(0) == os.getpid()
 
 
 def report_to(send: Callable[[RankReport], None], timeout: float) -> None:
@@ -179,10 +178,6 @@ def is_launched() -> bool:
     return os.environ.get("DTK_RUN") == "1"
 
 
-def _to_launcher(report: RankReport) -> None:
-    report_channel.tell({"progress": report})
-
-
 def tell_held(held: Callable[[], dict[int, float]]) -> None:
     """Report from now on which worker has work."""
     if _reporter is not None:
@@ -197,18 +192,15 @@ def _mine() -> _Reporter | None:
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Return a context for what all ranks do together.
-
-    Example:
-        >>> with inside("train step"):
-        ...     pass
-    """
+    """Return a context for what all ranks do together."""
     reporter = _mine()
     if reporter is None:
         yield
         return
-    before = reporter.position
-    with reporter.at(reporter.next_place(what), stays=not (before.depth or before.alone)):
+    number, depth, _, _, is_alone, _ = reporter.position
+    reporter.times[what] += 1
+    place = _Position(number + 1, depth + 1, f"{what} {reporter.times[what]}")
+    with reporter.at(place, stays=not (depth or is_alone)):
         yield
 
 
@@ -306,5 +298,46 @@ def _threads() -> set[int]:
         return set()
 
 
-def _cpu() -> float:
-    return time.process_time() - sum(map(usage.cpu, _polling))
+# Stacks as `faulthandler` writes them, shortened to what tells where a script is.
+
+
+def stacks_of_this_process(main: int, awaited: threading.Thread | None) -> tuple[str, bool]:
+    """Return the stacks of this process, and whether TensorFlow waits for Python."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        threads = file.read().split("\n\n")
+    ids = [main] if awaited is None or not awaited.ident else [main, awaited.ident]
+    its = [one for ident in ids for one in threads if f"0x{ident:016x} " in one]
+    feeding = [one for one in threads if _BY_TENSORFLOW in one and one not in its]
+    return _shortened([*its[:1], *feeding[:1], *its[1:]]), bool(feeding)
+
+
+def stack_of_main_thread(lines: Sequence[str]) -> str:
+    """Return the stack of the main thread out of what a process has written when it was aborted.
+
+    >>> stack_of_main_thread(["Fatal Python error: Aborted", "",
+    ...     "Thread 0x1 (most recent call first):", '  File "a.py", line 1 in f', "",
+    ...     "Current thread 0x2 (most recent call first):",
+    ...     '  File "b.py", line 3 in g', "  <no Python frame>", "", "Extension modules: none"])
+    '  File "b.py", line 3 in g'
+    """
+    text = "\n".join(lines)
+    threads = [one for one in text.split("\n\n") if "(most recent call first):" in one]
+    # It is the oldest, and the last that is written.
+    others = [one for one in threads[:-1] if _BY_TENSORFLOW in one or _WRITES in one]
+    return _shortened([*threads[-1:], *others[:1]])
+
+
+def _shortened(threads: Sequence[str]) -> str:
+    """Return the stacks of a thread, and of those that it waits for."""
+    found = [_calls(one.splitlines(), len(threads)) for one in threads]
+    return f"\n{_ANOTHER}\n".join("\n".join(calls) for calls in found)[:_LONGEST]
+
+
+def _calls(lines: Sequence[str], shared_by: int) -> list[str]:
+    calls = [line for line in lines if line.startswith("  File ")]
+    inner, outer = _INNER // shared_by, _OUTER // shared_by
+    if len(calls) <= inner + outer:
+        return calls
+    return [*calls[:inner], "  ...", *calls[-outer:]]

@@ -28,11 +28,7 @@ Readiness: TypeAlias = Literal["ready", "begun", "over"]
 
 
 def grace(environ: Mapping[str, str] = os.environ) -> float:
-    """Return how long ranks may take to agree on a checkpoint, and to write it.
-
-    >>> grace({}), grace({"DTK_SAVE_GRACE": "90"})
-    (60.0, 90.0)
-    """
+    """Return how long ranks may take to agree on a checkpoint, and to write it."""
     text = environ.get(SAVE_GRACE, "")
     if not text:
         return DEFAULT_GRACE

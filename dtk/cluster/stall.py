@@ -29,10 +29,13 @@ With parameter servers, workers and the evaluator can be replaced, and the job g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster.standing import Standing
+from dtk.cluster.rank_status import RankStatus
 
 # Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
 ALONE = 12
@@ -48,7 +51,7 @@ _LATEST_REPORT = 5.0
 _SHORT = "has come to the end of its data before the others"
 # Seconds that a chief may be silent for longer, while TensorFlow waits for a worker to come back.
 _REPLACING = 15.0
-# What can be replaced: see `dtk.launch.restarts`.
+# What can be replaced: see `dtk.launch.watch`.
 _REPLACEABLE = ("worker", "evaluator")
 
 
@@ -61,71 +64,61 @@ class Stall(NamedTuple):
     waiting: tuple[int, ...]  # indices of the others
 
 
-def find(standings: Sequence[Standing], now: float, timeout: float) -> Stall | None:
-    """Return why a job is stuck; None while it is not, or not for long enough.
+def _indices(ranks: Sequence[RankStatus], are: Callable[[RankStatus], bool]) -> tuple[int, ...]:
+    return tuple(index for index, rank in enumerate(ranks) if are(rank))
 
-    Example:
-        >>> find([Standing()], now=1000.0, timeout=300.0) is None
-        True
-    """
-    if any(standing.last is None and not standing.started for standing in standings):
+
+def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:
+    """Return why a job is stuck; None while it is not, or not for long enough."""
+    if any(rank.last is None and not rank.started for rank in ranks):
         return None  # nobody knows whether they are there
     since = now - timeout
-    everyone = range(len(standings))
-    silent = tuple(i for i in everyone if standings[i].is_silent(since))
+    silent = _indices(ranks, lambda rank: rank.is_silent(since))
     if silent:
-        others = tuple(i for i in everyone if i not in silent)
+        others = tuple(i for i in range(len(ranks)) if i not in silent)
         return Stall(silent, f"reported nothing for {timeout:g} s, last", others)
-    if any(standing.last is not None and standing.is_stopped for standing in standings):
+    if any(rank.last is not None and rank.is_stopped for rank in ranks):
         return None  # it will be silent in a moment, and its last report is out of date
-    waiting = tuple(i for i in everyone if standings[i].waits)
-    if waiting and (ended := _ended(standings, now - min(timeout, _LEFT))):
-        return Stall(ended, "has left its script", waiting)
-    if not waiting or any(standing.moved > since for standing in standings if not standing.left):
+    waiting = _indices(ranks, lambda rank: rank.waits)
+    if not waiting:
         return None
-    idle = tuple(i for i in everyone if i not in waiting and standings[i].is_idle(since))
-    if idle:
-        left = all(standings[i].left for i in idle)
-        why = "has left its script" if left else f"did nothing for {timeout:g} s"
+    left = _indices(ranks, lambda rank: rank.left)
+    there = [rank for rank in ranks if not rank.left]
+    recently = now - min(timeout, _LEFT)
+    if left and all(one.waits and max(one.moved, one.busy) <= recently for one in there):
+        return Stall(left, "has left its script", waiting)
+    if any(rank.moved > since for rank in there):
+        return None
+    if idle := _indices(ranks, lambda rank: not rank.waits and rank.is_idle(since)):
+        why = f"did nothing for {timeout:g} s"
+        if all(ranks[i].left for i in idle):
+            why = "has left its script"
         return Stall(idle, why, waiting)
-    if len(waiting) == len(standings):
-        return _mutual(standings, since, timeout)
-    return find_alone(standings, now, timeout * ALONE)
+    if len(waiting) == len(ranks):
+        return _mutual(ranks, since, timeout)
+    return find_alone(ranks, now, timeout * ALONE)
 
 
-def find_alone(standings: Sequence[Standing], now: float, seconds: float) -> Stall | None:
-    """Return which ranks compute, read or write while the others wait for them, for so long.
-
-    Example:
-        >>> find_alone([Standing(started=True), Standing(started=True)], 1000.0, 300.0) is None
-        True
-    """
-    waiting = tuple(i for i, one in enumerate(standings) if one.waits)
-    alone = tuple(i for i, one in enumerate(standings) if not (one.waits or one.left))
-    if not (waiting and alone) or any(one.moved > now - seconds for one in standings):
+def find_alone(ranks: Sequence[RankStatus], now: float, seconds: float) -> Stall | None:
+    """Return which ranks compute, read or write while the others wait for them, for so long."""
+    waiting = _indices(ranks, lambda rank: rank.waits)
+    alone = _indices(ranks, lambda rank: not (rank.waits or rank.left))
+    if not (waiting and alone) or any(rank.moved > now - seconds for rank in ranks):
         return None
     return Stall(alone, f"computed without the others for {seconds:g} s,", waiting)
 
 
-def _ended(standings: Sequence[Standing], since: float) -> tuple[int, ...]:
-    """Return the ranks whose scripts are over, where all others have waited idly since a time."""
-    others = [one for one in standings if not one.left]
-    if any(not one.waits or max(one.moved, one.busy) > since for one in others):
-        return ()
-    return tuple(i for i, one in enumerate(standings) if one.left)
-
-
-def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stall | None:
+def _mutual(ranks: Sequence[RankStatus], since: float, timeout: float) -> Stall | None:
     """Return why ranks that all wait are stuck."""
-    everyone = tuple(range(len(standings)))
-    if any(standing.busy >= since for standing in standings):
+    everyone = tuple(range(len(ranks)))
+    if any(rank.busy >= since for rank in ranks):
         return None
-    told = [standing.last for standing in standings if standing.last is not None]
+    told = [rank.last for rank in ranks if rank.last is not None]
     feeding = tuple(i for i in everyone if told[i]["feeds"])
     if 0 < len(feeding) < len(everyone):
         others = tuple(i for i in everyone if i not in feeding)
         return Stall(feeding, f"got no data for {timeout:g} s from Python", others)
-    if ahead := _ahead(standings):
+    if ahead := _ahead(ranks):
         others = tuple(i for i in everyone if i not in ahead)
         return Stall(ahead, f"{_SHORT}, and waits", others)
     if len({(one["count"], one["what"]) for one in told}) > 1:
@@ -134,181 +127,150 @@ def _mutual(standings: Sequence[Standing], since: float, timeout: float) -> Stal
     return Stall((), f"No rank did anything for {timeout:g} s", everyone)
 
 
-def _ahead(standings: Sequence[Standing]) -> tuple[int, ...]:
+def _ahead(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     """Return the ranks that have come to the end of their data more often than the others."""
-    loops = [0 if standing.last is None else standing.last["loops"] for standing in standings]
+    loops = [0 if rank.last is None else rank.last["loops"] for rank in ranks]
     ahead = tuple(index for index, count in enumerate(loops) if count == max(loops))
     return ahead if len(ahead) < len(loops) else ()
 
 
-def find_short(standings: Sequence[Standing]) -> Stall | None:
+def find_short(ranks: Sequence[RankStatus]) -> Stall | None:
     """Return whose data has ended before that of others, where a collective has shown that."""
-    refused = any(one.last is not None and one.last["refused"] for one in standings)
-    ahead = _ahead(standings) if refused else ()
+    refused = any(rank.last is not None and rank.last["refused"] for rank in ranks)
+    ahead = _ahead(ranks) if refused else ()
     return Stall(ahead, f"{_SHORT}, last", ()) if ahead else None
 
 
-def describe_missing(
-    stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
-) -> list[str]:
-    """Return the lines that say who is missing, and where in its script."""
-    lines = []
-    for index in stall.missing:
-        text = f"{names[index]}, host {hosts[index]}, {stall.why} {_where(standings[index])}."
-        if standings[index].is_stopped:
-            text += " It is stopped, as by SIGSTOP."
-        if standings[index].left:
-            text = f"{text[:-1]}, and {ADVICE}"
-        lines += [text, *_stack(standings[index])]
-    return lines
-
-
-def find_cut_off(standings: Sequence[Standing], now: float, timeout: float) -> Stall | None:
+def find_cut_off(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:
     """Return which ranks are silent, in a job of which others have lost a rank.
 
     TensorFlow takes a rank of which it hears nothing for lost sooner than the timeout. A rank that
     was stopped is silent, too.
-
-    Example:
-        >>> find_cut_off([Standing(), Standing(heard=900.0)], now=1000.0, timeout=300.0).missing
-        (1,)
     """
     seconds = 2 * min(_LATEST_REPORT, timeout / 4)
+    since = now - seconds
     silent = tuple(
         index
-        for index, standing in enumerate(standings)
-        if standing.heard is not None
-        and (
-            standing.is_stopped
-            or (standing.heard < now - seconds and standing.is_unused(now - seconds))
-        )
+        for index, rank in enumerate(ranks)
+        if rank.heard is not None
+        and (rank.is_stopped or (rank.heard < since and rank.is_unused(since)))
     )
     return Stall(silent, f"reported nothing for {seconds:g} s, last", ()) if silent else None
 
 
-def describe(
-    stall: Stall, names: Sequence[str], hosts: Sequence[str], standings: Sequence[Standing]
-) -> str:
+def describe_missing(stall: Stall, ranks: Sequence[RankStatus]) -> list[str]:
+    """Return the lines that say who is missing, and where in its script."""
+    lines = []
+    for rank in (ranks[index] for index in stall.missing):
+        text = f"{rank.name}, host {rank.host}, {stall.why} {rank.where}."
+        if rank.is_stopped:
+            text += " It is stopped, as by SIGSTOP."
+        if rank.left:
+            text = f"{text[:-1]}, and {ADVICE}"
+        lines += [text, *_stack(rank)]
+    return lines
+
+
+def describe_cause(stall: Stall, ranks: Sequence[RankStatus]) -> str:
+    """Return what was seen of the ranks whose doing others have failed of."""
+    lines = describe_missing(stall, ranks)
+    return "\n".join([f"dtk: {lines[0]}", *lines[1:], ""])
+
+
+def describe(stall: Stall, ranks: Sequence[RankStatus]) -> str:
     """Return what was seen of a job that has stopped moving: who is missing, where, who waits."""
     lines = ["", "dtk: the job has stopped moving, and was ended."]
     if not stall.missing:
         lines[1] += f" {stall.why}."
-    lines += describe_missing(stall, names, hosts, standings)
-    for index in stall.waiting:
-        lines.append(f"{names[index]} waits {_where(standings[index])}.")
+    lines += describe_missing(stall, ranks)
+    for rank in (ranks[index] for index in stall.waiting):
+        lines.append(f"{rank.name} waits {rank.where}.")
         if not stall.missing:
-            lines += _stack(standings[index])
+            lines += _stack(rank)
     return "\n".join([*lines, ""])
 
 
-def _stack(standing: Standing) -> list[str]:
-    calls = standing.calls.splitlines()
+def _stack(rank: RankStatus) -> list[str]:
+    calls = rank.calls.splitlines()
     return ["Its stack, the innermost call first:", *calls] if calls else []
 
 
-def _where(standing: Standing) -> str:
-    last = standing.last
-    if last is None:
-        return "before it made a strategy"
-    is_there = not standing.left and (last["inside"] or last["joining"] or last["alone"])
-    return f"{'in' if is_there else 'after'} {last['what']}"
+def say_last(text: str) -> None:
+    """Write to standard error, as the last thing that this process does."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
-def find_replaceable(
-    standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
-) -> dict[int, str]:
-    """Return the workers of a job with servers, and the evaluator, that are stuck.
-
-    Example:
-        >>> find_replaceable([Standing(), Standing()], ["chief", "worker"], 1000.0, 300.0)
-        {}
-    """
-    if _silent(standings, ("ps",), roles, now - timeout):
+def find_replaceable(ranks: Sequence[RankStatus], now: float, timeout: float) -> dict[int, str]:
+    """Return the workers of a job with servers, and the evaluator, that are stuck."""
+    if _silent(ranks, ("ps",), now - timeout):
         return {}  # for which a worker may wait
     since = now - timeout - min(_LATEST_REPORT, timeout / 4)
-    silent = _silent(standings, _REPLACEABLE, roles, now - timeout)
+    silent = _silent(ranks, _REPLACEABLE, now - timeout)
     found = dict.fromkeys(silent, f"has reported nothing for {timeout:g} s")
-    held = _held(standings, roles)
-    workers = [index for index, role in enumerate(roles) if role == "worker"]
-    for index, role in enumerate(roles):
-        standing = standings[index]
-        if index in found or standing.last is None or standing.busy >= since:
+    held = _held(ranks)
+    workers = _indices(ranks, lambda rank: rank.role == "worker")
+    for index, rank in enumerate(ranks):
+        if index in found or rank.last is None or rank.busy >= since:
             continue
-        began = held.get(workers.index(index)) if role == "worker" else None
+        began = held.get(workers.index(index)) if rank.role == "worker" else None
         if began is not None and began < since:
             found[index] = f"has done nothing for {timeout:g} s, though it had work"
-        evaluates = role == "evaluator" and standing.last["inside"]
-        if evaluates and standing.moved < since:
-            found[index] = f"has done nothing for {timeout:g} s in {standing.last['what']}"
-    late = _not_started(standings, ("worker",), roles, since)
+        if rank.role == "evaluator" and rank.last["inside"] and rank.moved < since:
+            found[index] = f"has done nothing for {timeout:g} s in {rank.last['what']}"
+    late = _not_started(ranks, "worker", since)
     return found | dict.fromkeys(late, f"has done nothing for {timeout:g} s since its start")
 
 
-def find_served(
-    standings: Sequence[Standing], roles: Sequence[str], now: float, timeout: float
-) -> Stall | None:
-    """Return why a job with parameter servers is stuck; None while it is not, or not for long.
-
-    Example:
-        >>> find_served([Standing(), Standing()], ["chief", "ps"], 1000.0, 300.0) is None
-        True
-    """
-    chief = roles.index("chief")
-    its = standings[chief]
+def find_served(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:
+    """Return why a job with parameter servers is stuck; None while it is not, or not for long."""
+    (chief,) = _indices(ranks, lambda rank: rank.role == "chief")
+    its = ranks[chief]
     margin = min(_LATEST_REPORT, timeout / 4)
-    why = f"reported nothing for {timeout:g} s, last"
-    if silent := _silent(standings, ("ps",), roles, now - timeout):
+    why, idle = f"reported nothing for {timeout:g} s, last", f"did nothing for {timeout:g} s"
+    if silent := _silent(ranks, ("ps",), now - timeout):
         return Stall(silent, why, () if its.last is None else (chief,))
     # TensorFlow may keep Python's lock while it asks another task for something, so a chief that
     # reports nothing may wait itself: for a worker that is replaced before.
-    if silent := _silent(standings, ("chief",), roles, now - timeout - _REPLACING):
+    if silent := _silent(ranks, ("chief",), now - timeout - _REPLACING):
         return Stall(silent, why, ())
     since = now - timeout - margin
-    if late := _not_started(standings, ("ps",), roles, since):
-        return Stall(late, f"did nothing for {timeout:g} s", (chief,))
+    if late := _not_started(ranks, "ps", since):
+        return Stall(late, idle, (chief,))
     if its.last is None:
-        waiting = tuple(index for index, standing in enumerate(standings) if standing.waits)
-        stuck = bool(waiting) and its.is_idle(since)
-        return Stall((chief,), f"did nothing for {timeout:g} s", waiting) if stuck else None
-    if its.waits or _held(standings, roles):
+        waiting = _indices(ranks, lambda rank: rank.waits)
+        return Stall((chief,), idle, waiting) if waiting and its.is_idle(since) else None
+    if its.waits or _held(ranks):
         return None
     heard = its.heard is not None and its.heard >= now - 2 * margin
     if heard and its.moved < since and its.busy < since:
-        return Stall((chief,), f"did nothing for {timeout:g} s", ())
+        return Stall((chief,), idle, ())
     return None
 
 
-def _silent(
-    standings: Sequence[Standing], wanted: Sequence[str], roles: Sequence[str], since: float
-) -> tuple[int, ...]:
-    """Return those of the wanted roles that have reported, and have fallen silent."""
-    return tuple(
-        index
-        for index, standing in enumerate(standings)
-        if roles[index] in wanted and standing.is_silent(since)
-    )
+def _silent(ranks: Sequence[RankStatus], roles: Sequence[str], since: float) -> tuple[int, ...]:
+    """Return the ranks with one of the roles that have reported, and have fallen silent."""
+    return _indices(ranks, lambda rank: rank.role in roles and rank.is_silent(since))
 
 
-def _not_started(
-    standings: Sequence[Standing], wanted: Sequence[str], roles: Sequence[str], since: float
-) -> tuple[int, ...]:
-    """Return those of the wanted roles that do nothing at their start, while the chief waits."""
-    chief = standings[roles.index("chief")]
+def _not_started(ranks: Sequence[RankStatus], role: str, since: float) -> tuple[int, ...]:
+    """Return the tasks of a role that do nothing at their start, while the chief waits."""
+    (chief,) = (rank for rank in ranks if rank.role == "chief")
     if chief.last is None or not chief.last["joining"] or chief.moved >= since:
         return ()
-    return tuple(
-        index
-        for index, standing in enumerate(standings)
-        if roles[index] in wanted
-        and not standing.waits
-        and standing.moved < since
-        and standing.is_idle(since)
-    )
+
+    def does_nothing(rank: RankStatus) -> bool:
+        idle = not rank.waits and rank.moved < since and rank.is_idle(since)
+        return rank.role == role and idle
+
+    return _indices(ranks, does_nothing)
 
 
-def _held(standings: Sequence[Standing], roles: Sequence[str]) -> Mapping[int, float]:
+def _held(ranks: Sequence[RankStatus]) -> Mapping[int, float]:
     """Return since when workers have had their work, by worker, as the chief last said."""
-    chief = standings[roles.index("chief")]
+    (chief,) = (rank for rank in ranks if rank.role == "chief")
     if chief.last is None or chief.heard is None:
         return {}
     return {int(worker): chief.heard - age for worker, age in chief.last["held"].items()}

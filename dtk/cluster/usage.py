@@ -25,11 +25,7 @@ class Usage(NamedTuple):
 
 
 def of(pid: int) -> Usage | None:
-    """Look at a process of this machine.
-
-    >>> of(os.getpid()).state
-    'R'
-    """
+    """Look at a process of this machine."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat") as main, open(f"/proc/{pid}/stat") as all_of_it:
             stat = main.read().rpartition(")")[2].split()
@@ -68,9 +64,6 @@ class MemoryKills:
 
     It counts those of the process's control group, such as a container, or of the whole machine
     where the group does not tell.
-
-    >>> MemoryKills(os.getpid()).are_more()
-    False
     """
 
     def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):

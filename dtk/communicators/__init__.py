@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 # that the user has set stays.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-from dtk.cluster import progress, slurm, threads
+from dtk.cluster import processor, progress, slurm
 from dtk.cluster.environment import Environment
 from dtk.cluster.mpi_installs import mpirun_of_python_started
 from dtk.cluster.mpi_refusals import horovod_refused
@@ -88,7 +88,7 @@ def create(
         )
     if name == "auto":
         name = choose(environment).name
-    threads.divide(environment)
+    processor.divide_cores(environment)
     with progress.joining(f"the start of {name}"):
         world = _world(name, environment, before_collectives)
     world.environment = environment

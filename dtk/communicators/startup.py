@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from dtk.cluster.environment import Environment
-from dtk.cluster.waiting import Wait
+from dtk.cluster.startup_barrier import Wait
 from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 

@@ -19,19 +19,15 @@ import time
 from collections.abc import Sequence
 
 from dtk.cluster import mpi_installs
-from dtk.horovod_build.requirements import HorovodBuildError, ask, reason_of
-from dtk.launch import Job, Process, local, plan
+from dtk.horovod_build.build import HorovodBuildError, ask, reason_of
+from dtk.launch import Job, Process, machines, plan
 
 TIMEOUT = 120.0
 
 # another job's variables would make the ranks join that job, or start through its scheduler
 _FOREIGN = ("HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_", "HYDI_", "TF_CONFIG")
 # on CPU: two ranks on one GPU would each take all of its memory
-_ON_CPU = {
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-}
+_ON_CPU = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 _DESCRIBE = """
 import json, pathlib
@@ -158,7 +154,7 @@ def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
 
 def _alone(process: Process) -> Process:
     """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
-    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not local.is_foreign(n)]
+    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not machines.is_foreign(n)]
     unset = [f"--unset={name}" for name in inherited if name not in process.env]
     argv = ("env", *unset, *process.argv)
     return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

@@ -21,17 +21,17 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
 from dtk.cluster.report_channel import pair, receive, record, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
-from dtk.launch.marked import BESIDE, abort, end, start
-from dtk.launch.orphans import Saver
+from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
 _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
+_MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
 
 
 class RankSpec(TypedDict):
@@ -79,19 +79,8 @@ class SurveySpec(TypedDict):
 Spec: TypeAlias = RankSpec | GuardSpec | SurveySpec
 
 
-class MachineFacts(TypedDict):
-    """What is known of this host; see `survey`."""
-
-    ports: list[int]
-    cores: list[int]
-    interface: str
-
-
-class FarFacts(MachineFacts):
-    """What the launcher is told of another host."""
-
-    versions: dict[str, str]  # see `versions`
-    clock: float  # what its clock shows, in seconds of the epoch
+# Free ports of this host, its cores, and the interface of its address, "" where there is none.
+Facts: TypeAlias = tuple[list[int], list[int], str]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -99,10 +88,6 @@ def reserve(host: str, port: int = 0) -> socket.socket:
 
     The socket is bound but does not listen, so the kernel gives the port to nobody else, while a
     server that sets SO_REUSEADDR (gRPC does) may still bind it.
-
-    >>> with reserve("127.0.0.1") as held:
-    ...     held.getsockname()[1] > 0
-    True
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM
@@ -117,31 +102,15 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> MachineFacts:
-    """Look at this host before placing ranks on it.
-
-    >>> facts = survey("127.0.0.1", 2)
-    >>> len(facts["ports"]), facts["interface"]
-    (2, 'lo')
-    """
-    held = [reserve(host) for _ in range(ports)]
-    try:
-        return {
-            "ports": [one.getsockname()[1] for one in held],
-            "cores": cores(),
-            "interface": _interface(host),
-        }
-    finally:
-        for one in held:
-            one.close()
+def survey(host: str, ports: int) -> Facts:
+    """Look at this host before placing ranks on it."""
+    with contextlib.ExitStack() as held:
+        found = [held.enter_context(reserve(host)) for _ in range(ports)]
+        return [one.getsockname()[1] for one in found], cores(), _interface(host)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed.
-
-    >>> sorted(versions())[0]
-    'Python'
-    """
+    """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed."""
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
     found = {"Python": "{}.{}".format(*sys.version_info)}
@@ -157,11 +126,7 @@ def versions() -> dict[str, str]:
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
-    """List the cores this process may use, in the order of packages and physical cores.
-
-    >>> set(cores()) == os.sched_getaffinity(0)
-    True
-    """
+    """List the cores this process may use, in the order of packages and physical cores."""
     return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(f"{folder}/cpu{one}"), one))
 
 
@@ -196,12 +161,62 @@ def _interface(host: str) -> str:
 
 
 def shell_code(code: int) -> int:
-    """Turn a `subprocess` return code into what a shell would report.
-
-    >>> shell_code(-9), shell_code(3)
-    (137, 3)
-    """
+    """Turn a `subprocess` return code into what a shell would report."""
     return 128 - code if code < 0 else code
+
+
+class Saver:
+    """Asks ranks to end, once their launcher has gone, and waits for their checkpoints.
+
+    What they print has no reader any more, and Python would end them for that before they have
+    saved. So their pipes are kept open here, and read once the launcher is gone.
+    """
+
+    def __init__(self, job: str, grace: float) -> None:
+        self._job, self._grace = job, grace
+        self._pipes: dict[int, list[int]] = {}
+
+    def note(self, what: str, pid: int) -> None:
+        """Note whether a rank would save a checkpoint if it were asked to end."""
+        if what == "ready":
+            self._pipes.setdefault(pid, _opened(pid))
+        elif what == "over":
+            for pipe in self._pipes.pop(pid, []):
+                os.close(pipe)
+
+    def let_save(self, serving: Collection[int] = ()) -> None:
+        """Send the ranks that would save SIGTERM, and wait until they have ended or time is up."""
+        asked = set(self._pipes) & set(members(self._job))
+        saving = asked | set(serving)
+        for pipes in self._pipes.values():
+            for pipe in pipes:
+                threading.Thread(target=_read_out, args=(pipe,), daemon=True).start()
+        for pid in asked:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 2 * self._grace + _MARGIN
+        while saving and time.monotonic() < deadline:
+            time.sleep(0.25)
+            saving &= set(members(self._job))
+
+
+def _opened(pid: int) -> list[int]:
+    """Return the reading ends of what a process writes to, where these are pipes."""
+    found = []
+    for number in (1, 2):
+        name = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(OSError):
+            if os.readlink(name).startswith("pipe:"):
+                found.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    for pipe in found:
+        os.set_blocking(pipe, True)
+    return found
+
+
+def _read_out(pipe: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(pipe, 1 << 16):
+            pass
 
 
 def run_rank(spec: RankSpec) -> int:
@@ -342,9 +357,7 @@ def main(spec: Spec) -> int:
         return run_rank(spec)
     if spec["task"] == "guard":
         return guard(spec)
-    seen = survey(spec["host"], spec["ports"])
-    told: FarFacts = {**seen, "versions": versions(), "clock": time.time()}
-    print(json.dumps(told))
+    print(json.dumps([survey(spec["host"], spec["ports"]), versions(), time.time()]))
     return 0
 
 

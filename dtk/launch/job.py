@@ -6,7 +6,7 @@
           a lost worker that
           servers can spare
 
-`ending` says what counts as which, `watch` waits for it. "Ended" is SIGTERM, then, `grace` seconds
+`outcome` says what counts as which, `watch` waits for it. "Ended" is SIGTERM, then, `grace` seconds
 later, SIGKILL for whatever still carries the job's mark: a rank may be stuck inside TensorFlow,
 where it cannot act on SIGTERM. Of a job that is stopped, ranks that would save a checkpoint are
 asked first, while all that they need still runs. A thread watches, so a failure is acted upon even
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -29,17 +28,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from dtk.cluster.variables import RESTARTS
+from dtk.cluster import stall
 from dtk.errors import ClusterError
-from dtk.launch import ending, marked, ssh
-from dtk.launch.failure_report import failure_report, leaver_report, stall_report
+from dtk.launch import job_processes, machines, outcome
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank
-from dtk.launch.restarts import Restarts
+from dtk.launch.rank import JobState, Rank
 from dtk.launch.starter import Starter
-from dtk.launch.state import JobState
-from dtk.launch.watch import Watch, exit_code
+from dtk.launch.watch import Watch
 
 _FAILED = 70  # exit code where the launcher itself fails, as of sysexits(3)
 
@@ -80,7 +76,7 @@ class Job:
         processes: Sequence[Process],
         *,
         output_dir: str | os.PathLike[str] | None = None,
-        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
+        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
         grace: float = 5.0,
         save_grace: float = 0.0,
         max_restarts: int = 3,
@@ -96,40 +92,24 @@ class Job:
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._grace, self._save_grace = grace, save_grace
-        self._max_restarts = max_restarts
+        self._restarts, self._reports = max_restarts > 0, stall_timeout > 0
         self._ranks: list[Rank] = []
         self._state = JobState()
-        self._ending = ending.choose(self.processes, self._ranks)
+        self._outcome = outcome.choose(self.processes, self._ranks)
         self._output = JobOutput(
-            self.processes,
-            self.output_dir,
-            append,
-            stdout,
-            stderr,
-            self._state,
-            self._ending.failed_before,
-            self._note_saving,
+            self.processes, self.output_dir, append, stdout, stderr, self._state, self._outcome
         )
         self._starter = Starter(
-            self.processes, self.job_id, grace, save_grace, remote_shell, self._output.say
-        )
-        restarts = Restarts(
-            self.processes,
-            self._ending,
-            self._starter,
-            self._start_again,
-            self._output.say,
-            max_restarts,
+            self.processes, self.job_id, grace, save_grace, remote_shell, self._output, self._state
         )
         self._watch = Watch(
             self._ranks,
-            self._ending,
+            self._outcome,
             self._state,
-            restarts.replace,
-            self._end_stuck,
-            self._output.say,
+            self._output,
             self._starter,
-            lambda: self._output.waits,
+            grace,
+            max_restarts,
             stall_timeout,
         )
         self._done = threading.Event()
@@ -151,7 +131,10 @@ class Job:
             raise ClusterError("this job was started before; make a new Job")
         self._started = True
         try:
-            self._start_all()
+            self._output.open()
+            self._starter.prepare()
+            for process in self.processes:
+                self._starter.start(process, self._ranks)
         except BaseException:
             self._state.stopping = self._state.hurry = True
             self._end_all()
@@ -238,8 +221,8 @@ class Job:
         return (
             culprit is not None
             and culprit.failed_by_itself
-            and self._watch.listens
-            and not any(rank.standing.worked for rank in self._ranks)
+            and self._reports
+            and not any(rank.status.worked for rank in self._ranks)
         )
 
     @property
@@ -247,134 +230,82 @@ class Job:
         """Process id by name (the remote shell's for a process on another host)."""
         return {rank.process.name: rank.popen.pid for rank in self._ranks}
 
-    def _start_all(self) -> None:
-        self._output.open()
-        self._starter.prepare()
-        for process in self.processes:
-            env = {**self._output.variables(process), **self._starter.env(process)}
-            remote = self._starter.is_remote(process)
-            popen, reports = self._starter.popen(process, env)
-            rank = Rank(process, env, remote, popen)
-            self._ranks.append(rank)
-            self._output.open_file(rank)
-            self._attend(rank, reports)
-
-    def _start_again(self, rank: Rank) -> None:
-        env = {**rank.env, RESTARTS: str(rank.restarts)}
-        popen, reports = self._starter.popen(rank.process, env)
-        with self._state.changed:
-            rank.started(popen)
-        self._attend(rank, reports)
-
-    def _end_stuck(self, rank: Rank) -> None:
-        """End one process that is stuck, and show its stack."""
-        if not (rank.standing.waits or rank.standing.has_stack):
-            self._watch.ask_for_stacks([rank])
-        if stack := rank.standing.calls:
-            name = rank.process.name
-            self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
-        sessions = [] if rank.remote else [rank.popen.pid]
-        marked.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
-        if rank.remote:
-            rank.hang_up()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.popen.wait(self._grace + 2.0)
-            rank.popen.kill()
-
-    def _note_saving(self, rank: Rank) -> None:
-        """Tell the guard, or the rank's agent, whether the rank would save a checkpoint."""
-        if rank.remote:
-            rank.tell_agent("ready" if rank.would_save else "over")
-        else:
-            self._starter.note_saving(rank.popen.pid, rank.would_save)
-
-    def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
-        """Start the threads that read what a process writes, and note its end."""
-        self._output.relay(rank, reports)
-        threading.Thread(target=self._reap, args=(rank, rank.popen), daemon=True).start()
-
-    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
-        code = popen.wait()
-        with self._state.changed:
-            rank.ended(code)
-            self._state.changed.notify_all()
-
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
-        while not self._done.wait(ssh.HEARTBEAT):
+        while not self._done.wait(machines.HEARTBEAT):
             for rank in self._ranks:
-                rank.tell_that_we_are_here()
+                if rank.remote and rank.code is None:
+                    rank.tell_agent("")
 
     def _supervise(self) -> None:
         try:
             self._see_to_the_end()
         except Exception as error:
-            self._code = self._give_up(error)
+            told = "".join(traceback.format_exception(error))
+            with contextlib.suppress(Exception):  # the worst is over
+                text = f"the launcher itself has failed, and ends the job:\n{told}"
+                self._output.say(text.rstrip())
+            with contextlib.suppress(Exception):
+                self._state.stopping = True
+                self._end_all()
+            self._code = (self._culprit and self._culprit.code) or _FAILED
         finally:
             self._done.set()
-
-    def _give_up(self, error: Exception) -> int:
-        """End a job of which the launcher itself has failed, and return its exit code."""
-        told = "".join(traceback.format_exception(error))
-        with contextlib.suppress(Exception):  # the worst is over
-            self._output.say(f"the launcher itself has failed, and ends the job:\n{told}".rstrip())
-        with contextlib.suppress(Exception):
-            self._state.stopping = True
-            self._end_all()
-        return (self._culprit and self._culprit.code) or _FAILED
 
     def _see_to_the_end(self) -> None:
         culprit = self._watch.culprit()
         # Decided now: ending the others gives them exit codes too.
-        code = exit_code(culprit, self._ending)
+        code = outcome.exit_code(culprit, self._outcome)
         self._culprit = None if culprit is None or culprit.code is None else culprit
-        stall = self._watch.stall
         self._watch.ask_missing()
         # As they stand now: ranks that are asked to end may yet move.
-        report = stall_report(stall, self._ranks) if stall is not None else ""
-        short = self._watch.short
-        why = stall_report(short, self._ranks, ended=False) if short is not None else ""
+        found, short = self._watch.stall, self._watch.short
+        statuses = [rank.status for rank in self._ranks]
+        report = "" if found is None else stall.describe(found, statuses)
+        why = "" if short is None else stall.describe_cause(short, statuses)
         if culprit is not None and culprit.is_victim and not why:
             left = self._watch.left
-            why = leaver_report(left) if left is not None else ""
+            why = "" if left is None else outcome.leaver_report(left)
         if self._watch.gone:
             code = self._watch.gone.code
             report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"
         if culprit is None:
             self._watch.let_save(self._save_grace)
-        self._watch.let_serve_out(self._grace)
+        # What served the chief gets time to notice that it has ended.
+        self._state.wait_for(
+            lambda: self._state.stopping or all(r.code is not None for r in self._outcome.serving),
+            self._grace,
+        )
         self._end_all()
         self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
         if report:
             self._output.write_error(report)
         elif culprit is not None:
-            speaker = self._ending.speaker(culprit)
-            left_out = self._output.suppressed
-            restarts = self._max_restarts > 0 or self._ending.can_replace
-            self._output.write_error(
-                failure_report(culprit, speaker, len(self._ranks), left_out, restarts) + why
+            told = outcome.failure_report(
+                culprit,
+                self._outcome.speaker(culprit),
+                len(self._ranks),
+                self._output.suppressed,
+                self._restarts or self._outcome.can_replace,
             )
+            self._output.write_error(told + why)
         if self._state.error is not None:
             raise self._state.error
 
-    def _end_chief(self) -> None:
-        """End the chief, and an evaluator, while what serves them is there.
-
-        Else the chief could not save any more, and would say that a server is gone.
-        """
-        ranks = [rank for rank in self._ending.essential if not rank.remote and rank.code is None]
-        for rank in ranks if self._ending.can_replace else []:
-            mark = self._starter.mark(rank.process)
-            marked.end(mark, self._grace, lambda: self._state.hurry, [rank.popen.pid])
-
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
-        self._end_chief()
+        if self._outcome.can_replace:
+            # The chief and an evaluator end while what serves them is there. Else the chief could
+            # not save any more, and would say that a server is gone.
+            for rank in self._outcome.essential:
+                if not rank.remote and rank.code is None:
+                    mark, pids = self._starter.mark(rank.process), [rank.popen.pid]
+                    job_processes.end(mark, self._grace, lambda: self._state.hurry, pids)
         for rank in self._ranks:
             if rank.remote:
                 rank.hang_up()
         own = [rank.popen.pid for rank in self._ranks]
-        marked.end(self.job_id, self._grace, lambda: self._state.hurry, own)
+        job_processes.end(self.job_id, self._grace, lambda: self._state.hurry, own)
         # Other hosts have the same grace, and some time to answer.
         deadline = time.monotonic() + (0.5 if self._state.hurry else self._grace + 2.0)
         for rank in self._ranks:

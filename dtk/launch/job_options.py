@@ -16,7 +16,7 @@ import click
 
 from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, ssh
+from dtk.launch import COMMUNICATORS, Job, machines
 from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
@@ -39,7 +39,7 @@ hostfile = click.option("--hostfile", metavar="FILE", help="The same, one `host 
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",
-    default=ssh.DEFAULT_REMOTE_SHELL,
+    default=machines.DEFAULT_REMOTE_SHELL,
     show_default=True,
     help="Command that reaches other hosts, called as `CMD host command`.",
 )
@@ -97,16 +97,6 @@ class _Signalled(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
-
-
-def see_through(job: Job, command: str) -> int:
-    """Start a job and wait for it; Ctrl-C, SIGTERM and a closed terminal end all of it."""
-
-    def wait() -> int:
-        with job:
-            return job.wait()
-
-    return interruptible(wait, command, [job])
 
 
 def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) -> int:

@@ -18,20 +18,21 @@ import base64
 import contextlib
 import fcntl
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dtk.cluster import mpi_installs, mpi_refusals
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
-from dtk.launch import agent, connections, local, marked
+from dtk.launch import agent, job_processes, machines
 from dtk.launch.rank import killer
 from dtk.version import pip_install
 
@@ -41,7 +42,7 @@ _OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
 # An allocation that mpirun would place its processes in by itself.
 _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # Seconds, and how often: after 90 s of silence a server on another host ends, as ranks there do
-# (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
+# (`dtk.launch.machines.SILENCE`); by itself it would after eight minutes.
 _KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
 # Each process writes one line, which no other can mix with. Then it waits for the end of a pipe,
 # which the launcher and the ranks of this host have open as long as they live.
@@ -51,6 +52,8 @@ _PLACE = (
 )
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
+_LOOPBACK = "0100007F:"  # of /proc/net/tcp, see proc(5)
+_ESTABLISHED, _LISTENS = "01", "0A"
 
 
 class Loss(NamedTuple):
@@ -64,8 +67,8 @@ class MPIPlaces:
     """The variables by which each rank joins MPI's world, and the server that they lead to."""
 
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
-        self._job = job + marked.BESIDE
-        self._alone = all(map(local.is_local, hosts))
+        self._job = job + job_processes.BESIDE
+        self._alone = all(map(machines.is_local, hosts))
         self._folder = Path(tempfile.mkdtemp(prefix="dtk-mpi-"))
         self._memory: Path | None = None
         self._locked: int | None = None
@@ -115,7 +118,7 @@ class MPIPlaces:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not local.is_foreign(name) and not name.startswith(_ALLOCATIONS)
+            if not machines.is_foreign(name) and not name.startswith(_ALLOCATIONS)
         }
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -164,8 +167,8 @@ class MPIPlaces:
 
         It reads from one connection after the other, and waits for each.
         """
-        own = marked.members(self._job.removesuffix(marked.BESIDE))
-        others = connections.strangers(self._process.pid, own)
+        own = job_processes.members(self._job.removesuffix(job_processes.BESIDE))
+        others = _strangers(self._process.pid, own)
         if not others:
             return ""
         return (
@@ -214,7 +217,7 @@ class MPIPlaces:
             # At once: asked to end, it takes a quarter of a second, and removes no more than this.
             self._process.kill()
             self._process.wait()
-            marked.end(self._job, 0.0)
+            job_processes.end(self._job, 0.0)
         for folder in filter(None, (self._folder, self._memory)):
             shutil.rmtree(folder, ignore_errors=True)
         if self._locked is not None:
@@ -245,11 +248,46 @@ def _lock(folder: Path) -> int:
 
 
 def _variables(line: bytes) -> dict[str, str]:
-    """Return those of a process that MPI reads.
-
-    >>> _variables(base64.b64encode(b"PMIX_RANK=1" + bytes(1) + b"HOME=/root" + bytes(1)))
-    {'PMIX_RANK': '1'}
-    """
+    """Return those of a process that MPI reads."""
     pairs = base64.b64decode(line).decode(errors="surrogateescape").split("\0")
     split = (pair.partition("=") for pair in pairs if pair.startswith(_OURS))
     return {name: value for name, _, value in split}
+
+
+def _strangers(server: int, own: Collection[int]) -> list[str]:
+    """Name the processes, other than our own, that are connected to one by 127.0.0.1."""
+    found = []
+    with contextlib.suppress(OSError):  # a file of /proc that this user may not read
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        mine = _sockets(server)
+        ports = {
+            line[1]
+            for line in lines
+            if line[3] == _LISTENS and line[1].startswith(_LOOPBACK) and line[9] in mine
+        }
+        for line in lines:
+            if line[2] in ports and line[3] == _ESTABLISHED and line[9] != "0":
+                everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
+                pid = next((pid for pid in everyone if line[9] in _sockets(pid)), None)
+                if pid not in own:
+                    found.append(_named(pid, int(line[7])))
+    return found
+
+
+def _sockets(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; none of one that this user may not look at."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return {name[8:-1] for name in found if name.startswith("socket:[")}
+
+
+def _named(pid: int | None, user: int) -> str:
+    name, process = str(user), "a process" if pid is None else f"process {pid}"
+    with contextlib.suppress(KeyError):
+        name = pwd.getpwuid(user).pw_name
+    with contextlib.suppress(OSError):
+        process += f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return f"{process} of user {name}"

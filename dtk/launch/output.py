@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import contextlib
 import os
 import re
@@ -17,15 +19,11 @@ from typing import IO, TextIO, TypeVarTuple
 import click
 
 from dtk.cluster import progress, report_channel
-from dtk.cluster.standing import Standing
 from dtk.errors import ClusterError
-from dtk.launch.equal_lines import EqualLines
+from dtk.launch.outcome import JobOutcome
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank
-from dtk.launch.screen import Screen
-from dtk.launch.shown_text import Pace, ShownText, plain
-from dtk.launch.sink import Sink
-from dtk.launch.state import JobState
+from dtk.launch.rank import JobState, Rank
+from dtk.launch.screen import Pace, Screen, ShownText, Sink, plain
 from dtk.quiet import is_noise
 
 # TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
@@ -40,6 +38,9 @@ _ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
+_HOLD = 0.5  # seconds that a line waits for those of others
+_EQUAL = 10.0  # seconds in which an equal line of another process is the same event
+_MOST = 10_000  # lines that are held, and as many that are known afterwards
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 Given = TypeVarTuple("Given")
@@ -62,6 +63,64 @@ class _Stream:
         return self.text.rows if is_bar and self.rank.dump is None else []
 
 
+class EqualLines:
+    """Holds lines for a moment, to show those that several processes write equally once.
+
+    A line is shown as often as the process wrote it that wrote it most often. Those that come too
+    late to be named with it are only counted.
+    """
+
+    def __init__(self) -> None:
+        self.late = 0
+        self._held: collections.deque[_Line] = collections.deque()
+        self._shown: collections.deque[_Line] = collections.deque()
+        self._equal: dict[str, list[_Line]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many lines are held that the first must be shown."""
+        return len(self._held) > _MOST
+
+    def add(self, writer: int, text: str, now: float) -> None:
+        with self._lock:
+            equal = self._equal.setdefault(text, [])
+            # Those that it wrote, too, come first.
+            at = bisect.bisect(equal, False, key=lambda one: writer not in one.writers)
+            if at == len(equal):
+                equal.append(_Line(text, now))
+                self._held.append(equal[at])
+            line = equal[at]
+            self.late += line.is_shown
+            line.writers.append(writer)
+
+    def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
+        """Return the lines that were held for long enough, or are too many, and who wrote them."""
+        found = []
+        with self._lock:
+            while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
+                line = self._held.popleft()
+                line.is_shown = True
+                self._shown.append(line)
+                found.append((line.text, line.writers))
+            while self._shown and (
+                len(self._shown) > _MOST
+                or (now is not None and now - self._shown[0].when >= _EQUAL)
+            ):
+                line = self._shown.popleft()
+                self._equal[line.text].remove(line)
+                if not self._equal[line.text]:
+                    del self._equal[line.text]
+        return found
+
+
+class _Line:
+    def __init__(self, text: str, when: float) -> None:
+        self.text, self.when = text, when
+        self.writers: list[int] = []
+        self.is_shown = False
+
+
 class JobOutput:
     """Passes on what processes write, with a prefix each, and what the launcher says itself."""
 
@@ -73,12 +132,10 @@ class JobOutput:
         stdout: TextIO | None,
         stderr: TextIO | None,
         state: JobState,
-        is_suppressed: Callable[[Rank], bool],
-        on_saving: Callable[[Rank], None],
+        outcome: JobOutcome,
     ) -> None:
         self.suppressed = 0
-        self._is_suppressed = is_suppressed
-        self._on_saving = on_saving
+        self._outcome = outcome
         self._processes = processes
         self._indices = {id(process): i for i, process in enumerate(processes)}
         width = max((len(process.label) for process in processes), default=0)
@@ -112,7 +169,7 @@ class JobOutput:
 
         def gone(why: str) -> None:
             if not self._state.broken_pipe:
-                self._state.lose_output()
+                self._state.stop(broken_pipe=True)
                 end = "the job is ended, with exit code 141"
                 self._beside(sink, f"nobody reads {name} any more, as after `| head`: {end}")
 
@@ -209,7 +266,7 @@ class JobOutput:
                 if source.stderr and rank.remote:
                     read, records, torn = report_channel.cut(torn + read)
                     for record in records:
-                        self._hear(rank, record)
+                        rank.hear(record)
                 with source.lock:
                     self._take(source, source.text.feed(read, time.monotonic()))
                 source.waits = True
@@ -231,17 +288,15 @@ class JobOutput:
                 rank.file.write(plain(line) + "\n")
             if stderr and rank.dump is not None:
                 rank.dump.append(line)
-            elif not (stderr and self._is_left_out(rank, line)):
+            elif not stderr or not (
+                is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL"))
+                or (rank.process.role == "chief" and _TASK_GONE.match(line))
+            ):
                 rank.remember(line, stderr)
-                if stderr and self._is_suppressed(rank):
+                if stderr and self._outcome.failed_before(rank):
                     self.suppressed += 1
                 else:
                     self._pass_on(source, line)
-
-    def _is_left_out(self, rank: Rank, line: str) -> bool:
-        if is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL")):
-            return True
-        return rank.process.role == "chief" and _TASK_GONE.match(line) is not None
 
     def _pass_on(self, source: _Stream, line: str) -> None:
         process, sink = source.rank.process, source.sink
@@ -290,7 +345,7 @@ class JobOutput:
         """Have what the first process is writing drawn, where it can be."""
         process, sink = source.rank.process, source.sink
         if process is self._processes[0] and self._screen.draws(sink):
-            suppressed = source.stderr and self._is_suppressed(source.rank)
+            suppressed = source.stderr and self._outcome.failed_before(source.rank)
             rows = [] if suppressed else source.rows
             self._screen.show(source, [f"{self._prefix(process, sink)}{row}" for row in rows])
 
@@ -303,27 +358,21 @@ class JobOutput:
         try:
             work(*given)
         except Exception as error:  # whatever it is, nobody reads any more
-            self._state.fail(error)
+            self._state.stop(error)
 
     def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
         with reports:
             while message := report_channel.receive(reports):
-                self._hear(rank, message)
+                rank.hear(message)
         with contextlib.suppress(subprocess.TimeoutExpired):
             popen.wait(_ENDS)
             return
         if rank.popen is popen and progress.VARIABLE in rank.env:
-            rank.standing = Standing()
+            rank.status = rank.new_status()
             self.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
-
-    def _hear(self, rank: Rank, message: bytes) -> None:
-        before = rank.saving
-        rank.hear(message)
-        if rank.saving != before:
-            self._on_saving(rank)
 
     def _prefix(self, process: Process, sink: Sink) -> str:
         colored = sink.is_terminal and not os.environ.get("NO_COLOR")

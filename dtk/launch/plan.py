@@ -16,10 +16,11 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig
+from dtk.cluster.processor import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
-from dtk.launch import local, ssh
+from dtk.launch import machines
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
 # `plan` takes these, too: such ranks show what a step costs without communication.
@@ -29,12 +30,11 @@ MOST_ON_A_HOST = 1024
 # They mostly wait: the chief for workers, the servers for gradients that workers compute. Giving
 # them a share of the cores would leave it idle. The evaluator computes like a worker.
 _WAITING = ("chief", "ps")
-_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 # glibc gives large tensors back to the system, page by page, and asks anew in every step. In huge
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-Survey = Callable[[str, int], ssh.HostFacts]
+Survey = Callable[[str, int], machines.HostFacts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan(
     evaluator: bool = False,
     bind: bool = True,
     environ: Mapping[str, str] | None = None,
-    survey: Survey = ssh.survey,
+    survey: Survey = machines.survey,
 ) -> list[Process]:
     """Decide which processes to start, where, and with which variables.
 
@@ -196,7 +196,7 @@ def check(
             f"{workers} workers do not fit the {slots} slots of {listed}; ask for {slots} or add "
             "slots"
         )
-    loopback = {host.name for host in hosts if local.is_loopback(host.name)}
+    loopback = {host.name for host in hosts if machines.is_loopback(host.name)}
     if loopback and len(hosts) > len(loopback):
         raise ClusterError(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
@@ -221,7 +221,7 @@ def _place(
 def _collective(
     command: Sequence[str],
     placed: list[tuple[str, int, str]],
-    facts: Mapping[str, ssh.HostFacts],
+    facts: Mapping[str, machines.HostFacts],
     joined_by: str,
 ) -> list[Process]:
     ports: dict[str, Iterator[int]] = {host: iter(fact.ports) for host, fact in facts.items()}
@@ -243,7 +243,9 @@ def _collective(
 
 
 def _horovod(
-    command: Sequence[str], placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.HostFacts]
+    command: Sequence[str],
+    placed: list[tuple[str, int, str]],
+    facts: Mapping[str, machines.HostFacts],
 ) -> list[Process]:
     """Set what Horovod's Gloo controller reads.
 
@@ -275,7 +277,7 @@ def _horovod(
     return processes
 
 
-def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list[Process]:
+def _bound(processes: list[Process], facts: Mapping[str, machines.HostFacts]) -> list[Process]:
     """Divide the cores of each host that has several ranks, a core or more for each thread."""
     hosts = [process.host for process in processes]
     bound = []
@@ -283,14 +285,14 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list
         cores, count = facts[process.host].cores, hosts.count(process.host)
         place = hosts[:rank].count(process.host)
         begin, end = even_bounds(len(cores), place, count)
-        threads = max(_threads(process.env[name]) for name in _THREADS)
+        threads = max(_threads(process.env[name]) for name in THREADS)
         free = count == 1 or threads > len(cores) // count
         bound.append(dataclasses.replace(process, cores=() if free else cores[begin:end]))
     return bound
 
 
 def _threads(value: str) -> int:
-    """Return how many threads a variable asks for; OMP_NUM_THREADS may say so for each level."""
+    """Return how many threads a variable asks for; OMP_NUMTHREADS may say so for each level."""
     first = value.partition(",")[0].strip()
     return int(first) if first.isdecimal() else 1
 
@@ -298,5 +300,5 @@ def _threads(value: str) -> int:
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return what every rank gets unless the user decided otherwise: its cores, and quiet."""
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **_HUGE_PAGES}
-    defaults |= dict.fromkeys(_THREADS, str(max(1, cores)))
+    defaults |= dict.fromkeys(THREADS, str(max(1, cores)))
     return {name: environ.get(name, value) for name, value in defaults.items()}

@@ -10,14 +10,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from dtk.cluster import stacks, usage
-from dtk.cluster.reports import report_of
-from dtk.cluster.standing import Standing
-from dtk.launch import agent, marked
+from dtk.cluster import usage
+from dtk.cluster.rank_status import RankStatus, report_of
+from dtk.launch import agent, job_processes
+from dtk.launch.machines import Guard
 from dtk.launch.plan import Process
-from dtk.launch.sink import Sink
+from dtk.launch.screen import Sink
 
 # Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -38,10 +38,29 @@ _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Exit code of ssh where it could not connect, or has lost the connection.
 _SSH_FAILED = 255
-_CHAINED = (
-    "During handling of the above exception",
-    "The above exception was the direct cause",
-)
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+
+class JobState:
+    """State of a job that its threads share, and the condition they wait on."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.stopping = self.hurry = self.broken_pipe = False
+        self.error: Exception | None = None
+
+    def stop(self, error: Exception | None = None, broken_pipe: bool = False) -> None:
+        """Ask for the end of the job."""
+        with self.changed:
+            self.error = self.error or error
+            self.broken_pipe |= broken_pipe
+            self.stopping = True
+            self.changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until something that threads note is true, or the time is over."""
+        with self.changed:
+            self.changed.wait_for(condition, seconds)
 
 
 class Rank:
@@ -56,10 +75,12 @@ class Rank:
         env: Mapping[str, str],
         remote: bool,
         popen: subprocess.Popen[bytes],
+        guard: Guard | None = None,
     ) -> None:
         self.process = process
         self.env = env
         self.remote = remote
+        self.guard = guard
         self.file: Sink | None = None
         self.readers: list[threading.Thread] = []
         self.restarts = 0
@@ -76,44 +97,55 @@ class Rank:
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
-        self.standing = Standing(started=True, moved=time.monotonic())
+        self.status = self.new_status()
+        self.status.started, self.status.moved = True, time.monotonic()
         self.dump: list[str] | None = None
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
         self.saving: str = "over"
 
+    def new_status(self) -> RankStatus:
+        """Return the status of a rank of which nothing is known."""
+        return RankStatus(self.process.name, self.process.host, self.process.role)
+
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
             told = json.loads(message)
             if "progress" in told:
-                self.standing.take(report_of(told["progress"]), time.monotonic())
+                self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
-                self.saving = str(told["saving"])
+                self._note_saving(str(told["saving"]))
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
                 state, cpu, io, total = told["usage"]
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total))
-                self.standing.observe(seen, time.monotonic())
+                self.status.observe(seen, time.monotonic())
+
+    def _note_saving(self, saving: str) -> None:
+        """Tell the guard, or the agent on another host, whether it would save a checkpoint."""
+        if saving == self.saving:
+            return
+        self.saving = saving
+        if self.remote:
+            self.tell_agent("ready" if self.would_save else "over")
+        elif self.guard is not None:
+            self.guard.note_saving(self.popen.pid, self.would_save)
 
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
-            self.standing.observe(usage.of(self.popen.pid), time.monotonic())
+            self.status.observe(usage.of(self.popen.pid), time.monotonic())
 
     def ask_for_stack(self) -> None:
         """End its process such that it writes its stack first; one that is stopped does, too."""
         self.dump = []
         if not self.remote:
-            marked.abort(self.popen.pid)
+            job_processes.abort(self.popen.pid)
         else:
             self.tell_agent("stack")
-
-    def note_stack(self) -> None:
-        """Keep the stack that the process wrote."""
-        self.standing.stack = stacks.of_main_thread(self.dump or [])
 
     @property
     def would_save(self) -> bool:
@@ -133,14 +165,9 @@ class Rank:
         # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
         # falls silent.
         with contextlib.suppress(OSError, ValueError):
-            if pipe is not None and marked.takes_more(pipe):
+            if pipe is not None and job_processes.takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
-
-    def tell_that_we_are_here(self) -> None:
-        """Tell the agent on another host that the launcher is alive."""
-        if self.remote and self.code is None:
-            self.tell_agent("")
 
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
@@ -246,11 +273,7 @@ class Rank:
 
 
 def signal_name(code: int) -> str:
-    """Return the name of the signal in a shell's exit code; "" when there is none.
-
-    >>> signal_name(137), signal_name(3), signal_name(255)
-    ('SIGKILL', '', '')
-    """
+    """Return the name of the signal in a shell's exit code; "" when there is none."""
     known = {int(one): one.name for one in signal.Signals}
     return known.get(code - 128, "")
 

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-from dtk.cluster import mpi_installs, report_channel
-from dtk.cluster.variables import COMMUNICATOR
+from dtk.cluster import mpi_installs, progress, report_channel
+from dtk.cluster.variables import COMMUNICATOR, RESTARTS
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, local, mpi_places, rendezvous, ssh
+from dtk.launch import agent, job_processes, machines, mpi_places
+from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
+from dtk.launch.rank import JobState, Rank
+
+# Settings of the user's that ranks on other hosts need as well.
+_FORWARDED = (
+    "TF_",
+    "KERAS_",
+    "DTK_",
+    "HOROVOD_",
+    "OMP_",
+    "NCCL_",
+    "XLA_",
+    "CUDA_",
+    "GRPC_",
+    "PYTHON",
+)
+_WATCH = 2.0  # seconds between two looks at a rank from outside
+# A process, or the remote shell that leads to it, and where its reports are read: None behind a
+# remote shell, where they are in its standard error.
+_Started: TypeAlias = tuple[subprocess.Popen[bytes], socket.socket | None]
 
 
 class PortTakenError(ClusterError):
     """A port that was free when the job was planned is not any more."""
-
-
-class Started(NamedTuple):
-    """A process of a job."""
-
-    popen: subprocess.Popen[bytes]  # the process, or the remote shell that leads to it
-    # where its reports are read; None behind a remote shell, where they are in its standard error
-    reports: socket.socket | None
 
 
 class Starter:
@@ -42,15 +56,16 @@ class Starter:
         grace: float,
         save_grace: float,
         remote_shell: str,
-        say: Callable[[str], None],
+        output: JobOutput,
+        state: JobState,
     ) -> None:
         self._processes = processes
         self._served = any(process.role == "ps" for process in processes)
         self._job_id = job_id
         self._grace, self._save_grace = grace, save_grace
         self._remote_shell = remote_shell
-        self._held: contextlib.ExitStack = contextlib.ExitStack()
-        self._say = say
+        self._output, self._state = output, state
+        self._held = contextlib.ExitStack()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
         self._places: list[dict[str, str]] = []
@@ -59,21 +74,22 @@ class Starter:
 
     def prepare(self) -> None:
         """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
-        self._guard = local.Guard(self._job_id, self._grace, self._save_grace)
+        self._guard = machines.Guard(self._job_id, self._grace, self._save_grace)
         self._held.callback(self._guard.close)
-        if rendezvous.is_needed(self._processes):
-            server = rendezvous.Rendezvous(self._processes)
-            self._held.callback(server.close)
-            self._shared = server.env
+        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._processes):
+            self._shared = _start_rendezvous(self._processes, self._held)
         self._start_mpi()
-        self._local_hosts = {p.host for p in self._processes if local.is_local(p.host)}
+        self._local_hosts = {p.host for p in self._processes if machines.is_local(p.host)}
         for process in self._processes:
-            if process.address and not self.is_remote(process):
-                self._hold_port(process)
-
-    def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell the guard whether a rank of this machine would save a checkpoint."""
-        self._guard.note_saving(pid, ready)
+            if process.address and process.host in self._local_hosts:
+                host, _, port = process.address.rpartition(":")
+                try:
+                    self._held.enter_context(agent.reserve(host, int(port)))
+                except OSError as error:
+                    raise PortTakenError(
+                        f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan "
+                        "the job again"
+                    ) from None
 
     def lost(self) -> mpi_places.Loss | None:
         """Return how MPI's server, which all ranks need, has ended; None while it runs."""
@@ -88,55 +104,112 @@ class Starter:
         self._held.close()
         self._thread.shutdown()
 
-    def is_remote(self, process: Process) -> bool:
-        """Return whether a process runs on another host, behind the remote shell."""
-        return process.host not in self._local_hosts
+    def mark(self, process: Process) -> str:
+        """Return the mark of one process and its children: they end at different times."""
+        return f"{self._job_id}/{process.name.replace(' ', '-')}"
 
-    def env(self, process: Process) -> dict[str, str]:
-        """Return a process's variables: those of the plan, and those known only since `prepare`."""
+    def start(self, process: Process, ranks: list[Rank]) -> None:
+        """Start a process of the plan, and add it to the ranks."""
         place = self._places[process.rank] if self._places else {}
-        return {**process.env, **self._shared, **place}
+        given = {**process.env, **self._shared, **place}
+        env = {**self._output.variables(process), **given}
+        popen, reports = self._popen(process, env)
+        remote = process.host not in self._local_hosts
+        rank = Rank(process, env, remote, popen, self._guard)
+        ranks.append(rank)
+        self._output.open_file(rank)
+        self._attend(rank, reports)
 
-    def popen(self, process: Process, env: Mapping[str, str]) -> Started:
+    def start_again(self, rank: Rank) -> None:
+        """Start the successor of a process that is gone."""
+        popen, reports = self._popen(rank.process, {**rank.env, RESTARTS: str(rank.restarts)})
+        with self._state.changed:
+            rank.started(popen)
+        self._attend(rank, reports)
+
+    def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
+        """Start the threads that read what a process writes, and note its end."""
+        self._output.relay(rank, reports)
+        threading.Thread(target=self._reap, args=(rank, rank.popen), daemon=True).start()
+
+    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+        code = popen.wait()
+        with self._state.changed:
+            rank.ended(code)
+            self._state.changed.notify_all()
+
+    def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
         # A rank is asked to end when the thread that started it does. This one ends with the job.
-        return self._thread.submit(self._popen, process, env).result()
-
-    def _popen(self, process: Process, env: Mapping[str, str]) -> Started:
-        remote = self.is_remote(process)
-        serves = self._served and process.role != "chief"
+        here = process.host in self._local_hosts
+        start = self._start_here if here else self._start_there
         try:
-            if not remote:
-                mark = self.mark(process)
-                reports, end = report_channel.pair()
-                try:
-                    with end:
-                        popen = local.start(process.argv, env, mark, process.cores, serves, end)
-                except OSError:
-                    reports.close()
-                    raise
-                return Started(popen, reports)
-            popen = ssh.start(
-                process.host,
-                process.argv,
-                env,
-                self.mark(process),
-                address=process.address,
-                cores=process.cores,
-                grace=self._grace,
-                save_grace=self._save_grace,
-                serves=serves,
-                remote_shell=self._remote_shell,
-            )
-            return Started(popen, None)
+            return self._thread.submit(start, process, env).result()
         except OSError as error:
-            program = self._remote_shell.split()[0] if remote else process.argv[0]
+            program = process.argv[0] if here else self._remote_shell.split()[0]
             raise ClusterError(
                 f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
             ) from None
 
-    def mark(self, process: Process) -> str:
-        """Return the mark of one process and its children: they end at different times."""
-        return f"{self._job_id}/{process.name.replace(' ', '-')}"
+    def _start_here(self, process: Process, env: Mapping[str, str]) -> _Started:
+        """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
+        own = {name: value for name, value in os.environ.items() if not machines.is_foreign(name)}
+        reports, end = report_channel.pair()
+        try:
+            with end:
+                popen = job_processes.start(
+                    process.argv,
+                    {**own, **env, **report_channel.variables(end)},
+                    self.mark(process),
+                    process.cores,
+                    output=subprocess.PIPE,
+                    serves=self._served and process.role != "chief",
+                    keeps=[end.fileno()],
+                )
+        except OSError:
+            reports.close()
+            raise
+        return popen, reports
+
+    def _start_there(self, process: Process, env: Mapping[str, str]) -> _Started:
+        """Start a rank on another host.
+
+        Closing its standard input ends the rank over there, and so does losing the connection. A
+        lost connection may only fall silent, so `SILENCE` seconds without a line end the rank, too:
+        write an empty one every `HEARTBEAT` seconds. Its standard error also carries the agent's
+        records, see `report_channel.cut`.
+        """
+        forwarded = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) and not machines.is_foreign(name)
+        }
+        spec: agent.RankSpec = {
+            "task": "rank",
+            "argv": process.argv,
+            "env": {**forwarded, **env},
+            "cwd": os.getcwd(),
+            "job": self.mark(process),
+            "grace": self._grace,
+            "save_grace": self._save_grace,
+            "serves": self._served and process.role != "chief",
+            "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
+            "reserve": process.address,
+            "cores": list(process.cores),
+            "silence": machines.SILENCE,
+        }
+        popen = subprocess.Popen(
+            machines.remote_command(process.host, self._remote_shell),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert popen.stdin is not None
+        # Where the remote shell has failed already, its exit code and output say why.
+        with contextlib.suppress(BrokenPipeError):
+            popen.stdin.write(machines.first_line(spec).encode())
+            popen.stdin.flush()
+        return popen, None
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""
@@ -151,7 +224,7 @@ class Starter:
         except CommunicatorError as error:
             if must:
                 raise
-            self._say(f"going on over TensorFlow's collectives: {error}")
+            self._output.say(f"going on over TensorFlow's collectives: {error}")
             return
         for folder in places.folders:
             self._guard.remove(folder)
@@ -159,12 +232,47 @@ class Starter:
         self._mpi = places
         self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
 
-    def _hold_port(self, process: Process) -> None:
-        host, _, port = process.address.rpartition(":")
-        try:
-            self._held.enter_context(agent.reserve(host, int(port)))
-        except OSError as error:
-            raise PortTakenError(
-                f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan the "
-                "job again"
-            ) from None
+
+def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) -> dict[str, str]:
+    """Start Horovod's HTTP server, by which ranks over Gloo find each other; return its address."""
+    try:
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    except ImportError as error:
+        raise CommunicatorError(
+            f"communicator horovod: Horovod is not installed ({error}); run `dtk install-horovod`"
+        ) from None
+    address = own_address([process.host for process in processes])
+    # RendezvousServer.start() would listen on every interface; this is the same server on one.
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    server.daemon_threads = True
+    numbers = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
+    envs = [process.env for process in processes]
+    server.init(
+        [
+            SlotInfo(env["HOROVOD_HOSTNAME"], *(int(env[f"HOROVOD_{name}"]) for name in numbers))
+            for env in envs
+        ]
+    )
+    held.callback(server.server_close)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+    held.callback(thread.join)
+    held.callback(server.shutdown)
+    thread.start()
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+    }
+
+
+def own_address(hosts: Sequence[str]) -> str:
+    """Return the address of this machine that all hosts can reach."""
+    remote = [host for host in hosts if not machines.is_local(host)]
+    if not remote:
+        return (
+            "127.0.0.1" if all(map(machines.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
+        )
+    # Connecting a UDP socket sends nothing; it asks the routing table which address would be used.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))
+        return str(probe.getsockname()[0])

@@ -13,7 +13,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from dtk.cluster import TFConfig, progress
-from dtk.cluster.waiting import Wait
+from dtk.cluster.startup_barrier import Wait
 from dtk.communicators import startup
 from dtk.errors import ClusterError
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtk import cluster, communicators, quiet
-from dtk.cluster import progress, roll_call
+from dtk.cluster import progress, startup_barrier
 from dtk.communicators.base import Communicator
 from dtk.compat import tf_collectives
 from dtk.compat.tf_allreduce import AllReduceExtended
@@ -150,7 +150,7 @@ def _joined(
     ahead = place is not None and place.tells_local_rank
     device = devices.pin(place, memory_growth) if place is not None and ahead else ""
     if place is not None and not progress.is_launched():
-        roll_call.await_neighbours(place, stall_timeout)
+        startup_barrier.await_neighbours(place, stall_timeout)
     # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
     patient = tf_collectives.let_tasks_be_silent if progress.is_launched() else None
     world = communicators.create(communicator, place, patient)

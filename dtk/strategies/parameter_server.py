@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from dtk import cluster, quiet
 from dtk.cluster import progress, tf_config
+from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import RESTARTS
-from dtk.cluster.waiting import Wait
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables

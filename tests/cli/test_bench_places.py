@@ -12,12 +12,12 @@ from dtk.bench import agent, places
 from dtk.bench.agent import CORES
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import ssh
+from dtk.launch import machines
 
 FACTS = {
-    "node1": ssh.HostFacts((4001,), (0, 1), "eth0"),
-    "node2": ssh.HostFacts((4002, 4003), (0, 1), "ib0"),
-    "node3": ssh.HostFacts((4004,), (0, 1), ""),
+    "node1": machines.HostFacts((4001,), (0, 1), "eth0"),
+    "node2": machines.HostFacts((4002, 4003), (0, 1), "ib0"),
+    "node3": machines.HostFacts((4004,), (0, 1), ""),
 }
 HOSTS = [Host("node1", 1), Host("node2", 2), Host("node3", 1)]
 
@@ -35,7 +35,7 @@ def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host():
 
 
 def test_on_this_machine_it_stays_on_loopback():
-    first, second = places.place("collective", ["python"], 2, (), ssh.survey)
+    first, second = places.place("collective", ["python"], 2, (), machines.survey)
     port = first.address.rpartition(":")[2]
     for process in (first, second):
         assert process.env["MASTER_ADDR"] == "127.0.0.1"
@@ -45,7 +45,7 @@ def test_on_this_machine_it_stays_on_loopback():
 
 def test_mpirun_binds_as_dtk_run_does():
     def survey(host, ports):
-        return ssh.HostFacts((), tuple(range(8)), "lo")
+        return machines.HostFacts((), tuple(range(8)), "lo")
 
     for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
         (started,) = places.place("horovod-mpi", ["python"], workers, (), survey)

@@ -14,7 +14,7 @@ from dtk.bench.process_world import command
 from dtk.bench.results import read
 from dtk.bench.setting import Setting
 from dtk.cli.main import main
-from dtk.launch import marked
+from dtk.launch import job_processes
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_an_interrupt_ends_every_world_at_once(heard_again, played, capfd):
     assert time.monotonic() - began < 20
     assert "dtk bench: SIGINT: every process was ended" in capfd.readouterr().err
     assert [world.name for world in run.worlds] == ["collective"] * 2
-    assert [marked.members(world.job.job_id) for world in run.worlds] == [[], []]
+    assert [job_processes.members(world.job.job_id) for world in run.worlds] == [[], []]
 
 
 def test_what_was_measured_before_an_interrupt_is_shown_and_saved(heard_again, played, tmp_path):

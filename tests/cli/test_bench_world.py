@@ -15,7 +15,7 @@ import pytest
 from dtk.bench import places, process_world
 from dtk.bench.measure import WorldLost
 from dtk.bench.process_world import World, command
-from dtk.launch import marked, ssh
+from dtk.launch import job_processes, machines
 
 
 @pytest.fixture
@@ -27,19 +27,19 @@ def make(monkeypatch):
 
     def make(setting=None, module="bench_worker", busy=False):
         sits = command(module, setting or {})
-        processes = places.place("collective", sits, 2, (), ssh.survey)
+        processes = places.place("collective", sits, 2, (), machines.survey)
         worlds.append(World("played", processes, 2, essential=False, busy=busy))
         return worlds[-1]
 
     yield make
     for world in worlds:
         world.close()
-        assert marked.members(world.job.job_id) == []
+        assert job_processes.members(world.job.job_id) == []
 
 
 def members(world):
     """The processes that the agents started."""
-    found = map(psutil.Process, marked.members(world.job.job_id))
+    found = map(psutil.Process, job_processes.members(world.job.job_id))
     return [
         one
         for one in found

@@ -23,8 +23,8 @@ from click.testing import CliRunner
 
 from dtk.cli.install_horovod import install_horovod
 from dtk.cluster import mpi_installs
-from dtk.horovod_build import builder, patches, reduction_check, requirements
-from dtk.horovod_build.requirements import HorovodBuildError, Mpi
+from dtk.horovod_build import build, reduction_check
+from dtk.horovod_build.build import HorovodBuildError, Mpi
 from dtk.launch import Process
 
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
@@ -47,7 +47,7 @@ def mpi_enabled(): return False
 def fake(tmp_path, monkeypatch):
     """Make importable modules from sources; TensorFlow 2.21.0 to begin with."""
     folder = tmp_path / "python"
-    here = str(pathlib.Path(builder.__file__).parents[2])
+    here = str(pathlib.Path(build.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), here]))
 
     def write(path: str, text: str) -> None:
@@ -99,22 +99,44 @@ def wheel(folder: pathlib.Path, library: str = "horovod/tensorflow/mpi_lib.so") 
     return path
 
 
-GLOO = (
-    "void GlooContext::Initialize() {\n  device_attr.iface = gloo_iface_;\n}\n"
-    "void GlooContext::InitializeForProcessSet(const GlooContext& global_context) {\n"
-    "  device_attr.iface = gloo_iface_;\n}\n"
-)
+# As in the published source: two functions, and the change is for the second.
+GLOO = """
+void GlooContext::Initialize() {
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+}
+
+void GlooContext::InitializeForProcessSet(const GlooContext& global_context) {
+    LOG(DEBUG) << "rendezvous server address: " << rendezvous_addr_env;
+  } else {
+    LOG(DEBUG) << "no rendezvous server provided, assuming single process execution";
+  }
+
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+}
+"""
+FIRST = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/mpi_ops.cc")\n'
+XLA = FIRST.replace("mpi_ops", "xla_mpi_ops")
+CMAKE = f"\n# TF SOURCES\n{FIRST}{XLA}\n# Create library\nset_output_dir()\n"
 
 
 def sdist(
-    path: pathlib.Path, version: str = "0.28.1", cmake: str | None = None, setup: str = ""
+    path: pathlib.Path,
+    version: str = "0.28.1",
+    cmake: str = CMAKE,
+    gloo: str = GLOO,
+    setup: str = "",
 ) -> pathlib.Path:
     files = {"PKG-INFO": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"}
+    files |= {"horovod/tensorflow/CMakeLists.txt": cmake}
+    files |= {"horovod/common/gloo/gloo_context.cc": gloo}
     if setup:
         files["setup.py"] = setup
-    if cmake is not None:
-        files[patches.CMAKE_LISTS] = cmake
-        files[patches.GLOO_CONTEXT] = GLOO
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"horovod-{version}/{name}")
@@ -176,7 +198,7 @@ def test_mpi_wrapper_without_the_header(only):
 def test_real_mpi_names_itself():
     if shutil.which("mpicxx") is None:
         pytest.skip("mpicxx is not installed")
-    mpi = requirements.find_mpi()
+    mpi = build.find_mpi()
     assert mpi.vendor in ("openmpi", "mpich", "mpi")
     assert mpi.version[0].isdigit()
 
@@ -187,31 +209,31 @@ def test_real_mpi_names_itself():
 )
 def test_mpi_versions_are_read(only, answer, expected):
     only(mpicxx=f"echo '{answer}'", mpirun="exit 0")
-    assert requirements.find_mpi() == expected
+    assert build.find_mpi() == expected
 
 
 def test_old_tensorflow(fake):
     fake("tensorflow/__init__.py", TENSORFLOW.format(version="2.3.0"))
     with pytest.raises(HorovodBuildError, match=r"TensorFlow 2\.3\.0 is too old: need 2\.21"):
-        requirements.tensorflow_version()
+        build.tensorflow_version()
 
 
 def test_broken_tensorflow(fake):
     fake("tensorflow/__init__.py", "raise ImportError('libcudart.so: not found')")
     with pytest.raises(HorovodBuildError, match=r"libcudart.so: not found.*pip install 'tensorf"):
-        requirements.tensorflow_version()
+        build.tensorflow_version()
 
 
 def test_old_python(monkeypatch):
-    monkeypatch.setattr(requirements, "MIN_PYTHON", (99, 0))
+    monkeypatch.setattr(build, "MIN_PYTHON", (99, 0))
     with pytest.raises(HorovodBuildError, match="too old: dtk needs 3.11"):
-        requirements.check_python()
+        build.check_python()
 
 
 def test_python_without_pip(monkeypatch):
-    monkeypatch.setattr(requirements, "PIP", (sys.executable, "-m", "no_such_pip"))
+    monkeypatch.setattr(build, "PIP", (sys.executable, "-m", "no_such_pip"))
     with pytest.raises(HorovodBuildError, match="has no pip.*-m ensurepip"):
-        requirements.check_python()
+        build.check_python()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +241,7 @@ def test_python_without_pip(monkeypatch):
 )
 def test_cmake_must_fit(only, version, fits):
     only(cmake=f"echo 'cmake version {version}'")
-    assert (requirements.usable_cmake() is not None) == fits
+    assert (build.usable_cmake() is not None) == fits
 
 
 def test_no_cmake_and_no_package_index(only, fake, monkeypatch, tmp_path):
@@ -267,48 +289,47 @@ def test_nothing_runs_of_a_download_that_is_not_what_was_published(tmp_path, mon
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
+    making = build.Build(tmp_path / "scratch", tmp_path / "log")
     with pytest.raises(HorovodBuildError, match="what came is not the published source") as error:
-        build.fetch_source()
+        making.fetch_source()
     assert "DO NOT MATCH THE HASHES" in str(error.value)
     assert not ran.exists()
 
 
 def test_tools_that_run_while_it_is_built_are_of_one_version_and_none_is_built():
-    for one in (*builder.BUILD_REQUIREMENTS, builder.CMAKE):
+    for one in (*build.BUILD_REQUIREMENTS, build.CMAKE):
         assert re.fullmatch(r"[a-z]+==[\d.]+", one)
 
 
 def test_the_xla_line_goes_and_process_sets_get_the_interface(tmp_path):
-    lines = ["keep(1)\n", f'list(APPEND X "{patches.XLA_SOURCE}")\n', "keep(2)\n"]
-    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
-    source = build.unpack(sdist(tmp_path / "h.tar.gz", cmake="".join(lines)))
-    assert (source / patches.CMAKE_LISTS).read_text() == "keep(1)\nkeep(2)\n"
+    making = build.Build(tmp_path / "scratch", tmp_path / "log")
+    source = making.unpack(sdist(tmp_path / "h.tar.gz"))
+    assert (source / "horovod/tensorflow/CMakeLists.txt").read_text() == CMAKE.replace(XLA, "")
     given = "iface = gloo_iface_ = global_context.gloo_iface_;"
-    changed = (source / patches.GLOO_CONTEXT).read_text()
+    changed = (source / "horovod/common/gloo/gloo_context.cc").read_text()
     assert changed == given.join(GLOO.rsplit("iface = gloo_iface_;", 1))
+    assert (source / "horovod/dtk_patches.py").read_text() == "VERSION = 2\n"
 
 
-def test_refuses_a_source_that_makes_process_sets_in_another_way(tmp_path):
-    file = tmp_path / "gloo_context.cc"
-    file.write_text(GLOO.replace("gloo_iface_", "interface"))
-    with pytest.raises(HorovodBuildError, match="process sets 0 times, expected 1: this is not"):
-        patches.put_process_sets_on_interface(file)
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_refuses_a_source_where_the_line_is_not_once(tmp_path, count):
-    build = builder.Build(tmp_path / "scratch", tmp_path / "log")
-    archive = sdist(tmp_path / "h.tar.gz", cmake=f"{patches.XLA_SOURCE}\n" * count)
-    with pytest.raises(HorovodBuildError, match=f"on {count} lines, expected 1"):
-        build.unpack(archive)
+@pytest.mark.parametrize(
+    ("changed", "count"),
+    [
+        ({"gloo": GLOO.replace("gloo_iface_", "interface")}, 0),
+        ({"cmake": CMAKE.replace("xla_", "")}, 0),
+        ({"cmake": CMAKE * 2}, 2),
+    ],
+)
+def test_refuses_a_source_that_no_change_fits_in_one_place(tmp_path, changed, count):
+    making = build.Build(tmp_path / "scratch", tmp_path / "log")
+    with pytest.raises(HorovodBuildError, match=f"has {count} places .*, expected 1: this is not"):
+        making.unpack(sdist(tmp_path / "h.tar.gz", **changed))
 
 
 def test_failure_names_the_log_and_shows_its_end(tmp_path):
     log = tmp_path / "build.log"
     code = "print('early'); [print('line', n) for n in range(50)]; raise SystemExit(3)"
     with pytest.raises(HorovodBuildError) as error:
-        builder.run_logged([sys.executable, "-c", code], log, "Horovod did not compile")
+        build.run_logged([sys.executable, "-c", code], log, "Horovod did not compile")
     assert str(log) in str(error.value)
     assert str(error.value).startswith("Horovod did not compile\n")
     assert "line 49" in str(error.value)
@@ -319,8 +340,8 @@ def test_failure_names_the_log_and_shows_its_end(tmp_path):
 def test_build_tools_come_first_and_inherited_switches_go(tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    build = builder.Build(tmp_path, tmp_path / "log")
-    environ = {**build.environ(), **builder.build_variables(None)}
+    making = build.Build(tmp_path, tmp_path / "log")
+    environ = {**making.environ(), **build.build_variables(None)}
     assert environ["PYTHONPATH"] == f"{tmp_path}/tools:/mine"
     assert environ["PATH"].startswith(f"{tmp_path}/tools/bin:")
     assert environ["HOROVOD_WITHOUT_MPI"] == "1"
@@ -344,12 +365,12 @@ def activated(tmp_path, monkeypatch):
 
 def test_horovod_is_built_with_the_mpi_of_the_system(activated, tmp_path):
     own, system = activated
-    assert requirements.find_mpi() == Mpi("openmpi", "4.1.4")
-    path = builder.Build(tmp_path, tmp_path / "log").environ()["PATH"].split(":")
+    assert build.find_mpi() == Mpi("openmpi", "4.1.4")
+    path = build.Build(tmp_path, tmp_path / "log").environ()["PATH"].split(":")
     assert str(own) not in path and str(system) in path
     (system / "mpicxx").unlink()
     with pytest.raises(HorovodBuildError, match=r"not on PATH \(that of keras-dtk\[mpi\] is an"):
-        requirements.find_mpi()
+        build.find_mpi()
 
 
 def test_horovod_is_checked_by_the_mpi_of_the_system(activated, monkeypatch):
@@ -369,35 +390,35 @@ def test_horovod_is_checked_by_the_mpi_of_the_system(activated, monkeypatch):
 
 def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
     keys = {
-        builder.cache_key("2.21.0", None),
-        builder.cache_key("2.22.0", None),
-        builder.cache_key("2.21.0", Mpi("openmpi", "4.1.4")),
-        builder.cache_key("2.21.0", Mpi("openmpi", "5.0.3")),
-        builder.cache_key("2.21.0", Mpi("mpich", "4.1.4")),
+        build.cache_key("2.21.0", None),
+        build.cache_key("2.22.0", None),
+        build.cache_key("2.21.0", Mpi("openmpi", "4.1.4")),
+        build.cache_key("2.21.0", Mpi("openmpi", "5.0.3")),
+        build.cache_key("2.21.0", Mpi("mpich", "4.1.4")),
     }
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
-    keys.add(builder.cache_key("2.21.0", None))
+    keys.add(build.cache_key("2.21.0", None))
     assert len(keys) == 6
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert all(
-        key.startswith(f"horovod-0.28.1-dtk{patches.VERSION}-{python}-tf2.2") for key in keys
+        key.startswith(f"horovod-0.28.1-dtk{build.PATCH_VERSION}-{python}-tf2.2") for key in keys
     )
     assert all("/" not in key and " " not in key for key in keys)
 
 
 def test_broken_wheels_are_not_taken_from_the_cache(tmp_path):
-    assert builder.cached_wheel(tmp_path / "nothing") is None
+    assert build.cached_wheel(tmp_path / "nothing") is None
     whole = wheel(tmp_path)
-    assert builder.cached_wheel(tmp_path) == whole
+    assert build.cached_wheel(tmp_path) == whole
     whole.write_bytes(whole.read_bytes()[:20])
-    assert builder.cached_wheel(tmp_path) is None
+    assert build.cached_wheel(tmp_path) is None
     wheel(tmp_path, library="horovod/torch/mpi_lib.so")
-    assert builder.cached_wheel(tmp_path) is None
+    assert build.cached_wheel(tmp_path) is None
 
 
 def test_keeping_a_wheel_leaves_no_part_behind(tmp_path, monkeypatch):
     built, folder = wheel(tmp_path / "built"), tmp_path / "kept"
-    kept = builder.keep(built, folder)
+    kept = build.keep(built, folder)
     assert kept.read_bytes() == built.read_bytes()
 
     def disk_full(source, target):
@@ -406,14 +427,14 @@ def test_keeping_a_wheel_leaves_no_part_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "copyfile", disk_full)
     with pytest.raises(OSError, match="No space"):
-        builder.keep(built, folder)
+        build.keep(built, folder)
     assert [file.name for file in folder.iterdir()] == [kept.name]
     assert kept.read_bytes() == built.read_bytes()
 
 
 def test_cached_wheel_is_used_and_the_skipping_is_said(only, fake, cache):
     only("g++", "as", "make")
-    kept = wheel(cache / builder.cache_key("2.21.0", None))
+    kept = wheel(cache / build.cache_key("2.21.0", None))
     result = run("--without-mpi", "--wheel-only")
     assert result.exit_code == 0, result.output
     assert f"cached: {kept}" in result.output

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from dtk.cli import run
 from dtk.cli.main import main
-from dtk.launch import plan
-from dtk.launch.attempts import supervisor
+from dtk.launch import attempts, plan
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
@@ -301,6 +300,6 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
         planned.clear()
-        monkeypatch.setattr(supervisor, "_PLANS", 1)
+        monkeypatch.setattr(attempts, "_PLANS", 1)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert done.exit_code == 2 and "is taken" in done.output

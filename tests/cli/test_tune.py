@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
-from dtk.launch import job_options
-from dtk.launch.settings import step_settings, tuning
-from dtk.launch.settings.step_settings import StepSettings
-from dtk.launch.settings.tuning import AS_IT_COMES, Timing, TuneError, Tuning
+from dtk.launch import job_options, step_settings
+from dtk.launch.step_settings import AS_IT_COMES, StepSettings, Timing, TuneError, Tuning
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
 JIT, FUSED, ADAM = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM", "DTK_FUSED_ADAM"
@@ -55,7 +53,7 @@ def tuned(cost, ways=None, deterministic=False, rounds=2):
     def measure(variables):
         return Timing(cost(variables, next(turns)), "a model", deterministic)
 
-    found = Tuning(ways or tuning.ways(1, {}), measure, lambda name: None, rounds)
+    found = Tuning(ways or step_settings.ways(1, {}), measure, lambda name: None, rounds)
     return found.choose(), found
 
 
@@ -124,16 +122,16 @@ def test_what_changes_nothing_for_a_model_is_not_measured():
 
 
 def test_what_the_user_has_set_is_not_tried():
-    assert list(tuning.ways(2, DECIDED)) == [AS_IT_COMES]
-    assert tuning.ways(2, {})["one more thread between operations"] == {INTER: "3"}
+    assert list(step_settings.ways(2, DECIDED)) == [AS_IT_COMES]
+    assert step_settings.ways(2, {})["one more thread between operations"] == {INTER: "3"}
 
 
 def test_other_communicators_are_tried_unless_one_was_named():
-    found = tuning.ways(1, DECIDED, ["collective", "horovod"])
+    found = step_settings.ways(1, DECIDED, ["collective", "horovod"])
     assert found["over collective"] == {COMMUNICATOR: "collective"}
     assert found["over horovod"] == {COMMUNICATOR: "horovod"}
     asked = {**DECIDED, COMMUNICATOR: "mpi"}
-    assert list(tuning.ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
+    assert list(step_settings.ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
 
 
 def test_a_real_script_is_timed_over_every_communicator(tmp_path):

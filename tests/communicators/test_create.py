@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from dtk import communicators
-from dtk.cluster import Environment, waiting
+from dtk.cluster import Environment, startup_barrier
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
@@ -222,7 +222,7 @@ def test_malformed_address(address):
 
 
 def test_missing_ranks_are_named_on_every_rank_that_came(monkeypatch, capsys):
-    monkeypatch.setattr(waiting, "AFTER", 0.5)
+    monkeypatch.setattr(startup_barrier, "AFTER", 0.5)
     addresses = [free_address() for _ in range(3)]
     errors = {}
 
@@ -248,7 +248,7 @@ def test_missing_ranks_are_named_on_every_rank_that_came(monkeypatch, capsys):
 
 def test_rank_0_missing(monkeypatch, capsys):
     """It waited for two minutes, and did not say for whom."""
-    monkeypatch.setattr(waiting, "AFTER", 0.1)
+    monkeypatch.setattr(startup_barrier, "AFTER", 0.1)
     addresses = [free_address(), free_address()]
     with pytest.raises(CommunicatorError, match=f"rank 1: no answer from rank 0 .{addresses[0]}"):
         startup.meet(1, addresses, 0.5)

@@ -26,7 +26,7 @@ from dtk.communicators import objects
 from dtk.communicators.objects import dumps, loads, plain
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
-from dtk.launch.ssh import HostFacts
+from dtk.launch.machines import HostFacts
 from dtk.search.failures import CaughtRankError, Failure, RankError
 from dtk.search.results import Distribution, Results
 from dtk.search.rounds import RoundMessage

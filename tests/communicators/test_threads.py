@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dtk.cluster import threads
+from dtk.cluster import processor
 from dtk.cluster.environment import Environment
 from dtk.communicators import create
 
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_example_runs():
-    assert doctest.testmod(threads).failed == 0
+    assert doctest.testmod(processor).failed == 0
 
 
 def divided(local_size, **given):
-    threads.divide(Environment("mpi", rank=0, size=8, local_size=local_size), given)
+    processor.divide_cores(Environment("mpi", rank=0, size=8, local_size=local_size), given)
     return given
 
 
 def test_each_rank_gets_its_part():
     cores = os.cpu_count()
-    assert divided(2) == dict.fromkeys(threads.VARIABLES, str(max(1, cores // 2)))
-    assert divided(100 * cores) == dict.fromkeys(threads.VARIABLES, "1")
+    assert divided(2) == dict.fromkeys(processor.THREADS, str(max(1, cores // 2)))
+    assert divided(100 * cores) == dict.fromkeys(processor.THREADS, "1")
 
 
 def test_alone_on_a_host_it_has_all():
@@ -36,14 +36,14 @@ def test_alone_on_a_host_it_has_all():
 
 
 def test_whoever_makes_a_communicator_shares(monkeypatch):
-    for name in threads.VARIABLES:
+    for name in processor.THREADS:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     create("null", Environment("mpi", rank=0, size=2, local_size=2))
-    assert {name: os.environ[name] for name in threads.VARIABLES} == divided(2)
+    assert {name: os.environ[name] for name in processor.THREADS} == divided(2)
 
 
-@pytest.mark.parametrize("name", threads.VARIABLES)
+@pytest.mark.parametrize("name", processor.THREADS)
 def test_what_a_user_or_launcher_has_set_stays(name):
     assert divided(2, **{name: "7"}) == {name: "7"}
 

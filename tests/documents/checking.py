@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from dtk.bench import places
 from dtk.cli import bench, run, tune
 from dtk.cli.main import main
-from dtk.launch import job_options, plan, ssh
-from dtk.launch.settings import tuning
+from dtk.launch import job_options, machines, plan, step_settings
 
 from documents.blocks import ROOT, words
 
@@ -57,8 +56,8 @@ def _checked_launched(arguments: list[str], folder: str) -> bool:
     return False
 
 
-def _facts(host: str, count: int) -> ssh.HostFacts:
-    return ssh.HostFacts(
+def _facts(host: str, count: int) -> machines.HostFacts:
+    return machines.HostFacts(
         ports=tuple(range(20000, 20000 + count)), cores=tuple(range(8)), interface=""
     )
 
@@ -79,7 +78,7 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
             (run, "plan", planned),
             (run, "Job", start),
             (tune, "plan", planned),
-            (tuning, "Job", start),
+            (step_settings, "Job", start),
             (bench, "Run", start),
             # what a command takes, not what is installed where it is read
             (job_options, "check_installed", lambda name: None),

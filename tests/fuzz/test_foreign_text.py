@@ -86,7 +86,7 @@ def test_a_line_that_looks_like_a_ranks_report(value):
         rank.hear((value if isinstance(value, str) else json.dumps(value)).encode())
         rank.hear(json.dumps({"progress": value}).encode())
         rank.hear(json.dumps({"usage": value}).encode())
-    assert stall.find([rank.standing], 1e9, 1.0) is None or rank.standing.last is not None
+    assert stall.find([rank.status], 1e9, 1.0) is None or rank.status.last is not None
 
 
 class FACTS:

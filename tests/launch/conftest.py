@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from dtk.launch import Job, marked
+from dtk.launch import Job, job_processes
 
 
 @pytest.fixture
@@ -38,5 +38,5 @@ def run(alive):
 
     yield run
     for job in jobs:
-        assert marked.members(job.job_id) == []
+        assert job_processes.members(job.job_id) == []
         assert not any(alive(pid) for pid in job.pids.values())

@@ -21,9 +21,16 @@ from hypothesis.stateful import (
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, marked, plan
-from dtk.launch.attempts import Attempts, AwaitHosts, Over, StartJob, Supervisor
-from dtk.launch.attempts.states import LONGEST_WAIT, PATIENCE
+from dtk.launch import Job, job_processes, plan
+from dtk.launch.attempts import (
+    LONGEST_WAIT,
+    PATIENCE,
+    Attempts,
+    AwaitHosts,
+    Over,
+    StartJob,
+    Supervisor,
+)
 from dtk.launch.plan import Process
 
 
@@ -135,7 +142,7 @@ def supervised(tmp_path, code, attempts, monkeypatch, **options):
     answers = options.pop("answers", lambda host: True)
     supervisor = Supervisor(attempts, make, answers, said.append, **options)
     given = supervisor.run(options.pop("hosts", [host.name for host in attempts._hosts]))
-    assert all(marked.members(job.job_id) == [] for job in supervisor.jobs)
+    assert all(job_processes.members(job.job_id) == [] for job in supervisor.jobs)
     return given, out.getvalue(), said
 
 

@@ -1,6 +1,6 @@
 """Lines that several processes write equally are shown once."""
 
-from dtk.launch.equal_lines import EqualLines
+from dtk.launch.output import EqualLines
 
 
 def test_equal_lines_of_several_ranks_are_one():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch.firewall import rules
+from dtk.launch.network import rules
 
 LISTENS = """
 import socket, sys

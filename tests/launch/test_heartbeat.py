@@ -9,7 +9,7 @@ import time
 import pytest
 import tcp_shell
 
-from dtk.launch import Job, marked, ssh
+from dtk.launch import Job, job_processes, machines
 from dtk.launch.plan import Process
 
 SLEEP = "import time; print('up', flush=True); time.sleep({})"
@@ -27,8 +27,8 @@ def shell(tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_rank_ends_when_its_launcher_is_silent(shell, monkeypatch, beats):
-    monkeypatch.setattr(ssh, "SILENCE", 4.0)
-    monkeypatch.setattr(ssh, "HEARTBEAT", 0.2 if beats else 600.0)
+    monkeypatch.setattr(machines, "SILENCE", 4.0)
+    monkeypatch.setattr(machines, "HEARTBEAT", 0.2 if beats else 600.0)
     command = (sys.executable, "-c", SLEEP.format(8 if beats else 600))
     processes = [Process("rank 0", "worker", 0, "node0.invalid", command, {})]
     err = io.StringIO()
@@ -36,14 +36,14 @@ def test_a_rank_ends_when_its_launcher_is_silent(shell, monkeypatch, beats):
         code = job.wait(timeout=60)
     silent = "dtk: the launcher said nothing for 4 s; the rank is ended"
     assert (code, silent in err.getvalue()) == ((0, False) if beats else (143, True))
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
 
 
 LAUNCHER = f"""
 import sys
-from dtk.launch import Job, ssh
+from dtk.launch import Job, machines
 from dtk.launch.plan import Process
-ssh.SILENCE, ssh.HEARTBEAT = 15.0, 1.0
+machines.SILENCE, machines.HEARTBEAT = 15.0, 1.0
 command = (sys.executable, "-c", {SLEEP.format(600)!r})
 processes = [Process("rank 0", "worker", 0, sys.argv[1], command, {{}})]
 with Job(processes, remote_shell=sys.argv[2], grace=1.0) as job:
@@ -69,8 +69,8 @@ def test_a_rank_behind_a_cut_cable_ends(two_hosts):
             subprocess.run(["ip", "link", "set", cable, "down"], check=True)
             cut = time.monotonic()
             launcher.communicate("\n", timeout=60)
-        assert marked.members(job), "what the launcher has left on the other host still runs"
-        while marked.members(job):
+        assert job_processes.members(job), "what the launcher has left on the other host still runs"
+        while job_processes.members(job):
             assert time.monotonic() < cut + 60.0
             time.sleep(0.05)
 

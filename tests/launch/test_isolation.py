@@ -9,7 +9,7 @@ import pytest
 
 LISTENS = """
 import ctypes, encodings.idna, os, socket, sys
-from dtk.launch.isolation import isolate
+from dtk.launch.network import isolate
 user = int(sys.argv[1])
 if user:
     os.setgid(user)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, local, marked, plan, watch
+from dtk.launch import Job, agent, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
 
 RANK = (
@@ -156,7 +156,7 @@ def test_a_rank_that_ends_well_before_another_fails_by_itself_is_not_named(run):
 
 
 def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
-    monkeypatch.setattr(local, "_LEAVES", 0.5)
+    monkeypatch.setattr(machines, "_LEAVES", 0.5)
     before = set(psutil.Process().children())  # a world's guard may be among them
     with Job(python("time.sleep(1)")) as job:
         started = set(psutil.Process().children()) - before
@@ -247,7 +247,7 @@ def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     began = time.monotonic()
     job.stop()
     assert time.monotonic() - began < 5
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
     assert job.wait() == 143
     job.stop()  # twice is fine
 
@@ -316,7 +316,7 @@ def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
     job = Job(processes)
     with pytest.raises(ClusterError, match="rank 1: cannot start no-such-program"):
         job.start()
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match="output directory .* cannot be made"):
         Job(python("pass", 1), output_dir=tmp_path / "file").start()
@@ -338,8 +338,8 @@ def test_a_process_is_found_as_soon_as_it_was_started():
     missed = 0
     for count in range(200):
         job = f"found-{os.getpid()}-{count}"
-        with local.start(("sleep", "600"), {}, job) as process:
-            missed += marked.members(job) != [process.pid]
+        with job_processes.start(("sleep", "600"), os.environ, job, ()) as process:
+            missed += job_processes.members(job) != [process.pid]
             process.kill()
     assert not missed
 
@@ -358,15 +358,15 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
     ) as launcher:
         assert launcher.stdout is not None
         job_id = launcher.stdout.readline().strip()
-        ranks = marked.members(job_id)
+        ranks = job_processes.members(job_id)
         assert len(ranks) == 2
         others = {child.pid for child in psutil.Process(launcher.pid).children()} - set(ranks)
         for pid in [launcher.pid, *(others if guard_too else ())]:
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while marked.members(job_id) and time.monotonic() < deadline:
+    while job_processes.members(job_id) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert marked.members(job_id) == []
+    assert job_processes.members(job_id) == []
 
 
 def test_tensorflows_start_up_noise_is_dropped_and_errors_stay(run, tmp_path):

@@ -20,7 +20,7 @@ from dtk.cluster import Host, mpi_installs, mpi_refusals
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import Job, marked, mpi_places, plan, ssh, watch
+from dtk.launch import Job, job_processes, machines, mpi_places, plan, watch
 
 needs_mpi = pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
@@ -127,7 +127,7 @@ def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, pla
     out, err = io.StringIO(), io.StringIO()
     with Job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
         time.sleep(1.0)  # MPI has started by then, or not: the server is gone either way
-        beside = map(psutil.Process, marked.members(job.job_id + marked.BESIDE))
+        beside = map(psutil.Process, job_processes.members(job.job_id + job_processes.BESIDE))
         victim = next(one for one in beside if one.name() == which)
         victim.send_signal(number)
         assert job.wait(60) == 128 + number
@@ -244,11 +244,11 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
         job = launcher.stdout.readline().decode().strip()
-        assert marked.members(job + marked.BESIDE)
+        assert job_processes.members(job + job_processes.BESIDE)
         own = set(tmp_path.iterdir())
         assert len(own) == 1
-        beside = marked.members(job + marked.BESIDE)
-        there = [psutil.Process(pid) for pid in (*marked.members(job), *beside)]
+        beside = job_processes.members(job + job_processes.BESIDE)
+        there = [psutil.Process(pid) for pid in (*job_processes.members(job), *beside)]
         for child in psutil.Process(launcher.pid).children() if guard_too else ():
             if child not in there:
                 child.kill()
@@ -261,11 +261,12 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
     deadline = time.monotonic() + 10
     # The guard removes what lies in memory when all processes have ended.
     while (
-        marked.members(job) + marked.members(job + marked.BESIDE) or own & set(tmp_path.iterdir())
+        job_processes.members(job) + job_processes.members(job + job_processes.BESIDE)
+        or own & set(tmp_path.iterdir())
     ) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not own & set(tmp_path.iterdir())
-    assert marked.members(job) + marked.members(job + marked.BESIDE) == []
+    assert job_processes.members(job) + job_processes.members(job + job_processes.BESIDE) == []
 
 
 @needs_mpi
@@ -274,7 +275,7 @@ def test_mpi_between_two_hosts(two_hosts):
     hosts, shell = two_hosts
 
     def survey(host, ports):
-        return ssh.survey(host, ports, remote_shell=shell)
+        return machines.survey(host, ports, remote_shell=shell)
 
     where = [Host(hosts[1].name, 1), Host(hosts[0].name, 2)]
     processes = make(SUM, None, "mpi", hosts=where, survey=survey)
@@ -284,4 +285,4 @@ def test_mpi_between_two_hosts(two_hosts):
         assert job.wait(timeout=60) == 0, err.getvalue()
     assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
     # The namespaces' shell hands on its variables, by which MPI's servers there are found.
-    assert marked.members(job.job_id + marked.BESIDE) == []
+    assert job_processes.members(job.job_id + job_processes.BESIDE) == []

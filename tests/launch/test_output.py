@@ -15,7 +15,7 @@ import pytest
 
 from dtk.launch import Job
 from dtk.launch.plan import Process
-from dtk.launch.shown_text import Pace, ShownText, clipped
+from dtk.launch.screen import Pace, ShownText, clipped
 
 
 def python(code, workers=2):
@@ -81,7 +81,7 @@ def test_a_launcher_that_fails_itself_says_so_and_does_not_end_with_0(run):
 def test_supervision_that_fails_keeps_the_culprits_code(monkeypatch):
     err = io.StringIO()
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("dtk.launch.job.failure_report", lambda *_: 1 / 0)
+        patch.setattr("dtk.launch.outcome.failure_report", lambda *_: 1 / 0)
         job = stack.enter_context(Job(python("sys.exit(7)", 1), stderr=err, grace=1.0))
         assert job.wait(timeout=60) == 7
     assert "ZeroDivisionError" in err.getvalue()

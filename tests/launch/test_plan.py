@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dtk.cluster import Host, detect
 from dtk.errors import ClusterError
 from dtk.launch import plan
-from dtk.launch.ssh import HostFacts
+from dtk.launch.machines import HostFacts
 
 COMMAND = ["python", "train.py"]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from dtk.cluster import report_channel
-from dtk.cluster.standing import Standing
+from dtk.cluster.rank_status import RankStatus
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
 from dtk.launch.plan import Process
@@ -134,7 +134,7 @@ def test_a_rank_of_which_any_thread_computes_is_not_stopped():
     report = {"count": 1, "inside": True, "what": "train step 1", "still": 0.0, "alone": False}
     report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
     report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
-    rank = Standing(heard=0.0, last=report)
+    rank = RankStatus(heard=0.0, last=report)
     for seconds, total in ((0.0, 5.0), (50.0, 9.0)):
         rank.observe(Usage("S", 1.0, 0, total), seconds)
     assert not rank.is_silent(since=40.0)
@@ -146,7 +146,7 @@ def test_reports_that_are_read_late_and_together_are_no_work():
     report = {"count": 1, "inside": False, "what": "train step 1", "still": 0.0, "alone": False}
     report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
     report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
-    rank = Standing()
+    rank = RankStatus()
     for seconds, cpu in ((0.0, 0.0), (50.0, 0.01), (50.001, 0.02)):
         rank.take({**report, "cpu": cpu}, seconds)
     assert rank.is_idle(since=1.0)

@@ -18,7 +18,7 @@ import pytest
 from dtk.cluster import saving
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, marked, plan
+from dtk.launch import Job, job_processes, plan
 from dtk.launch.plan import Process
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def stopped(
         began = time.monotonic()
         job.stop()
         seconds = time.monotonic() - began
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
     assert job.wait() == 143
     return sorted(path.name for path in place.iterdir()), said.getvalue(), seconds
 
@@ -257,7 +257,7 @@ def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):
         time.sleep(0.5)  # what it said on standard error may be read later
         started.kill()
         began = time.monotonic()
-    while (left := marked.members(job)) and time.monotonic() < began + 30:
+    while (left := job_processes.members(job)) and time.monotonic() < began + 30:
         time.sleep(0.1)
     assert left == []
     assert time.monotonic() - began >= 2.0, "rank 0 had the time to save"

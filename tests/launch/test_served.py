@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dtk.cluster import usage
-from dtk.launch import Job, local, marked, plan, watch
+from dtk.launch import Job, job_processes, plan, watch
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
@@ -185,16 +185,16 @@ def test_the_job_fails_with_its_last_worker(play, run):
 
 
 def test_a_worker_that_cannot_be_started_again_is_done_without(play, run, monkeypatch):
-    start = local.start
+    start = job_processes.start
     began = []
 
-    def once(argv, env, job, cores, serves, reports):
+    def once(argv, env, job, cores, **options):
         began.append(job)
         if len(began) > 4:
             raise OSError(12, "Cannot allocate memory")
-        return start(argv, env, job, cores, serves, reports)
+        return start(argv, env, job, cores, **options)
 
-    monkeypatch.setattr(local, "start", once)
+    monkeypatch.setattr(job_processes, "start", once)
     chief = "until('killed')\ntime.sleep(1.0)\nmark('done')"
     worker = "if index == 0:\n    mark('killed')\n    die()\n" + SERVE
     given, _, err, _ = run(play(2, chief=chief, worker=worker))
@@ -270,7 +270,7 @@ def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp
         job.stop()
         assert time.monotonic() - began < 10
     assert job.wait() == 143
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
 
 
 def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, marked, plan, ssh
+from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
 
 
@@ -37,7 +37,7 @@ def run(processes, wait=60, **options):
     began = time.monotonic()
     with Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options}) as job:
         code = job.wait(timeout=wait)
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
     return code, out.getvalue(), err.getvalue(), time.monotonic() - began
 
 
@@ -110,7 +110,7 @@ def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
         [sys.executable, str(tmp_path / "train.py")],
         hosts=hosts,
         ps=1,
-        survey=lambda host, ports: ssh.HostFacts(tuple(range(5000, 5000 + ports)), (0,), ""),
+        survey=lambda host, ports: machines.HostFacts(tuple(range(5000, 5000 + ports)), (0,), ""),
     )
     given, out, err, _ = run(processes, remote_shell=shell)
     lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"
@@ -127,23 +127,23 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
         while "up" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert "up" in out.getvalue()
-        assert len(marked.members(job.job_id)) == 1
+        assert len(job_processes.members(job.job_id)) == 1
         pipe = next(iter(job._ranks)).popen.stdin
         pipe.close()
         assert job.wait(timeout=10) == 143
-    assert marked.members(job.job_id) == []
+    assert job_processes.members(job.job_id) == []
 
 
 def test_an_interpreter_missing_over_there_is_named_with_its_host(shell):
     with pytest.raises(ClusterError) as error:
-        ssh.survey("node0.invalid", 1, remote_shell=shell, python="/nowhere/bin/python")
+        machines.survey("node0.invalid", 1, remote_shell=shell, python="/nowhere/bin/python")
     assert str(error.value).startswith("host node0.invalid cannot run /nowhere/bin/python (")
     assert "at the same path on every host" in str(error.value)
 
 
 def test_a_remote_shell_that_cannot_be_read():
     with pytest.raises(ClusterError, match="cannot be read: No closing quotation.*BatchMode"):
-        ssh.survey("a", 1, remote_shell="ssh -o 'User")
+        machines.survey("a", 1, remote_shell="ssh -o 'User")
 
 
 def test_a_program_missing_over_there_is_named(shell):
@@ -161,11 +161,11 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_command_to_try(tmp_path
     script.write_text(f"#!/bin/sh\n{answer}\n")
     script.chmod(0o755)
     with pytest.raises(ClusterError) as error:
-        ssh.survey("node0.invalid", 1, remote_shell=str(script))
+        machines.survey("node0.invalid", 1, remote_shell=str(script))
     assert str(error.value).startswith("host node0.invalid cannot be reached: ")
     assert f"{script} node0.invalid" in str(error.value)
     with pytest.raises(ClusterError, match="cannot be reached"):
-        ssh.survey("node0.invalid", 1, remote_shell="no-such-shell")
+        machines.survey("node0.invalid", 1, remote_shell="no-such-shell")
 
 
 RING = """
@@ -195,7 +195,7 @@ def test_ranks_on_two_hosts_reach_each_other(two_hosts):
     hosts, shell = two_hosts
 
     def survey(host, ports):
-        return ssh.survey(host, ports, remote_shell=shell)
+        return machines.survey(host, ports, remote_shell=shell)
 
     processes = plan([sys.executable, "-c", RING], hosts=hosts, survey=survey)
     given, out, err, _ = run(processes, remote_shell=shell)
@@ -219,7 +219,7 @@ def test_horovod_reduces_between_two_hosts(two_hosts):
     hosts = [Host(hosts[0].name, 1), Host(hosts[1].name, 1)]
 
     def survey(host, ports):
-        return ssh.survey(host, ports, remote_shell=shell)
+        return machines.survey(host, ports, remote_shell=shell)
 
     processes = plan(
         [sys.executable, "-c", code], hosts=hosts, communicator="horovod", survey=survey
@@ -237,7 +237,7 @@ def test_parameter_servers_on_two_hosts(two_hosts):
     script = Path(__file__).resolve().parents[2] / "examples" / "digits_parameter_server.py"
 
     def survey(host, ports):
-        return ssh.survey(host, ports, remote_shell=shell)
+        return machines.survey(host, ports, remote_shell=shell)
 
     processes = plan(
         [sys.executable, str(script), "--epochs=2"],

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtk.cluster.rank_status import RankStatus
 from dtk.cluster.stall import (
     ALONE,
     describe,
@@ -20,7 +21,6 @@ from dtk.cluster.stall import (
     find_served,
     find_short,
 )
-from dtk.cluster.standing import Standing
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
 from dtk.launch.plan import Process
@@ -28,50 +28,57 @@ from dtk.launch.plan import Process
 TIMEOUT = 100.0
 
 
-def standing(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0, **more):
+def status(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0, **more):
     """A rank of which all times are seconds ago."""
     report = {"count": count, "inside": inside, "what": what, "still": still, "alone": False}
     report |= {"joining": False, "loops": 0, "feeds": False, "refused": False}
     report |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}, **more}
-    return Standing(heard=1e4 - heard, moved=1e4 - still, busy=1e4 - busy, last=report)
+    times = {"heard": 1e4 - heard, "moved": 1e4 - still, "busy": 1e4 - busy}
+    return RankStatus(**times, last=report)
 
 
-def found(*standings):
-    return find(standings, now=1e4, timeout=TIMEOUT)
+def found(*statuses):
+    return find(statuses, now=1e4, timeout=TIMEOUT)
+
+
+def described(stall, *ranks):
+    for index, rank in enumerate(ranks):
+        rank.name, rank.host = f"rank {index}", "ab"[index]
+    return describe(stall, ranks)
 
 
 def test_a_rank_outside_that_does_nothing_is_missing():
-    stall = found(standing(150, inside=True), standing(151, inside=False))
+    stall = found(status(150, inside=True), status(151, inside=False))
     assert (stall.missing, stall.waiting) == ((1,), (0,))
     assert stall.why == "did nothing for 100 s"
 
 
 @pytest.mark.parametrize(
-    ("standings", "why"),
+    ("statuses", "why"),
     [
-        ((standing(90, True), standing(91, False)), "not for long enough"),
-        ((standing(150, True), standing(151, False, busy=20)), "computing, or reading and writing"),
-        ((standing(150, True), standing(150, True, busy=20)), "a slow step"),
-        ((standing(150, False), standing(150, False)), "nobody waits for anybody"),
-        ((standing(150, True), Standing()), "not all have begun"),
-        ((standing(150, True), standing(20, False)), "one moves"),
+        ((status(90, True), status(91, False)), "not for long enough"),
+        ((status(150, True), status(151, False, busy=20)), "computing, or reading and writing"),
+        ((status(150, True), status(150, True, busy=20)), "a slow step"),
+        ((status(150, False), status(150, False)), "nobody waits for anybody"),
+        ((status(150, True), RankStatus()), "not all have begun"),
+        ((status(150, True), status(20, False)), "one moves"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_stall(standings, why):
-    assert found(*standings) is None, why
+def test_what_is_no_stall(statuses, why):
+    assert found(*statuses) is None, why
 
 
 def test_a_rank_that_loops_for_ever_is_named_in_the_end():
     """It had been waited for as long as it used its processor."""
     bound = ALONE * TIMEOUT
-    assert found(standing(bound - 1, True), standing(bound + 9, False, busy=1)) is None
-    assert found(standing(bound + 1, True), standing(20, False, busy=1)) is None
-    stall = found(standing(bound + 1, True), standing(bound + 9, False, busy=1))
+    assert found(status(bound - 1, True), status(bound + 9, False, busy=1)) is None
+    assert found(status(bound + 1, True), status(20, False, busy=1)) is None
+    stall = found(status(bound + 1, True), status(bound + 9, False, busy=1))
     assert (stall.missing, stall.waiting) == ((1,), (0,))
     assert stall.why == "computed without the others for 1200 s,"
     # All inside, such as in a step that is one epoch long: nobody waits for a rank outside.
-    assert found(*[standing(bound + 1, True, busy=1)] * 2) is None
+    assert found(*[status(bound + 1, True, busy=1)] * 2) is None
 
 
 LOOPS = """
@@ -107,29 +114,29 @@ def test_a_loop_without_an_end_is_told_and_then_ended():
 
 def unseen(since=500, ran=500):
     """A rank that was started, and has reported nothing yet."""
-    return Standing(started=True, moved=1e4 - since, ran=None if ran is None else 1e4 - ran)
+    return RankStatus(started=True, moved=1e4 - since, ran=None if ran is None else 1e4 - ran)
 
 
 def joining(still, **more):
-    return standing(still, inside=False, what="the start of mpi", joining=True, **more)
+    return status(still, inside=False, what="the start of mpi", joining=True, **more)
 
 
 @pytest.mark.parametrize(
-    ("standings", "missing"),
+    ("statuses", "missing"),
     [
         ((joining(150), unseen()), (1,)),
         ((joining(150), unseen(ran=None)), (1,)),
         ((joining(150), unseen(ran=20)), None),
         ((joining(150), unseen(since=20)), None),
         ((unseen(), unseen()), None),
-        ((joining(150), standing(151, inside=False, what="the start")), (1,)),
+        ((joining(150), status(151, inside=False, what="the start")), (1,)),
         # TensorFlow and MPI keep Python's lock while they wait.
         ((joining(150, heard=150), unseen()), (1,)),
         ((joining(150, heard=150), joining(20)), None),
     ],
 )
-def test_a_rank_that_does_nothing_at_its_start(standings, missing):
-    stall = found(*standings)
+def test_a_rank_that_does_nothing_at_its_start(statuses, missing):
+    stall = found(*statuses)
     assert (None if stall is None else stall.missing) == missing
 
 
@@ -140,57 +147,57 @@ def test_a_rank_that_is_stopped_while_it_may_be_silent():
     assert stall.missing == (1,)
     assert (
         "rank 1, host b, reported nothing for 100 s, last in the start of mpi. It is stopped"
-        in (describe(stall, ["rank 0", "rank 1"], ["a", "b"], [stopped, stopped]))
+        in described(stall, stopped, stopped)
     )
 
 
 def test_a_rank_that_is_stopped_is_silent_before_it_is_idle():
-    stopped = standing(150, False, heard=99)
+    stopped = status(150, False, heard=99)
     stopped.seen, stopped.ran = (Usage("T", 1.0, 0), 1e4), 1e4 - 99
-    assert found(standing(150, True), stopped) is None
+    assert found(status(150, True), stopped) is None
     stopped.delay(-2)
-    assert found(standing(150, True), stopped).why == "reported nothing for 100 s, last"
+    assert found(status(150, True), stopped).why == "reported nothing for 100 s, last"
 
 
 def test_a_rank_that_computes_and_cannot_say_so_is_not_silent():
-    computing = standing(1, inside=False, heard=120)
+    computing = status(1, inside=False, heard=120)
     computing.observe(Usage("R", 1.0, 0), 1e4 - 9)
     computing.observe(Usage("R", 4.0, 0), 1e4 - 5)
-    assert found(standing(150, inside=True), computing) is None
+    assert found(status(150, inside=True), computing) is None
 
 
 def test_a_rank_that_traces_is_waited_for():
-    tracing = standing(150, inside=False, what="the Python of train step 1", alone=True)
-    stall = found(standing(150, inside=True), tracing)
+    tracing = status(150, inside=False, what="the Python of train step 1", alone=True)
+    stall = found(status(150, inside=True), tracing)
     assert stall.missing == (1,)
-    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [tracing, tracing])
+    told = described(stall, tracing, tracing)
     assert "did nothing for 100 s in the Python of train step 1." in told
 
 
 def test_a_rank_whose_script_is_over():
-    left = standing(900, inside=False)
+    left = status(900, inside=False)
     left.left = True
-    stall = found(standing(150, inside=True), left)
+    stall = found(status(150, inside=True), left)
     assert (stall.missing, stall.why) == ((1,), "has left its script")
-    assert found(standing(150, inside=False), left) is None
+    assert found(status(150, inside=False), left) is None
 
 
 def test_nobody_waits_five_minutes_for_a_rank_whose_script_is_over():
-    left = standing(900, inside=False)
+    left = status(900, inside=False)
     left.left = True
-    waits, computes = standing(61, inside=True), standing(61, inside=True, busy=50)
+    waits, computes = status(61, inside=True), status(61, inside=True, busy=50)
     stall = find([waits, left], now=1e4, timeout=300.0)
     assert stall.missing == (1,)
-    told = describe(stall, ["rank 0", "rank 1"], ["a", "b"], [waits, left])
+    told = described(stall, waits, left)
     assert "rank 1, host b, has left its script after train step 5, and every rank must run" in told
     assert find([computes, left], now=1e4, timeout=300.0) is None
-    assert find([waits, standing(61, inside=False), left], now=1e4, timeout=300.0) is None
+    assert find([waits, status(61, inside=False), left], now=1e4, timeout=300.0) is None
 
 
 def test_a_rank_whose_data_ended_before():
     stall = found(
-        standing(150, True, count=8, what="train step 8"),
-        standing(150, True, count=9, what="collective 1", loops=1),
+        status(150, True, count=8, what="train step 8"),
+        status(150, True, count=9, what="collective 1", loops=1),
     )
     assert (stall.missing, stall.waiting) == ((1,), (0,))
     assert stall.why.startswith("has come to the end of its data before the others")
@@ -198,40 +205,40 @@ def test_a_rank_whose_data_ended_before():
 
 def test_a_rank_that_has_failed_of_shorter_data_of_another():
     """MPI notices at once that ranks are in different collectives, and not which is wrong."""
-    ranks = [standing(1, True, refused=True), standing(1, True, loops=1)]
+    ranks = [status(1, True, refused=True), status(1, True, loops=1)]
     assert find_short(ranks).missing == (1,)
-    assert find_short([standing(1, True), standing(1, True, loops=1)]) is None
-    assert find_short([standing(1, True, refused=True), standing(1, True)]) is None
+    assert find_short([status(1, True), status(1, True, loops=1)]) is None
+    assert find_short([status(1, True, refused=True), status(1, True)]) is None
 
 
 def test_a_rank_whose_generator_is_waited_for():
-    stall = found(standing(150, True), standing(150, True, feeds=True))
+    stall = found(status(150, True), status(150, True, feeds=True))
     assert (stall.missing, stall.why) == ((1,), "got no data for 100 s from Python")
-    assert found(standing(150, True), standing(150, True, feeds=True, busy=20)) is None
+    assert found(status(150, True), status(150, True, feeds=True, busy=20)) is None
 
 
 def test_a_rank_that_reports_nothing_is_missing_whatever_it_did():
-    stall = found(standing(150, True), standing(150, True, heard=120, busy=110), standing(1, False))
+    stall = found(status(150, True), status(150, True, heard=120, busy=110), status(1, False))
     assert (stall.missing, stall.waiting) == ((1,), (0, 2))
 
 
 def test_ranks_that_wait_in_different_places():
     stall = found(
-        standing(150, True, count=8, what="train step 8"),
-        standing(150, True, count=9, what="collective 1"),
+        status(150, True, count=8, what="train step 8"),
+        status(150, True, count=9, what="collective 1"),
     )
     assert stall.missing == () and stall.waiting == (0, 1)
     assert "the data of one ends earlier" in stall.why
 
 
 def test_nobody_does_anything():
-    stall = found(standing(150, True), standing(150, True))
+    stall = found(status(150, True), status(150, True))
     assert stall.missing == () and stall.why == "No rank did anything for 100 s"
 
 
 RANKS = st.lists(
     st.builds(
-        standing,
+        status,
         still=st.floats(0, 300),
         inside=st.booleans(),
         count=st.integers(1, 3),
@@ -258,8 +265,8 @@ def test_a_job_in_which_anything_moves_or_works_where_it_is_waited_for_goes_on(r
 
 
 def test_reports_tell_work_from_waiting():
-    report = dict(standing(0, False).last)
-    rank = Standing()
+    report = dict(status(0, False).last)
+    rank = RankStatus()
     rank.take({**report, "cpu": 1.0}, now=10.0)
     rank.take({**report, "cpu": 1.01, "still": 1.0}, now=11.0)
     assert rank.busy == 0.0 and rank.moved == 10.0
@@ -270,7 +277,7 @@ def test_reports_tell_work_from_waiting():
 
 
 def test_a_silent_rank_is_what_others_have_lost():
-    ranks = [Standing(), standing(1, True, heard=9), standing(1, True, heard=11)]
+    ranks = [RankStatus(), status(1, True, heard=9), status(1, True, heard=11)]
     assert find_cut_off(ranks, now=1e4, timeout=TIMEOUT).missing == (2,)
     assert find_cut_off(ranks[:2], now=1e4, timeout=TIMEOUT) is None
 
@@ -370,28 +377,32 @@ def test_a_slow_callback_is_no_stall(tmp_path):
 
 # With parameter servers.
 
-ROLES = ["chief", "worker", "worker", "ps", "evaluator"]
-
 
 def tasks(held=(), **changed):
     """Five tasks that all reported a moment ago: the chief waits, the others serve."""
-    given = {"chief": standing(200, True), "evaluator": standing(2000, False)}
-    given |= {name: standing(2000, False) for name in ("worker0", "worker1", "ps")}
+    given = {"chief": status(200, True), "evaluator": status(2000, False)}
+    given |= {name: status(2000, False) for name in ("worker0", "worker1", "ps")}
     given |= changed
     given["chief"].last["held"] = dict(held)
     return [given[name] for name in ("chief", "worker0", "worker1", "ps", "evaluator")]
 
 
+def with_roles(given):
+    for role, task in zip(("chief", "worker", "worker", "ps", "evaluator"), given, strict=True):
+        task.role = role
+    return given
+
+
 def replaceable(given):
-    return find_replaceable(given, ROLES, now=1e4, timeout=TIMEOUT)
+    return find_replaceable(with_roles(given), now=1e4, timeout=TIMEOUT)
 
 
 def served(given):
-    return find_served(given, ROLES, now=1e4, timeout=TIMEOUT)
+    return find_served(with_roles(given), now=1e4, timeout=TIMEOUT)
 
 
 def test_a_silent_worker_or_evaluator_is_replaced():
-    given = tasks(worker1=standing(0, False, heard=101), evaluator=standing(0, False, heard=101))
+    given = tasks(worker1=status(0, False, heard=101), evaluator=status(0, False, heard=101))
     why = "has reported nothing for 100 s"
     assert replaceable(given) == {2: why, 4: why}
     assert served(given) is None
@@ -400,47 +411,47 @@ def test_a_silent_worker_or_evaluator_is_replaced():
 def test_a_worker_that_idles_over_its_work_is_replaced():
     assert list(replaceable(tasks(held={"0": 106.0}))) == [1]
     assert replaceable(tasks(held={"0": 104.0})) == {}
-    assert replaceable(tasks(held={"0": 900.0}, worker0=standing(2000, False, busy=9))) == {}
+    assert replaceable(tasks(held={"0": 900.0}, worker0=status(2000, False, busy=9))) == {}
 
 
 def test_an_evaluator_that_idles_over_its_evaluation_is_replaced():
-    assert list(replaceable(tasks(evaluator=standing(106, True)))) == [4]
-    assert replaceable(tasks(evaluator=standing(106, True, busy=9))) == {}
+    assert list(replaceable(tasks(evaluator=status(106, True)))) == [4]
+    assert replaceable(tasks(evaluator=status(106, True, busy=9))) == {}
 
 
 def test_a_silent_server_ends_the_job_and_no_worker_is_blamed_for_it():
-    given = tasks({"0": 150.0}, ps=standing(0, False, heard=101), chief=standing(0, 1, heard=110))
+    given = tasks({"0": 150.0}, ps=status(0, False, heard=101), chief=status(0, 1, heard=110))
     stall = served(given)
     assert (stall.missing, stall.waiting) == ((3,), (0,))
     assert replaceable(given) == {}
 
 
 def test_a_chief_is_blamed_after_the_workers_for_which_it_may_wait():
-    assert served(tasks(chief=standing(90, False, heard=114))) is None
-    assert served(tasks(chief=standing(90, False, heard=116))).missing == (0,)
-    assert served(tasks(chief=standing(106, False))).missing == (0,)
-    assert served(tasks(chief=standing(104, False))) is None
-    assert served(tasks(chief=standing(900, False, busy=9))) is None
-    assert served(tasks({"0": 1.0}, chief=standing(900, False))) is None, "a worker computes"
-    assert served(tasks(chief=standing(900, True))) is None
+    assert served(tasks(chief=status(90, False, heard=114))) is None
+    assert served(tasks(chief=status(90, False, heard=116))).missing == (0,)
+    assert served(tasks(chief=status(106, False))).missing == (0,)
+    assert served(tasks(chief=status(104, False))) is None
+    assert served(tasks(chief=status(900, False, busy=9))) is None
+    assert served(tasks({"0": 1.0}, chief=status(900, False))) is None, "a worker computes"
+    assert served(tasks(chief=status(900, True))) is None
 
 
 def test_a_worker_that_does_nothing_at_its_start_is_replaced():
     waits = joining(200)
-    starting = standing(2000, False)
-    serving = {name: standing(2000, True) for name in ("worker0", "ps")}
+    starting = status(2000, False)
+    serving = {name: status(2000, True) for name in ("worker0", "ps")}
     assert list(replaceable(tasks(chief=waits, worker1=starting, **serving))) == [2]
     assert list(replaceable(tasks(chief=waits, worker1=unseen(), **serving))) == [2]
-    busy = standing(2000, False, busy=9)
+    busy = status(2000, False, busy=9)
     assert replaceable(tasks(chief=waits, worker1=busy, **serving)) == {}
-    assert replaceable(tasks(chief=standing(200, True), worker1=starting, **serving)) == {}
+    assert replaceable(tasks(chief=status(200, True), worker1=starting, **serving)) == {}
 
 
 def test_a_server_or_chief_that_does_nothing_at_its_start_ends_the_job():
-    serving = {name: standing(2000, True) for name in ("worker0", "worker1")}
-    stall = served(tasks(chief=joining(200), ps=standing(2000, False), **serving))
+    serving = {name: status(2000, True) for name in ("worker0", "worker1")}
+    stall = served(tasks(chief=joining(200), ps=status(2000, False), **serving))
     assert (stall.missing, stall.waiting) == ((3,), (0,))
-    given = tasks(ps=standing(2000, True), **serving)
+    given = tasks(ps=status(2000, True), **serving)
     given[0] = unseen()
     assert served(given).missing == (0,)
     given[0] = unseen(ran=9)
@@ -448,6 +459,6 @@ def test_a_server_or_chief_that_does_nothing_at_its_start_ends_the_job():
 
 
 def test_what_a_stopped_launcher_has_not_heard_is_held_against_nobody():
-    silent = standing(120, False, heard=120)
+    silent = status(120, False, heard=120)
     silent.delay(50)
     assert replaceable(tasks(worker0=silent)) == {}

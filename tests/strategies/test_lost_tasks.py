@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dtk.cluster import TFConfig, waiting
+from dtk.cluster import TFConfig, startup_barrier
 from dtk.errors import ClusterError, DtkError
 from dtk.parameter_server.run_server import Chief
 from dtk.strategies import ParameterServerStrategy
@@ -110,7 +110,7 @@ def test_two_evaluators(refused):
 
 def test_a_task_that_does_not_come_up_is_named_with_its_address(refused, monkeypatch, capsys):
     """Meanwhile, too: nothing was said for two minutes."""
-    monkeypatch.setattr(waiting, "AFTER", 0.1)
+    monkeypatch.setattr(startup_barrier, "AFTER", 0.1)
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
     names = f"ps 0 ({cluster['ps'][0]}), worker 0 ({cluster['worker'][0]})"
     refused(config(cluster, "chief"), f"not there after 2 s: {names}")
@@ -120,7 +120,7 @@ def test_a_task_that_does_not_come_up_is_named_with_its_address(refused, monkeyp
 
 def test_a_server_says_where_it_waits_for_the_chief(monkeypatch, capsys):
     cluster = {"chief": [port()], "worker": [port()], "ps": [port()]}
-    monkeypatch.setattr(waiting, "AFTER", 0.1)
+    monkeypatch.setattr(startup_barrier, "AFTER", 0.1)
     monkeypatch.setenv("DTK_START_TIMEOUT", "0.9")
     where = cluster["chief"][0]
     with pytest.raises(ClusterError, match=f"ps 0: no chief at {where} within 0.9 s"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TypedDict
 
-from dtk.cluster.reports import RankReport
 from dtk.cluster.usage import STOPPED, Usage
 
 # A rank that only waits uses less than this part of a core, and so many bytes a second:
@@ -14,12 +15,55 @@ _IDLE_BYTES = 20_000
 _LOOK = 0.5  # seconds between two looks from outside: the system counts hundredths of a second
 
 
-@dataclasses.dataclass
-class Standing:
-    """What is known of one rank."""
+class RankReport(TypedDict):
+    """What a rank says of itself."""
 
-    # when it last reported; None before its first report. In seconds, as all times
-    heard: float | None = None
+    count: int  # how often it has gone inside
+    inside: bool
+    alone: bool  # whether it is where others are inside, and does what needs none of them
+    joining: bool  # whether it waits for the others to start, and may be unable to report
+    loops: int  # how often it has come to the end of its data
+    refused: bool  # whether it has taken part in a collective in which others have not
+    feeds: bool  # whether TensorFlow waits for Python of this rank's, as for a generator
+    what: str  # where it is, or was last
+    still: float  # seconds since that changed
+    cpu: float  # seconds that its process has used, without threads that poll
+    io: int  # bytes that it has read from storage and written there
+    # its main thread's, where it has been at one place for long, and that of the thread it waits
+    # for; "" else, and of a task that serves, which runs nothing of the script's
+    stack: str
+    # of a chief: for how many seconds each worker has had its work, by the worker's number
+    held: dict[str, float]
+
+
+def report_of(message: Mapping[str, object]) -> RankReport:
+    """Return a message as a report, of the types that it must have."""
+    held = message["held"]
+    return {
+        "count": int(str(message["count"])),
+        "inside": bool(message["inside"]),
+        "alone": bool(message["alone"]),
+        "joining": bool(message["joining"]),
+        "loops": int(str(message["loops"])),
+        "refused": bool(message["refused"]),
+        "feeds": bool(message["feeds"]),
+        "what": str(message["what"]),
+        "still": float(str(message["still"])),
+        "cpu": float(str(message["cpu"])),
+        "io": int(str(message["io"])),
+        "stack": str(message["stack"]),
+        "held": {str(int(worker)): float(age) for worker, age in held.items()},  # type: ignore[attr-defined]
+    }
+
+
+@dataclasses.dataclass
+class RankStatus:
+    """What is known of one rank; all times are in seconds."""
+
+    name: str = ""
+    host: str = ""
+    role: str = "worker"
+    heard: float | None = None  # when it last reported; None before its first report
     # when it last went inside or came out; when it was started, before its first report
     moved: float = 0.0
     busy: float = 0.0  # when it was last seen computing, reading or writing, by its reports
@@ -59,8 +103,15 @@ class Standing:
     @property
     def calls(self) -> str:
         """Its stack, the innermost call first; "" where it is not known."""
-        told = "" if self.last is None or self.left else self.last["stack"]
-        return self.stack or told
+        return self.stack or ("" if self.last is None or self.left else self.last["stack"])
+
+    @property
+    def where(self) -> str:
+        """Where in its script it is, for a sentence."""
+        if self.last is None:
+            return "before it made a strategy"
+        is_there = self.last["inside"] or self.last["joining"] or self.last["alone"]
+        return f"{'in' if is_there and not self.left else 'after'} {self.last['what']}"
 
     def take(self, report: RankReport, now: float) -> None:
         """Take note of a report."""
@@ -82,9 +133,8 @@ class Standing:
             self.ran = self.used = now
         else:
             before, when = self.seen
-            if now - when < _LOOK:
+            if (seconds := now - when) < _LOOK:
                 return
-            seconds = now - when
             if _works(usage.cpu - before.cpu, usage.io - before.io, seconds):
                 self.ran = self.used = now
             if _works(usage.total - before.total, 0, seconds):
@@ -111,14 +161,9 @@ class Standing:
 
     def delay(self, seconds: float) -> None:
         """Move all times later, as the launcher itself was stopped meanwhile."""
-        self.moved += seconds
-        self.busy += seconds
-        if self.heard is not None:
-            self.heard += seconds
-        if self.ran is not None:
-            self.ran += seconds
-        if self.used is not None:
-            self.used += seconds
+        for name in ("moved", "busy", "heard", "ran", "used"):
+            if (time := getattr(self, name)) is not None:
+                setattr(self, name, time + seconds)
 
 
 def _works(cpu: float, io: float, seconds: float) -> bool:

@@ -1,4 +1,6 @@
-"""What follows when a job fails, told from what has happened. Starts and waits for nothing.
+"""Starting a job of ranks that wait for each other again, after it failed.
+
+`Attempts` tells from what has happened what follows, `Supervisor` does it.
 
           ┌──────────── enough hosts answer ────────────┐
           v                                             │
@@ -13,15 +15,25 @@ Run ──> ended ──┬─ with 0, or stopped by the user ──> Over (0, o
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from dtk.cluster import Host
+from dtk.errors import ClusterError
+from dtk.launch.job import Job
+from dtk.launch.starter import PortTakenError
 
 LONGEST_WAIT = 60.0  # seconds between a failure and the next attempt
 LOOK_EVERY = 5.0  # seconds between two looks at hosts that are too few
 PATIENCE = 600.0  # seconds for which enough hosts are waited for
+_PROBE_EVERY = 30.0  # seconds between two looks at a host that a running job does without
+# Another program may take a port between the plan and the start of the job.
+_PLANS = 3
+_AT_ONCE = 32  # hosts that are asked at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +65,10 @@ Action: TypeAlias = StartJob | AwaitHosts | Over
 
 
 class Attempts:
-    """Decides whether, when, where and with how many ranks a job is started again.
-
-    >>> attempts = Attempts((), 2, None, 1)
-    >>> attempts.begin().workers
-    2
-    >>> attempts.ended(137)
-    Wait(seconds=1.0, why='starting the job again in 1 s (restart 1 of 1)')
-    >>> attempts.looked([])
-    Run(hosts=(), workers=2, attempt=1)
-    >>> attempts.ended(137).code
-    137
-    """
+    """Decides whether, when, where and with how many ranks a job is started again."""
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        workers: int | None,
-        min_workers: int | None,
-        max_restarts: int,
+        self, hosts: Sequence[Host], workers: int | None, min_workers: int | None, max_restarts: int
     ) -> None:
         self._hosts = tuple(hosts)
         self._wanted = sum(h.slots for h in self._hosts) if workers is None else workers
@@ -104,7 +101,8 @@ class Attempts:
     def looked(self, answering: Collection[str]) -> Action:
         """Decide where the next attempt runs."""
         hosts = tuple(host for host in self._hosts if host.name in answering)
-        workers = self._workers(hosts)
+        slots = sum(host.slots for host in hosts)
+        workers = min(self._wanted, slots) if self._hosts else self._wanted
         if workers >= self._fewest:
             return self._run(hosts, workers)
         missing = ", ".join(host.name for host in self._hosts if host not in hosts)
@@ -126,11 +124,97 @@ class Attempts:
             return ()
         return tuple(host.name for host in self._hosts if host not in running.hosts)
 
-    def _workers(self, hosts: Sequence[Host]) -> int:
-        slots = sum(host.slots for host in hosts)
-        return min(self._wanted, slots) if self._hosts else self._wanted
-
     def _run(self, hosts: tuple[Host, ...], workers: int) -> StartJob:
         self._running = StartJob(hosts, workers, self._started)
         self._started += 1
         return self._running
+
+
+class Supervisor:
+    """Starts a job until it succeeds, or may not be started again."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        make: Callable[[StartJob], Job],
+        answers: Callable[[str], bool],
+        say: Callable[[str], None],
+        probe_every: float = _PROBE_EVERY,
+    ) -> None:
+        self.jobs: list[Job] = []
+        self._attempts = attempts
+        self._make = make
+        self._answers = answers
+        self._say = say
+        self._probe_every = probe_every
+
+    def run(self, hosts: Collection[str] = ()) -> int:
+        """See the job to its end."""
+        action: Action = self._attempts.begin()
+        while not isinstance(action, Over):
+            if isinstance(action, AwaitHosts):
+                if action.why:
+                    self._say(action.why)
+                time.sleep(action.seconds)
+                action = self._attempts.looked(self._answering(hosts))
+            else:
+                action = self._attempt(action, hosts)
+        if action.why:
+            self._say(action.why)
+        return action.code
+
+    def _attempt(self, run: StartJob, hosts: Collection[str]) -> Action:
+        if missing := self._attempts.missing:
+            self._say(
+                f"going on with {run.workers} workers, without {', '.join(missing)}, until it "
+                "answers again"
+            )
+        try:
+            with self._started(run) as job:
+                grown = self._wait(job)
+                code, stopped = job.wait(), job.stopped
+        except ClusterError as error:
+            if not run.attempt:
+                raise
+            # A host may go between being asked and being used.
+            self._say(str(error))
+            return self._attempts.ended(1)
+        if grown and code:
+            return self._attempts.looked(self._answering(hosts))
+        return self._attempts.ended(code, stopped, job.failed_before_working_together)
+
+    def _started(self, run: StartJob) -> Job:
+        for _ in range(_PLANS - 1):
+            self.jobs.append(self._make(run))
+            with contextlib.suppress(PortTakenError):
+                return self.jobs[-1].start()
+        self.jobs.append(self._make(run))
+        return self.jobs[-1].start()
+
+    def _wait(self, job: Job) -> bool:
+        """Wait for the end of a job; end it where hosts that it does without answer again."""
+        answered: set[str] = set()
+        while True:
+            try:
+                job.wait(self._probe_every if self._attempts.missing else None)
+                return False
+            except TimeoutError:
+                now = self._answering(self._attempts.missing)
+            # Twice in a row: a host that is starting answers before it is ready.
+            back = sorted(now & answered)
+            answered = now
+            if back:
+                self._say(f"{', '.join(back)} answers again: the job is ended, to go on with it")
+                job.stop()
+                return True
+
+    def _answering(self, hosts: Iterable[str]) -> set[str]:
+        names = list(hosts)
+        if not names:
+            return set()
+        with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+            return {
+                name
+                for name, answers in zip(names, pool.map(self._answers, names), strict=True)
+                if answers
+            }

@@ -1,5 +1,6 @@
-"""Ranks of one host that wait for each other before MPI starts, where no launcher of dtk's watches.
+"""What starts waits for others for a bounded time, and says once for whom.
 
+Where no launcher of dtk's watches, ranks of one host wait for each other before MPI starts.
 MPI waits in its start for all ranks, holding Python's lock, and knows nothing of who is missing. So
 the ranks of a host meet before that: each says that it is there by a name that only exists while
 its process does, and looks at the processes of those that are not. One that neither computes nor
@@ -16,15 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
 from dtk.cluster import stall, usage
 from dtk.cluster.environment import Environment
 from dtk.cluster.mpi import OPEN_MPI
+from dtk.cluster.rank_status import RankStatus
 from dtk.cluster.stall import STUCK, Stall
-from dtk.cluster.standing import Standing
-from dtk.cluster.waiting import Wait
 
+AFTER = 10.0  # seconds; processes of one job often start a few seconds apart
 # The same in all processes of a job, and in no other: Open MPI's, from version 4 on.
 _JOB = "PMIX_NAMESPACE"
 _LOOK = 0.05  # seconds between two looks at who has come
@@ -33,6 +33,36 @@ _SCAN = 1.0  # and at the processes of those that have not
 _STARTED = 2.0
 # Each rank leaves the one before it this long to say who is missing.
 _IN_TURN = 2.0
+
+
+class Wait:
+    """A wait for other processes, which begins now."""
+
+    def __init__(self, who: str, limit: float) -> None:
+        self._who = who
+        self.limit = limit
+        self._began = time.monotonic()
+        self._told = False
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit; 0 after it."""
+        return max(0.0, self._began + self.limit - time.monotonic())
+
+    @property
+    def quiet(self) -> float:
+        """Seconds until `say` writes, or until the limit where it has, or where that is earlier."""
+        due = self._began + AFTER - time.monotonic()
+        return self.left if self._told else max(0.0, min(due, self.left))
+
+    def say(self, whom: str, bound: str = "") -> None:
+        """Write to standard error, once, not in the first seconds: which rank is waited for."""
+        if self._told or time.monotonic() < self._began + AFTER:
+            return
+        self._told = True
+        bound = bound or f", for {self.left:.0f} s more (DTK_START_TIMEOUT sets the limit)"
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            print(f"dtk: {self._who}: waiting for {whom}{bound}", file=sys.stderr, flush=True)
 
 
 def await_neighbours(
@@ -53,7 +83,8 @@ def await_neighbours(
         here.detach()  # it lasts as long as this process
     wait = Wait(f"rank {environment.rank}", math.inf)
     began = scanned = time.monotonic() - _SCAN
-    standings: dict[int, Standing] = {}
+    host = socket.gethostname()
+    statuses = [RankStatus(f"rank {rank}", host) for rank in range(environment.size)]
     while True:
         now, come = time.monotonic(), _come(name)
         if len(come) >= environment.local_size:
@@ -62,8 +93,9 @@ def await_neighbours(
             scanned = now
             found = _neighbours(job)
             for rank, pid in found.items():
-                known = standings.setdefault(rank, Standing(started=True, moved=now))
-                known.observe(usage.of(pid), now)
+                if not statuses[rank].started:
+                    statuses[rank].started, statuses[rank].moved = True, now
+                statuses[rank].observe(usage.of(pid), now)
             missing = sorted(set(found) - come)
             if not missing and now - began > _STARTED:
                 return
@@ -75,9 +107,12 @@ def await_neighbours(
                     f"; the job is ended once one of them has done nothing for {timeout:g} s",
                 )
             since = now - timeout - _IN_TURN * turn
-            idle = tuple(rank for rank in missing if standings[rank].is_idle(since))
+            idle = tuple(rank for rank in missing if statuses[rank].is_idle(since))
             if idle and began < since:
-                _end(environment, idle, sorted(come), standings, timeout)
+                found_stuck = Stall(idle, f"did nothing for {timeout:g} s", ())
+                waits = [f"rank {rank} waits in the start of MPI.\n" for rank in sorted(come)]
+                stall.say_last(stall.describe(found_stuck, statuses) + "".join(waits))
+                os._exit(STUCK)
         time.sleep(_LOOK)
 
 
@@ -109,23 +144,3 @@ def _neighbours(job: str) -> dict[int, int]:
 
 def _network(process: str) -> str:
     return os.readlink(f"/proc/{process}/ns/net")
-
-
-def _end(
-    environment: Environment,
-    missing: tuple[int, ...],
-    come: list[int],
-    standings: Mapping[int, Standing],
-    timeout: float,
-) -> NoReturn:
-    names = [f"rank {rank}" for rank in range(environment.size)]
-    known = [standings.get(rank, Standing()) for rank in range(environment.size)]
-    found = Stall(missing, f"did nothing for {timeout:g} s", ())
-    host = socket.gethostname()
-    text = stall.describe(found, names, [host] * environment.size, known)
-    waiting = [f"rank {rank} waits in the start of MPI.\n" for rank in come]
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "".join(waiting)).encode())
-    os._exit(STUCK)

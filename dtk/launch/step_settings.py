@@ -1,7 +1,11 @@
-"""Choosing settings of TensorFlow for a script's step by measuring them: see `dtk tune`.
+"""The settings of TensorFlow with which `dtk tune` has measured a script's fastest step.
 
-Each way of setting them is a job of its own, since TensorFlow reads them while it is imported. Ways
-take turns, in rounds, so that whatever else the machine does falls on all alike.
+They are environment variables that TensorFlow reads while it is imported, so the launcher sets
+them. Other kernels may round differently. All ranks get the same settings, and their weights equal
+those of one process with these settings.
+
+Each way of setting them is measured in a job of its own. Ways take turns, in rounds, so that
+whatever else the machine does falls on all alike.
 
     round 1   as it comes   oneDNN on   oneDNN off   XLA   over collective ...
     round 2   ...
@@ -11,13 +15,19 @@ take turns, in rounds, so that whatever else the machine does falls on all alike
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import io
 import json
+import os
+import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dtk import cache
+from dtk.cluster import processor
 from dtk.cluster.variables import (
     COMMUNICATOR,
     FUSED_ADAM,
@@ -29,14 +39,103 @@ from dtk.cluster.variables import (
 from dtk.errors import ClusterError
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
-from dtk.launch.settings.step_settings import StepSettings
 
+_FORMAT = 1
 AS_IT_COMES = "as it comes"
 # A setting is kept if each round is faster by this much with it: less may be the next run's noise.
 _GAIN = 0.95
 _ONEDNN, _PAGES, _INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
 
 Variables = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """What was found best for a script on this kind of machine."""
+
+    # environment variables to set; none where TensorFlow's own choice is best
+    variables: Mapping[str, str]
+    model: str  # describes the model and batch they were measured with
+    milliseconds: float  # of a step with them
+    milliseconds_before: float  # of a step without
+
+
+def file_of(command: Sequence[str], threads: str) -> Path:
+    """Return where the settings of a script are kept."""
+    words = list(command[1:])
+    name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
+    told = [name, platform.machine(), processor.instructions(), threads, tensorflow_version()]
+    key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
+    return cache.folder() / "step-settings" / f"{key}.json"
+
+
+def tensorflow_version() -> str:
+    """Return the version of TensorFlow that is installed, without importing it."""
+    for name in ("tensorflow", "tensorflow-cpu", "tf-nightly"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def save(file: Path, found: StepSettings) -> None:
+    """Keep settings."""
+    with cache.replacing(file) as draft:
+        draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}, indent=1))
+
+
+def read(file: Path) -> StepSettings | None:
+    """Return what was kept."""
+    try:
+        found = json.loads(file.read_text())
+        if found.pop("format") != _FORMAT:
+            return None
+        return StepSettings(**found)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None  # as good as none: `dtk tune` makes it again
+
+
+def _kept(command: Sequence[str], env: Mapping[str, str]) -> StepSettings | None:
+    try:
+        return read(file_of(command, env.get("OMP_NUM_THREADS", "")))
+    except RuntimeError:  # a user without a home has no cache
+        return None
+
+
+def apply(
+    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> tuple[dict[str, str], StepSettings | None]:
+    """Add the settings of a script to the variables of a rank."""
+    if environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ:
+        return dict(env), None
+    if (found := _kept(command, env)) is None:
+        return dict(env), None
+    used = {name: value for name, value in found.variables.items() if name not in environ}
+    if used.get(COMMUNICATOR) != env.get(COMMUNICATOR):
+        used.pop(COMMUNICATOR, None)  # another was asked for, or there are other hosts
+    if not used:
+        return dict(env), None
+    settings = dataclasses.replace(found, variables=used)
+    return {**env, **used, STEP_SETTINGS: found.model}, settings
+
+
+def communicator(
+    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return the communicator that was found fastest between processes of one machine, if any."""
+    if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
+        return None
+    found = _kept(command, env)
+    return None if found is None else found.variables.get(COMMUNICATOR)
+
+
+def written(variables: Mapping[str, str]) -> str:
+    """Write settings as a shell would take them."""
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+# Measuring them: see `dtk tune`.
 
 
 class TuneError(ClusterError):
@@ -56,12 +155,7 @@ class Timing:
 def ways(
     threads: int, environ: Variables, communicators: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Return what is tried, by name: the variables that are set.
-
-    >>> decided = {"TF_ENABLE_ONEDNN_OPTS": "0", "DTK_JIT_COMPILE": "0", "GLIBC_TUNABLES": ""}
-    >>> list(ways(1, decided | {"TF_NUM_INTEROP_THREADS": "1"}))
-    ['as it comes', 'fused batch norm', 'fused Adam']
-    """
+    """Return what is tried, by name: the variables that are set."""
     tried = {
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
@@ -76,7 +170,7 @@ def ways(
     return {name: new for name, new in tried.items() if not new.keys() & environ.keys()}
 
 
-def run(planned: Callable[[str | None], Sequence[Process]], variables: Variables) -> Timing:
+def measure(planned: Callable[[str | None], Sequence[Process]], variables: Variables) -> Timing:
     """Measure the script's step with some settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")

@@ -17,16 +17,25 @@ then no failures.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
+from dtk.cluster import rank_files, stall
+from dtk.cluster.stall import STUCK
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
 # Seconds. Ends that are less than this apart have no order: a thread for each process notices.
 TIE = 0.1
+SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+# What to do about a rank that somebody, or the system, has killed.
+_NEXT = (
+    "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
+    "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself."
+)
 
 
-class Ending:
+class JobOutcome:
     """Says what ends a job whose ranks all need each other."""
 
     # The roles whose end, with exit code 0, is the job's.
@@ -90,7 +99,7 @@ class Ending:
         )
 
 
-class ServedEnding(Ending):
+class ServedOutcome(JobOutcome):
     """Says what ends a job with parameter servers.
 
     The chief runs it; workers and servers serve the chief.
@@ -143,25 +152,72 @@ class ServedEnding(Ending):
     def _is_borne(self, rank: Rank) -> bool:
         """Return whether the job goes on, or ended well, although this rank failed."""
         if rank.process.role == "evaluator":
-            begun = rank.signal or rank.restarts or rank.standing.worked
+            begun = rank.signal or rank.restarts or rank.status.worked
             return bool(begun) if self.chief.code is None else self.chief.code != 0
         if rank.process.role in self.essential_roles:
             return False
         if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
             return True  # there was nothing left to serve
-        return bool(rank.signal) and rank.process.role == "worker" and not self._was_last(rank)
-
-    def _was_last(self, worker: Rank) -> bool:
-        if not worker.given_up or self.workers_left():
+        if not rank.signal or rank.process.role != "worker":
             return False
-        return worker is max(self._of("worker"), key=lambda rank: rank.exited)
+        if not rank.given_up or self.workers_left():
+            return True
+        return rank is not max(self._of("worker"), key=lambda one: one.exited)  # the last one
 
 
-def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> Ending:
-    """Return the rules for a plan.
-
-    >>> type(choose([], [])).__name__
-    'Ending'
-    """
+def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> JobOutcome:
+    """Return the rules for a plan."""
     served = {"chief", "ps"} <= {process.role for process in processes}
-    return ServedEnding(ranks) if served else Ending(ranks)
+    return ServedOutcome(ranks) if served else JobOutcome(ranks)
+
+
+def exit_code(culprit: Rank | None, outcome: JobOutcome) -> int:
+    """Return the exit code of a job whose end has come; ask before the others are ended."""
+    if culprit is not None and (culprit.code is None or culprit.stuck):
+        return STUCK
+    if culprit is None:
+        stopped = any(rank.code != 0 for rank in outcome.essential)
+        return 128 + signal.SIGTERM if stopped else 0
+    speaker = outcome.speaker(culprit)
+    return (speaker.code if speaker.failed else culprit.code) or 0
+
+
+def failure_report(
+    rank: Rank, speaker: Rank, count: int, left_out: int = 0, restarts: bool = True
+) -> str:
+    """Return the first failing process's last output, so that it is what stands last."""
+    text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+    text += "." if count == 1 else "; the others were ended."
+    if rank.file is not None:
+        text += f" All it wrote is in {rank.file.name}."
+    if left_out:
+        where = "beside that" if rank.file is not None else "kept by --output-dir"
+        text += f" What others said of it later is left out here: {left_out} lines, {where}."
+    words = rank.last_words()
+    if speaker is not rank:
+        # A server that was killed could not say why, but its last lines may help.
+        verdict = speaker.trace_since(rank.exited - SETTLE)
+        own = [] if verdict and rank.signal else words
+        lines = []
+        for one, said in ((speaker, verdict), (rank, own)):
+            if said:
+                lines += [f"dtk: the last output of {one.process.name}:", *said]
+        lines.append(text)
+    else:
+        text += " Its last output:" if words else " It wrote nothing."
+        lines = [text, *words]
+        if count > 1 and (told := rank_files.advice(words, rank.process.rank)):
+            lines.append(told)
+    if rank.signal == signal.SIGKILL and not restarts:
+        lines.append(_NEXT)
+    return "\n".join(["", *lines, ""])
+
+
+def leaver_report(left: Rank) -> str:
+    """Return the line about a rank that left its script while others needed it."""
+    last = left.status.last
+    where = f" after {last['what']}" if last else ""
+    return (
+        f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
+        f"code 0, and the others failed because of it: {stall.ADVICE}\n"
+    )

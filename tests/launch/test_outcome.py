@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dtk.launch.ending import TIE, choose
+from dtk.launch.outcome import TIE, choose
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
@@ -32,23 +32,23 @@ def end(rank, returncode, moment=10.0):
 
 
 def test_ranks_that_reduce_end_together_or_fail_together():
-    ranks, ending = job("worker", "worker")
+    ranks, outcome = job("worker", "worker")
     end(ranks["worker 0"], 0)
-    assert not ending.over
+    assert not outcome.over
     end(ranks["worker 1"], -9)
-    assert ending.over
-    assert ending.culprit() is ranks["worker 1"]
-    assert (ending.lost(), ending.serving) == ([], [])
+    assert outcome.over
+    assert outcome.culprit() is ranks["worker 1"]
+    assert (outcome.lost(), outcome.serving) == ([], [])
 
 
 def test_the_chief_and_the_evaluator_decide():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks["chief 0"], 0)
-    assert not ending.over
+    assert not outcome.over
     end(ranks["evaluator 0"], 0)
-    assert ending.over
-    assert ending.culprit() is None
-    assert len(ending.serving) == 3
+    assert outcome.over
+    assert outcome.culprit() is None
+    assert len(outcome.serving) == 3
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_the_chief_and_the_evaluator_decide():
     [("chief 0", 3), ("chief 0", -9), ("ps 0", 3), ("ps 0", -9), ("evaluator 0", 3)],
 )
 def test_who_may_not_fail(role, returncode):
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks[role], returncode)
-    assert ending.over
-    assert ending.culprit() is ranks[role]
+    assert outcome.over
+    assert outcome.culprit() is ranks[role]
 
 
 EVALUATED = {"count": 2, "inside": False, "what": "evaluation 2", "still": 0.0}
@@ -68,76 +68,76 @@ EVALUATED |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
 
 @pytest.mark.parametrize("returncode", [3, -9])
 def test_training_does_without_an_evaluator_that_has_begun(returncode):
-    ranks, ending = job(*SERVED)
-    ranks["evaluator 0"].standing.take(EVALUATED, 1.0)
+    ranks, outcome = job(*SERVED)
+    ranks["evaluator 0"].status.take(EVALUATED, 1.0)
     end(ranks["evaluator 0"], returncode)
-    assert not ending.over
-    assert ending.lost() == [ranks["evaluator 0"]]
+    assert not outcome.over
+    assert outcome.lost() == [ranks["evaluator 0"]]
     ranks["evaluator 0"].given_up = True
-    assert (ending.over, ending.lost()) == (False, [])
+    assert (outcome.over, outcome.lost()) == (False, [])
     end(ranks["chief 0"], 0, 20.0)
-    assert ending.over
-    assert ending.culprit() is ranks["evaluator 0"], "its numbers are missing"
+    assert outcome.over
+    assert outcome.culprit() is ranks["evaluator 0"], "its numbers are missing"
     end(ranks["chief 0"], 5, 20.0)
-    assert ending.culprit() is ranks["chief 0"]
+    assert outcome.culprit() is ranks["chief 0"]
 
 
 def test_a_worker_may_be_killed_but_not_fail():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks["worker 1"], -9)
-    assert not ending.over
-    assert ending.lost() == [ranks["worker 1"]]
+    assert not outcome.over
+    assert outcome.lost() == [ranks["worker 1"]]
     end(ranks["worker 0"], 3)
-    assert ending.culprit() is ranks["worker 0"]
+    assert outcome.culprit() is ranks["worker 0"]
 
 
 def test_the_last_worker_that_is_given_up_ends_the_job():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks["worker 0"], -9, moment=1.0)
     ranks["worker 0"].given_up = True
-    assert not ending.over
-    assert ending.workers_left() == [ranks["worker 1"]]
+    assert not outcome.over
+    assert outcome.workers_left() == [ranks["worker 1"]]
     end(ranks["worker 1"], -9, moment=2.0)
-    assert not ending.over  # it may still be started again
+    assert not outcome.over  # it may still be started again
     ranks["worker 1"].given_up = True
-    assert ending.culprit() is ranks["worker 1"]
+    assert outcome.culprit() is ranks["worker 1"]
 
 
 def test_a_worker_that_served_to_its_end_is_not_missed():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks["worker 0"], 0)
     end(ranks["worker 1"], -9)
     ranks["worker 1"].given_up = True
-    assert not ending.over
+    assert not outcome.over
 
 
 @pytest.mark.parametrize("role", ["worker 0", "ps 0"])
 @pytest.mark.parametrize("returncode", [3, -9])
 def test_after_the_chief_no_servant_can_fail(role, returncode):
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks[role], returncode, moment=5.0)
     end(ranks["chief 0"], 0, moment=5.0 + TIE / 2)  # noticed first, though it ended with the chief
-    assert not ending.over
-    assert ending.lost() == []
+    assert not outcome.over
+    assert outcome.lost() == []
     end(ranks["evaluator 0"], 0, moment=20.0)
-    assert ending.culprit() is None
+    assert outcome.culprit() is None
 
 
 def test_a_server_lost_before_the_chief_ended_well_is_a_failure():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     end(ranks["ps 0"], -9, moment=5.0)
     end(ranks["chief 0"], 0, moment=9.0)
-    assert ending.culprit() is ranks["ps 0"]
+    assert outcome.culprit() is ranks["ps 0"]
 
 
 def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
-    ranks, ending = job(*SERVED)
+    ranks, outcome = job(*SERVED)
     ranks["chief 0"].remember("Traceback (most recent call last):", stderr=True)
     ranks["chief 0"].trace_began = 4.9
     end(ranks["ps 0"], -9, moment=5.0)
     end(ranks["chief 0"], 1, moment=5.5)
-    assert ending.culprit() is ranks["ps 0"]
-    assert ending.speaker(ranks["ps 0"]) is ranks["chief 0"]
+    assert outcome.culprit() is ranks["ps 0"]
+    assert outcome.speaker(ranks["ps 0"]) is ranks["chief 0"]
 
 
 def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
@@ -176,27 +176,27 @@ def failed(rank, returncode, moment, words=()):
     ],
 )
 def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
-    ranks, ending = job("worker", "worker")
+    ranks, outcome = job("worker", "worker")
     failed(ranks["worker 0"], *first)
     failed(ranks["worker 1"], *then)
-    assert ending.culprit() is ranks[culprit]
+    assert outcome.culprit() is ranks[culprit]
 
 
 def test_a_rank_that_says_that_it_crashes_is_waited_for():
     """Writing where it crashed takes a busy machine longer than its peer takes to fail of it."""
-    ranks, ending = job("worker", "worker")
+    ranks, outcome = job("worker", "worker")
     ranks["worker 1"].remember("Fatal Python error: Aborted", stderr=True)
     assert ranks["worker 1"].in_trouble and not ranks["worker 0"].in_trouble
     end(ranks["worker 0"], 1, time.monotonic() + 0.1)
     end(ranks["worker 1"], -6, time.monotonic() + 0.4)
-    assert ending.culprit() is ranks["worker 1"]
+    assert outcome.culprit() is ranks["worker 1"]
     assert ranks["worker 1"].last_words() == ["Fatal Python error: Aborted"]
 
 
 def test_who_is_behind_a_lost_connection_is_not_a_victim_of_it():
     # ssh says that the connection was reset, as a rank does that has lost a peer.
-    ranks, ending = job("worker", "worker")
+    ranks, outcome = job("worker", "worker")
     ranks["worker 1"].remote = True
     failed(ranks["worker 0"], 1, 10.0, [LOST[0], "UnknownError: Horovod has been shut down."])
     failed(ranks["worker 1"], 255, 10.4, ["Connection reset by peer"])
-    assert ending.culprit() is ranks["worker 1"]
+    assert outcome.culprit() is ranks["worker 1"]

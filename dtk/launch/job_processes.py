@@ -27,11 +27,7 @@ BESIDE = ".beside"
 
 
 def members(job: str, sessions: Collection[int] = ()) -> list[int]:
-    """List the processes of a job, and of jobs started inside it.
-
-    >>> members("no-such-job")
-    []
-    """
+    """List the processes of a job, and of jobs started inside it."""
     return sorted(_Search(job, sessions).look())
 
 
@@ -56,9 +52,9 @@ class _Search:
                     value = (b"\0" + file.read()).partition(self._mark)
                     if value[1] and value[2][:1] in (b"\0", b"/", b""):
                         found.add(int(entry))
-                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as status:
+                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
                     # From "state" on, which is the third of proc(5).
-                    stat = status.read().rpartition(")")[2].split()
+                    stat = file.read().rpartition(")")[2].split()
                     if stat[0] not in "ZX":
                         stats[int(entry)] = stat
         parents = {pid: int(stat[1]) for pid, stat in stats.items()}
@@ -80,15 +76,9 @@ class _Search:
 
 
 def end(
-    job: str,
-    grace: float,
-    hurry: Callable[[], bool] = bool,
-    sessions: Collection[int] = (),
+    job: str, grace: float, hurry: Callable[[], bool] = bool, sessions: Collection[int] = ()
 ) -> None:
-    """End every process of a job: SIGTERM, then SIGKILL.
-
-    >>> end("no-such-job", grace=1.0)
-    """
+    """End every process of a job: SIGTERM, then SIGKILL."""
     search = _Search(job, sessions)
     pids = search.look()
     _signal(pids, signal.SIGTERM)
@@ -131,10 +121,6 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
     """Let processes started inside, by this thread, use these cores only.
 
     Where that is not allowed, or the cores are gone since the survey, they use all there are.
-
-    >>> with bound_to(sorted(os.sched_getaffinity(0))[:1]):
-    ...     len(os.sched_getaffinity(0))
-    1
     """
     before = os.sched_getaffinity(0)
     try:

@@ -1,0 +1,217 @@
+"""Reaching this machine and other hosts: what they are, and agents on them.
+
+The remote shell is called as `ssh` is: `<remote shell> <host> <command>`, with the command as one
+string for a shell over there. Anything that keeps this contract will do, for example a script
+around `ip netns exec`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import ipaddress
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from dtk.cluster import report_channel, usage
+from dtk.errors import ClusterError
+from dtk.launch import agent, job_processes
+
+# Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
+# those before it.
+BOOTSTRAP = (
+    "import json,sys,types;"
+    "told=json.loads(sys.stdin.readline());"
+    "load=lambda name,text:(sys.modules.update({name:types.ModuleType(name)}),"
+    "exec(text,vars(sys.modules[name])));"
+    "[load(*one) for one in told['modules'].items()];"
+    "sys.exit(sys.modules['dtk.launch.agent'].main(told['spec']))"
+)
+# What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
+# take it for its own.
+_FOREIGN = (
+    "TF_CONFIG",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_HOSTNAME",
+    "DTK_HOSTS",
+)
+_FOREIGN_PREFIXES = (
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_CROSS_",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+    "HOROVOD_GLOO_IFACE",
+)
+# Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
+# lost.
+DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
+# Seconds of silence after which an agent ends its rank, and seconds between two lines of the
+# launcher. An outage that this side survives must not end ranks on the other: ssh gives a
+# connection up after 45 to 60 s, and the last line before it may be `HEARTBEAT` older.
+SILENCE = 90.0
+HEARTBEAT = 10.0
+_LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
+# What a shell returns for a program that it may not run, or that is not there.
+_NO_PROGRAM = (126, 127)
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a variable places a process in some other job."""
+    return name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name means "this machine" on every machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(host: str) -> bool:
+    """Return whether a host name means this machine, seen from this machine."""
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    import psutil  # here, since a job on this machine alone never asks
+
+    own = {a.address.split("%")[0] for many in psutil.net_if_addrs().values() for a in many}
+    return bool(addresses & own)
+
+
+def first_line(spec: agent.Spec) -> str:
+    """Return what `BOOTSTRAP` reads: the agent, and what it is to do."""
+    sent = (usage, report_channel, job_processes, agent)
+    modules = {one.__name__: inspect.getsource(one) for one in sent}
+    return json.dumps({"modules": modules, "spec": spec}) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFacts:
+    """Facts about one host that a plan needs."""
+
+    ports: tuple[int, ...]  # free ports on it
+    cores: tuple[int, ...]  # those a process may use, neighbors side by side; see `agent.cores`
+    interface: str  # network interface that has its address, or ""
+    # of Python and packages on another host, by name, as far as they are installed
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
+
+
+def survey(
+    host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
+) -> HostFacts:
+    """Ask a host for free ports, its cores and its interface."""
+    if is_local(host):
+        try:
+            address = "127.0.0.1" if host == "localhost" else host
+            free, cores, interface = agent.survey(address, ports)
+        except OSError as error:
+            raise ClusterError(
+                f"host {host}: no free port: {error.strerror}; check its address"
+            ) from None
+        return HostFacts(tuple(free), tuple(cores), interface)
+    spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
+    command = remote_command(host, remote_shell, python)
+    asked = time.time()
+    try:
+        answer = subprocess.run(
+            command, input=first_line(spec).encode(), capture_output=True, timeout=60
+        )
+        (free, cores, interface), versions, clock = json.loads(answer.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        cause = str(error)
+        if not isinstance(error, OSError | subprocess.TimeoutExpired):
+            said = answer.stderr.decode(errors="replace").strip().splitlines()
+            cause = said[-1] if said else "no answer"
+            if answer.returncode in _NO_PROGRAM:
+                raise ClusterError(
+                    f"host {host} cannot run {python} ({cause}); it must be at the same path on "
+                    "every host: share its folder, or make it there too"
+                ) from None
+        raise ClusterError(
+            f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
+            f"{shlex.quote(python)} --version`"
+        ) from None
+    # It read its clock at some time in between.
+    ahead = min(clock - asked, 0.0) + max(clock - time.time(), 0.0)
+    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead)
+
+
+def remote_command(host: str, remote_shell: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs an agent on another host."""
+    try:
+        words = shlex.split(remote_shell)
+    except ValueError as error:  # of shlex: "No closing quotation"
+        raise ClusterError(
+            f"the remote shell {remote_shell!r} cannot be read: {error}; expected a command such "
+            f"as `{DEFAULT_REMOTE_SHELL}`"
+        ) from None
+    return [*words, host, shlex.join([python, "-c", BOOTSTRAP])]
+
+
+class Guard:
+    """A process that ends the job if this one is killed before it can."""
+
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+        self._say(
+            first_line({"task": "guard", "job": job, "grace": grace, "save_grace": save_grace})
+        )
+
+    def remove(self, folder: Path) -> None:
+        """Have a folder removed if this process is killed before it can."""
+        self._say(f"remove {folder}\n")
+
+    def note_saving(self, pid: int, ready: bool) -> None:
+        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
+            self._say(f"{'ready' if ready else 'over'} {pid}\n")
+
+    def _say(self, line: str) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        with self._lock:
+            if job_processes.takes_more(pipe):  # one that is stopped reads nothing
+                pipe.write(line)
+                pipe.flush()
+
+    def close(self) -> None:
+        """Tell the guard that all is well, and wait for it to leave, or end it."""
+        assert self._process.stdin is not None
+        try:
+            self._say("done\n")
+            self._process.stdin.close()
+        except OSError:
+            pass  # it is gone already
+        try:
+            self._process.wait(_LEAVES)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._process.kill()
+            self._process.wait()
