@@ -86,7 +86,7 @@ def test_colours_on_a_terminal_only(run, monkeypatch):
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     screen = Terminal()
-    with Job(python("print('hello')", 1), stdout=screen) as job:
+    with Job(python("os.write(1, b'hello\\n')", 1), stdout=screen) as job:
         job.wait(timeout=60)
     assert screen.getvalue() == "\x1b[36m[0] \x1b[0mhello\n"
 
