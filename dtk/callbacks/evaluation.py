@@ -92,9 +92,9 @@ def count_rows(model: keras.Model) -> int:
     )
     if own or not trackers:
         raise ValueError(
-            f"the rows of this data are counted by Keras's own mean of the loss, which model "
-            f"{model.name!r}, having a train_step or test_step of its own, need not keep; give fit "
-            "arrays, and as validation data too"
+            f"to count the rows of this data dtk needs Keras's own mean of the loss, which model "
+            f"{model.name!r} may not keep, since it has a train_step or test_step of its own; give "
+            "fit arrays, also as validation data"
         )
     # Restored metric state is divided among ranks, so the sum may not be a whole number.
     return round(float(keras.ops.convert_to_numpy(trackers[0].count)))

@@ -80,7 +80,7 @@ def _check_own_address(environment: Environment) -> None:
             at_rank(
                 environment.rank,
                 f"this host's own name, {name}, means {address} here, where no other host can "
-                "reach it, and this Horovod joins ranks there whatever HOROVOD_GLOO_IFACE says; "
+                "reach it, and this Horovod uses it and ignores HOROVOD_GLOO_IFACE; "
                 f"give {name} its network address in /etc/hosts, install a Horovod without the "
                 "mistake (`dtk install-horovod`), or use the collective communicator",
             )

@@ -96,14 +96,14 @@ class LocalCommunicator(Communicator):
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """Raise: there is no other rank. See `Communicator.send`."""
         del value, tag
-        raise ValueError(f"dest={dest}: a world of one has nobody to send to")
+        raise ValueError(f"dest={dest}: a world of one has no other rank to send to")
 
     def recv(
         self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
     ) -> tf.Tensor:
         """Raise: there is no other rank. See `Communicator.recv`."""
         del shape, dtype, tag
-        raise ValueError(f"source={source}: a world of one has nobody to receive from")
+        raise ValueError(f"source={source}: a world of one has no other rank to receive from")
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""

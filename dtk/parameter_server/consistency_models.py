@@ -203,7 +203,7 @@ def parse(consistency: object) -> Consistency:
         return Async()
     raise ValueError(
         f'consistency={consistency!r}; expected "sync", "async", '
-        "Sync(backup_workers=1) or BoundedDelay(tau=4), with numbers of your own"
+        "Sync(backup_workers=1) or BoundedDelay(tau=4), with any numbers"
     )
 
 

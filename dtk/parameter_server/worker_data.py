@@ -149,7 +149,7 @@ def worker_dataset(
         )
     if slices > 1 and any(leaf.shape[0] is None for leaf in flat if hasattr(leaf, "shape")):
         raise ValueError(
-            "dataset_fn returned batches of any size, of which a synchronous step cannot be the "
-            "mean over all rows; batch with drop_remainder=True"
+            "dataset_fn returned batches of any size, but a synchronous step needs equal ones for "
+            "a mean over all rows; batch with drop_remainder=True"
         )
     return WorkerDataset(make, example)

@@ -81,8 +81,8 @@ def check_settable(optimizer: keras.Optimizer, who: str) -> None:
     if schedule is not None:
         raise ValueError(
             f"{who} sets the learning rate, but the optimizer computes its own ({schedule!r}); "
-            "give the optimizer a number (for rates per sample, and such that change after so many "
-            "samples, there is dtk.callbacks.SampleRate)"
+            "give the optimizer a number (for rates per sample, or rates that change after so many "
+            "samples, use dtk.callbacks.SampleRate)"
         )
 
 

@@ -54,8 +54,8 @@ def start(environment: Environment) -> Communicator:
         raise CommunicatorError(
             at_rank(
                 environment.rank,
-                f"{library} takes calls from one thread only; it has to be built for several "
-                "(MPI_THREAD_MULTIPLE), as those of PyPI and Debian are",
+                f"{library} takes calls from one thread only; use a library built for several "
+                "threads (MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian",
             )
         )
     from dtk.communicators.mpi.communicator import MPICommunicator
