@@ -223,31 +223,14 @@ class DistributedTrial(optuna.trial.BaseTrial):
         self._ask(where, lambda trial: None)
 
     def fail(self, error: Exception) -> Exception:
-        """End the trial on all ranks with this rank's exception.
-
-        Args:
-            error: What was raised here.
-
-        Returns:
-            The exception that all ranks end it with.
-        """
+        """End the trial on all ranks by this rank's exception; return what each of them raises."""
         if self.ended is None:
             failure = Failure.of(error, self._rounds.rank, self._catch)
             self._read(self._rounds.meet(RoundMessage("failed", failure=failure)), error)
         return self.ended or error
 
     def finish(self, value: _Value) -> list[_Value]:
-        """End the trial on all ranks with what the objective has returned.
-
-        Args:
-            value: That of this rank.
-
-        Returns:
-            What it has returned on each rank.
-
-        Raises:
-            Exception: That of a rank which failed.
-        """
+        """End the trial with what the objective has returned; return the values of all ranks."""
         if self.ended is not None:  # the objective has swallowed it
             raise self.ended
         messages = self._meet(RoundMessage("the end of the objective", value))
