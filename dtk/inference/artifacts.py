@@ -1,4 +1,4 @@
-"""Exported models: written by rank 0, run as whoever serves them would, and measured.
+"""Exported models: written by rank 0, run by the runtime of their format, and timed.
 
 An artifact is written beside its path, loaded by the runtime of its format and run on a few rows.
 Only then is it moved into its place.
@@ -35,11 +35,6 @@ _ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_m
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 # Runs an exported model: inputs -> outputs, see `load`.
 Run: TypeAlias = Callable[[Nest], Nest]
-
-# How far an artifact's outputs may be from the model's, relative to the largest of them.
-_TOLERANCE = 1e-4
-# Eight bits: an entry on the border between two steps of 1/127 may fall to either side.
-_TOLERANCE_QUANTIZED = 0.1
 
 
 class ExportError(RuntimeError):
@@ -102,7 +97,8 @@ def export(
     check_ready(model, ranks)
     if tolerance is None:
         lossy = bool(options.get("optimizations") or quantized_layers(model))
-        tolerance = _TOLERANCE_QUANTIZED if lossy else _TOLERANCE
+        # Eight bits: an entry on the border between two steps of 1/127 may fall to either side.
+        tolerance = 0.1 if lossy else 1e-4
 
     def write(beside: object) -> None:
         place = Path(str(beside))
