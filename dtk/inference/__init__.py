@@ -1,12 +1,9 @@
 """Inference: what is done with a trained model, on all ranks or on one."""
 
-from dtk.inference.artifacts import load, size_of
-from dtk.inference.exporting import ExportError, export
-from dtk.inference.latencies import Latency, latency
+from dtk.inference.artifacts import ExportError, Latency, export, latency, load, size_of
+from dtk.inference.part_files import Predictions, Rows, read
 from dtk.inference.predict_to_disk import predict_to_disk
-from dtk.inference.quantizing import Quantized, quantize
-from dtk.inference.reading import Predictions, read
-from dtk.inference.rows import Rows
+from dtk.inference.weights import Quantized, quantize
 
 __all__ = [
     "ExportError",

@@ -13,32 +13,29 @@ not at all, and a run that goes on makes the missing ones.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import tensorflow as tf
 
 from dtk.files import DRAFT, written
-from dtk.inference.rows import Rows
 from dtk.nests import Array, Nest
 
-MANIFEST = "manifest.json"
 _FORMAT = "dtk predictions, 1"
-
 # How outputs are nested, written to JSON: the name of a folder, or ["list" or "tuple", parts], or
 # ["dict", {name: part}].
-Shape: TypeAlias = "str | list[str | list[Shape] | dict[str, Shape]]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One output of a model."""
-
-    dtype: str  # of its entries, as NumPy calls it
-    shape: tuple[int, ...]  # of one row
+Structure: TypeAlias = "str | list[str | list[Structure] | dict[str, Structure]]"
+# Rows that are asked for: one, a range, or a list of them.
+Index: TypeAlias = "int | slice[int | None, int | None, int | None] | Sequence[int] | Array"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +49,99 @@ class Manifest:
     steps: int | None  # batches of the data; None where only reading tells
     batch_size: int | None  # rows of a batch, where dtk cuts them
     per_part: int  # batches of a part
-    structure: Shape  # how outputs are nested
-    outputs: dict[str, Output]  # each output, by the name of its folder
+    structure: Structure = ""  # how outputs are nested
+    # dtype of the entries, as NumPy calls it, and shape of a row, by the name of an output's folder
+    outputs: dict[str, tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     parts: tuple[int, ...] | None = None  # rows of each part, when all are there; None before
 
 
-def outputs_of(predicted: Nest, name: str = "output") -> tuple[Shape, dict[str, Array]]:
+class PartFiles:
+    """Files of one directory of predictions."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.manifest_file = directory / "manifest.json"
+
+    def manifest(self) -> Manifest | None:
+        """Return what the directory says of itself; None where it says nothing."""
+        if not self.manifest_file.is_file():
+            return None
+        try:
+            said = json.loads(self.manifest_file.read_text())
+            if said.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            outputs = {name: (dtype, tuple(row)) for name, (dtype, row) in said["outputs"].items()}
+            parts = None if said["parts"] is None else tuple(said["parts"])
+            return Manifest(**{**said, "outputs": outputs, "parts": parts})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.manifest_file} is not what predict_to_disk writes ({error}); give another "
+                "directory, or remove this file"
+            ) from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Write or replace the manifest, and make the folders of its outputs."""
+        for name in manifest.outputs:
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        with written(self.manifest_file) as draft:
+            said = {"format": _FORMAT, **dataclasses.asdict(manifest)}
+            draft.write_text(json.dumps(said, indent=1))
+
+    def clear(self, manifest: Manifest) -> None:
+        """Remove everything that was predicted, the manifest first."""
+        self.manifest_file.unlink()
+        for name in manifest.outputs:
+            for file in (self.directory / name).glob("part-*.npy"):
+                file.unlink()
+
+    def clear_drafts(self) -> None:
+        """Remove what a killed process has left half written."""
+        for draft in self.directory.rglob(f"{DRAFT}*"):
+            draft.unlink(missing_ok=True)
+
+    def file(self, name: str, part: int) -> Path:
+        return self.directory / name / f"part-{part:05d}.npy"
+
+    def write(self, part: int, arrays: dict[str, Array]) -> None:
+        for name, rows in arrays.items():
+            with written(self.file(name, part)) as draft, open(draft, "wb") as stream:
+                np.save(stream, rows, allow_pickle=False)
+
+    def rows(self, manifest: Manifest, part: int) -> int | None:
+        """Return how many rows a part has; None if it is not there completely."""
+        counts = set()
+        for name, output in manifest.outputs.items():
+            try:
+                rows = np.load(self.file(name, part), mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError):  # not there, or not whole
+                return None
+            if (rows.dtype.name, rows.shape[1:]) != output:
+                return None
+            counts.add(len(rows))
+        return counts.pop() if len(counts) == 1 else None
+
+    def done(self, manifest: Manifest) -> frozenset[int]:
+        """Return the numbers of the parts that are there completely."""
+        names = {
+            file.stem
+            for name in manifest.outputs
+            for file in (self.directory / name).glob("part-*.npy")
+        }
+        numbers = (int(name.removeprefix("part-")) for name in names)
+        return frozenset(n for n in numbers if self.rows(manifest, n) is not None)
+
+
+def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[str, Array]]:
     """Name the arrays of a structure.
 
     Example:
-        >>> shape, arrays = outputs_of({"a": np.zeros(2), "b": (np.ones(2),)})
-        >>> list(arrays), shape
+        >>> structure, arrays = outputs_of({"a": np.zeros(2), "b": (np.ones(2),)})
+        >>> list(arrays), structure
         (['output.a', 'output.b.0'], ['dict', {'a': 'output.a', 'b': ['tuple', ['output.b.0']]}])
     """
     arrays: dict[str, Array] = {}
 
-    def of(part: Nest, name: str) -> Shape:
+    def of(part: Nest, name: str) -> Structure:
         if isinstance(part, dict):
             return ["dict", {key: of(each, f"{name}.{key}") for key, each in part.items()}]
         if isinstance(part, list | tuple):
@@ -97,95 +171,180 @@ def _storable(array: Array, name: str) -> Array:
     )
 
 
-def structured(shape: Shape, arrays: Mapping[str, Array | Rows]) -> Nest:
+def _structured(structure: Structure, arrays: Mapping[str, Array | Rows]) -> Nest:
     """Nest arrays as a model returned them."""
-    if isinstance(shape, str):
-        return arrays[shape]
-    kind, parts = shape
+    if isinstance(structure, str):
+        return arrays[structure]
+    kind, parts = structure
     if isinstance(parts, dict):
-        return {name: structured(part, arrays) for name, part in parts.items()}
+        return {name: _structured(part, arrays) for name, part in parts.items()}
     assert not isinstance(parts, str)
-    nested = [structured(part, arrays) for part in parts]
+    nested = [_structured(part, arrays) for part in parts]
     return nested if kind == "list" else tuple(nested)
 
 
-class PartFiles:
-    """Files of one directory of predictions."""
+class Predictions:
+    """Everything that `predict_to_disk` has written to a directory; see `read`.
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    Args:
+        directory: The directory.
 
-    def manifest(self) -> Manifest | None:
-        """Return what the directory says of itself; None where it says nothing."""
-        file = self.directory / MANIFEST
-        if not file.is_file():
-            return None
-        try:
-            said = json.loads(file.read_text())
-            if said.pop("format") != _FORMAT:
-                raise ValueError("another format")
-            said["outputs"] = {
-                name: Output(dtype, tuple(shape))
-                for name, (dtype, shape) in said["outputs"].items()
-            }
-            said["parts"] = None if said["parts"] is None else tuple(said["parts"])
-            return Manifest(**said)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+    Attributes:
+        directory: The directory.
+        outputs: The structure that the model returns, of `Rows`.
+
+    Raises:
+        FileNotFoundError: There are no predictions.
+        ValueError: Some are missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = Path(directory)
+        files = PartFiles(self.directory)
+        manifest = files.manifest()
+        if manifest is None:
+            raise FileNotFoundError(
+                f"{files.manifest_file} is not there; give the directory that predict_to_disk was "
+                "given"
+            )
+        if manifest.parts is None:
             raise ValueError(
-                f"{file} is not what predict_to_disk writes ({error}); give another directory, or "
-                "remove this file"
-            ) from error
-
-    def write_manifest(self, manifest: Manifest) -> None:
-        """Write or replace the manifest, and make the folders of its outputs."""
-        for name in manifest.outputs:
-            (self.directory / name).mkdir(parents=True, exist_ok=True)
-        said = dataclasses.asdict(manifest)
-        said["outputs"] = {
-            name: (each.dtype, each.shape) for name, each in manifest.outputs.items()
+                f"the predictions in {self.directory} are not complete: "
+                f"{len(files.done(manifest))} parts are there; call predict_to_disk again with the "
+                "same arguments, and it makes the others"
+            )
+        counts, self._structure = manifest.parts, manifest.structure
+        self._rows = {
+            name: Rows([files.file(name, part) for part in range(len(counts))], counts, *output)
+            for name, output in manifest.outputs.items()
         }
-        with written(self.directory / MANIFEST) as draft:
-            draft.write_text(json.dumps({"format": _FORMAT, **said}, indent=1))
+        self.outputs = _structured(self._structure, self._rows)
 
-    def clear(self) -> None:
-        """Remove everything that was predicted, the manifest first."""
-        manifest = self.manifest()
-        (self.directory / MANIFEST).unlink(missing_ok=True)
-        for name in manifest.outputs if manifest else ():
-            for file in (self.directory / name).glob("part-*.npy"):
-                file.unlink()
+    def __len__(self) -> int:
+        return len(next(iter(self._rows.values())))
 
-    def clear_drafts(self) -> None:
-        """Remove what a killed process has left half written."""
-        for draft in self.directory.rglob(f"{DRAFT}*"):
-            draft.unlink(missing_ok=True)
+    def __getitem__(self, index: Index) -> Nest:
+        return _structured(
+            self._structure, {name: rows[index] for name, rows in self._rows.items()}
+        )
 
-    def file(self, name: str, part: int) -> Path:
-        """Return the file of one output's part."""
-        return self.directory / name / f"part-{part:05d}.npy"
+    def __repr__(self) -> str:
+        return f"Predictions({str(self.directory)!r}, {self.outputs})"
 
-    def write(self, part: int, arrays: dict[str, Array]) -> None:
-        for name, rows in arrays.items():
-            with written(self.file(name, part)) as draft, open(draft, "wb") as stream:
-                np.save(stream, rows, allow_pickle=False)
+    def batches(self, size: int) -> Iterator[Nest]:
+        """Read all rows in order, a few at a time.
 
-    def rows(self, manifest: Manifest, part: int) -> int | None:
-        """Return how many rows a part has; None if it is not there completely."""
-        counts = set()
-        for name, output in manifest.outputs.items():
-            try:
-                rows = np.load(self.file(name, part), mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError):  # not there, or not whole
-                return None
-            if (rows.shape[1:], rows.dtype.name) != (output.shape, output.dtype):
-                return None
-            counts.add(len(rows))
-        return counts.pop() if len(counts) == 1 else None
+        Args:
+            size: How many at a time; fewer at the end.
 
-    def numbers(self, manifest: Manifest) -> Iterator[int]:
-        """Return the numbers of the parts of which some file is there."""
-        names = {file.stem for name in manifest.outputs for file in self._parts(name)}
-        yield from sorted(int(name.removeprefix("part-")) for name in names)
+        Yields:
+            The structure that the model returns, of arrays.
 
-    def _parts(self, name: str) -> Iterator[Path]:
-        yield from (self.directory / name).glob("part-*.npy")
+        Raises:
+            ValueError: `size` is less than 1.
+        """
+        if size < 1:
+            raise ValueError(f"size={size}, but a batch has 1 row or more")
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+
+def read(directory: str | os.PathLike[str]) -> Predictions:
+    """Open predictions that `predict_to_disk` has written.
+
+    Args:
+        directory: Where they are.
+
+    Returns:
+        An object with `len`, of which `[i]`, `[a:b]` and `[list of rows]` are what `Model.predict`
+        would return of those rows: one array, or the model's structure of arrays. Only these rows
+        are read. `outputs` is the structure of all rows, each a `Rows` with shape and dtype;
+        `batches(size)` reads everything, a few rows at a time.
+
+    Raises:
+        FileNotFoundError: There are no predictions.
+        ValueError: Some are missing.
+
+    Example:
+        >>> import keras, numpy as np, tempfile
+        >>> from dtk.inference import predict_to_disk
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     rows = predict_to_disk(model, np.ones((100, 4), "float32"), f"{place}/rows")
+        ...     [len(batch) for batch in read(f"{place}/rows").batches(60)]
+        [60, 40]
+    """
+    return Predictions(directory)
+
+
+class Rows:
+    """Rows of one output, of which only what is asked for is read.
+
+    Args:
+        files: One `.npy` file after the other.
+        counts: Rows of each.
+        dtype: Of the entries.
+        shape: Of one row.
+
+    Attributes:
+        shape: Of all rows together.
+        dtype: Of the entries.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], counts: Sequence[int], dtype: str, shape: tuple[int, ...]
+    ):
+        self._files = files
+        self._ends = list(itertools.accumulate(counts))
+        self.shape = (sum(counts), *shape)
+        self.dtype = np.dtype(dtype)
+        self._opened = functools.lru_cache(maxsize=64)(self._open)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Index) -> Array:
+        if isinstance(index, slice):
+            return self._range(*index.indices(len(self)))
+        if isinstance(index, int | np.integer):
+            part, place = self._place(operator.index(index))
+            return self._opened(part)[place]
+        wanted = np.asarray(index)
+        if wanted.dtype == bool:
+            if wanted.shape != (len(self),):
+                raise IndexError(f"a mask of shape {wanted.shape} for {len(self)} rows")
+            wanted = np.flatnonzero(wanted)
+        found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        for row, each in enumerate(wanted):
+            part, place = self._place(operator.index(each))
+            found[row] = self._opened(part)[place]
+        return found
+
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
+        everything = self[:]
+        return everything if dtype is None else everything.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"Rows(shape={self.shape}, dtype={self.dtype}, files={len(self._files)})"
+
+    def _open(self, part: int) -> Array:
+        return np.load(self._files[part], mmap_mode="r", allow_pickle=False)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the file that holds a row, and which row of it that is."""
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {index} of {len(self)} rows")
+        part = bisect.bisect_right(self._ends, row)
+        return part, row - (self._ends[part - 1] if part else 0)
+
+    def _range(self, start: int, stop: int, step: int) -> Array:
+        if step != 1:
+            return self[np.arange(start, stop, step)]
+        found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
+        while start < stop:
+            part, place = self._place(start)
+            rows = self._opened(part)[place : place + stop - start]
+            found[len(found) - (stop - start) :][: len(rows)] = rows
+            start += len(rows)
+        return found

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.errors import at_rank
-from dtk.inference import local_prediction
-from dtk.inference.part_files import Manifest, Output, PartFiles, outputs_of
-from dtk.inference.reading import Predictions
+from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
 from dtk.inference.sources import Data, Source, source_of
+from dtk.inference.weights import check_ready, ranks_of, strategy_of
 from dtk.nests import Array, Nest
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
@@ -104,38 +104,8 @@ def predict_to_disk(
         ...     len(rows), rows[98:].shape
         (100, (2, 2))
     """
-    ranks = local_prediction.ranks_of(model, strategy)
-    weights = local_prediction.check_ready(model, ranks)
-    source, digest = _read_alike(data, batch_size, steps, ranks)
-    predict = local_prediction.predictor(model)
-    wish = _Wish(weights, source, digest, rows_per_file)
-    files = PartFiles(Path(directory))
-    manifest, done = on_root(
-        ranks,
-        lambda: _begin(files, wish, predict, ranks, resume),
-    )
-    if manifest.parts is None:
-        mine = source.parts_of(ranks.rank, ranks.size, done, manifest.per_part)
-        for part, batches in mine:
-            files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
-        _finish(files, manifest, source, ranks)
-    return Predictions(files.directory)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wish:
-    """What a call asks for."""
-
-    weights: str  # digest of the model's weights
-    source: Source  # the data
-    digest: int  # digest of the data
-    rows_per_file: int | None  # rows of a file, where the script says so
-
-
-def _read_alike(
-    data: Data, batch_size: int | None, steps: int | None, ranks: Communicator
-) -> tuple[Source, int]:
-    """Return the data, and a digest that all ranks agree on."""
+    ranks = ranks_of(model, strategy)
+    weights = check_ready(model, ranks)
     source = source_of(data, batch_size, steps)
     digest = source.digest()
     compare(
@@ -149,91 +119,122 @@ def _read_alike(
         ranks,
         _SAME_DATA,
     )
-    return source, digest
+    predict = _predictor(model)
+    files = PartFiles(Path(directory))
 
-
-def _begin(
-    files: PartFiles,
-    wish: _Wish,
-    predict: Callable[[Nest], Nest],
-    ranks: Communicator,
-    resume: bool,
-) -> tuple[Manifest, frozenset[int]]:
-    """Return what is to be done, and the parts that are there already; on rank 0."""
-    directory = files.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    before = files.manifest()
-    if before is None and any(directory.iterdir()):
-        raise ValueError(
-            f"{directory} holds files and no predictions; give a directory that is new or empty"
+    def begin() -> tuple[Manifest, frozenset[int]]:
+        asked = Manifest(
+            weights,
+            source.kind,
+            digest,
+            source.rows,
+            source.steps,
+            source.batch_size,
+            _batches_of(rows_per_file, source),
         )
-    if before is not None and not resume:
-        files.clear()
-        before = None
-    files.clear_drafts()
-    if before is not None:
-        _check_same(before, wish, directory)
-        done = frozenset(n for n in files.numbers(before) if files.rows(before, n) is not None)
+        before = _found(files, resume)
+        if before is None:
+            manifest = _planned(asked, source, predict, ranks.size)
+            files.write_manifest(manifest)
+            return manifest, frozenset()
+        _check_same(before, asked, files.directory)
+        done = files.done(before)
         if before.parts is not None and len(done) < len(before.parts):
             before = dataclasses.replace(before, parts=None)  # somebody has removed some
         return before, done
-    manifest = _planned(wish, predict, ranks)
-    files.write_manifest(manifest)
-    return manifest, frozenset()
+
+    manifest, done = on_root(ranks, begin)
+    if manifest.parts is not None:
+        return Predictions(files.directory)
+    for part, batches in source.parts_of(ranks.rank, ranks.size, done, manifest.per_part):
+        files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
+    read_steps = source.steps
+    if source.read is not None:
+        compare(
+            [("batches that were read (their number and hash)", source.read)], ranks, _SAME_DATA
+        )
+        read_steps = source.read[0]
+    ranks.barrier()
+    on_root(ranks, lambda: _complete(files, manifest, read_steps, ranks.rank))
+    return Predictions(files.directory)
 
 
-def _planned(wish: _Wish, predict: Callable[[Nest], Nest], ranks: Communicator) -> Manifest:
-    """Predict the first batch, and plan by what comes out."""
-    source = wish.source
-    structure, arrays = outputs_of(predict(source.first()))
-    rows = _rows_of(arrays)
-    size = max(1, sum(array.nbytes for array in arrays.values()))
-    per_part = max(1, _BYTES // size)
-    if wish.rows_per_file is not None:
-        per_part = _batches(wish.rows_per_file, rows)
-    elif source.steps is not None:
-        per_part = min(per_part, max(1, source.steps // (_PARTS_PER_RANK * ranks.size)))
-    outputs = {name: Output(a.dtype.name, tuple(a.shape[1:])) for name, a in arrays.items()}
-    return Manifest(
-        wish.weights,
-        source.kind,
-        wish.digest,
-        source.rows,
-        source.steps,
-        source.batch_size,
-        per_part,
-        structure,
-        outputs,
-    )
+def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
+    """Make a function that predicts a batch without asking other processes.
+
+    `Model.predict` of a distributed model is a collective of all ranks. This is not: each rank may
+    predict other batches, and as many as it likes. Where one process holds several devices, or has
+    workers behind parameter servers, all of them compute.
+    """
+    strategy = strategy_of(model)
+    if strategy is not None and (
+        len(strategy.local_ranks()) > 1 or strategy.processes != strategy.communicator.size
+    ):
+        return lambda data: model.predict_on_batch(keras.utils.unpack_x_y_sample_weight(data)[0])
+
+    @tf.autograph.experimental.do_not_convert
+    def predict(data: Nest) -> Nest:
+        return model.predict_step(data)
+
+    compiled = predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
+    return lambda data: tf.nest.map_structure(_as_array, compiled(data))
 
 
-def _batches(rows_per_file: int, rows: int) -> int:
-    """Return how many batches of some rows make a file of some rows, or a few more."""
+def _as_array(output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> Array:
+    if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
+        raise ValueError(
+            f"an output is a {type(output).__name__}, which files of rows cannot hold; end the "
+            "model with to_tensor() or tf.sparse.to_dense"
+        )
+    return keras.ops.convert_to_numpy(output)
+
+
+def _found(files: PartFiles, resume: bool) -> Manifest | None:
+    """Return what an earlier run has planned; None where there is nothing to go on with."""
+    files.directory.mkdir(parents=True, exist_ok=True)
+    before = files.manifest()
+    if before is None and any(files.directory.iterdir()):
+        raise ValueError(
+            f"{files.directory} holds files and no predictions; give a directory that is new or "
+            "empty"
+        )
+    if before is not None and not resume:
+        files.clear(before)
+        before = None
+    files.clear_drafts()
+    return before
+
+
+def _batches_of(rows_per_file: int | None, source: Source) -> int:
+    """Return how many batches make a file of some rows, or a few more; 0 if nothing is said."""
+    if rows_per_file is None:
+        return 0
     if rows_per_file < 1:
         raise ValueError(f"rows_per_file={rows_per_file}, but a file has 1 row or more")
-    return -(-rows_per_file // max(1, rows))
+    rows = source.batch_size or keras.tree.flatten(source.first())[0].shape[0]
+    return -(-rows_per_file // max(1, int(rows)))
 
 
-def _check_same(before: Manifest, wish: _Wish, directory: Path) -> None:
+def _planned(
+    asked: Manifest, source: Source, predict: Callable[[Nest], Nest], size: int
+) -> Manifest:
+    """Predict the first batch, and plan by what comes out."""
+    structure, arrays = outputs_of(predict(source.first()))
+    _check_rows(arrays)
+    per_part = asked.per_part
+    if not per_part:
+        per_part = max(1, _BYTES // max(1, sum(array.nbytes for array in arrays.values())))
+        if source.steps is not None:
+            per_part = min(per_part, max(1, source.steps // (_PARTS_PER_RANK * size)))
+    outputs = {name: (each.dtype.name, tuple(each.shape[1:])) for name, each in arrays.items()}
+    return dataclasses.replace(asked, per_part=per_part, structure=structure, outputs=outputs)
+
+
+def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
     """Refuse to go on with what was predicted of something else."""
-    source = wish.source
-    per_part = before.per_part
-    if wish.rows_per_file is not None:
-        rows = source.batch_size or next(iter(keras.tree.flatten(source.first()))).shape[0]
-        per_part = _batches(wish.rows_per_file, int(rows))
-    asked = dataclasses.replace(
-        before,
-        weights=wish.weights,
-        kind=source.kind,
-        data=wish.digest,
-        rows=source.rows,
-        steps=source.steps,
-        batch_size=source.batch_size,
-        per_part=per_part,
-    )
     for field, what in _FIELDS.items():
         theirs, ours = getattr(before, field), getattr(asked, field)
-        if theirs != ours:
+        if theirs != ours and not (field == "per_part" and ours == 0):
             raise ValueError(
                 f"{directory} holds predictions {what} ({field} {theirs}, now {ours}); give "
                 "another directory, or resume=False to remove them and predict anew"
@@ -251,7 +252,7 @@ def _predict_part(
     predicted: dict[str, list[Array]] = {name: [] for name in manifest.outputs}
     for batch in batches:
         structure, arrays = outputs_of(predict(batch))
-        _rows_of(arrays)
+        _check_rows(arrays)
         if structure != manifest.structure:
             raise ValueError(
                 at_rank(
@@ -261,7 +262,7 @@ def _predict_part(
                 )
             )
         for name, array in arrays.items():
-            wanted, shape = manifest.outputs[name].shape, tuple(array.shape[1:])
+            wanted, shape = manifest.outputs[name][1], tuple(array.shape[1:])
             if shape != wanted:
                 raise ValueError(
                     at_rank(
@@ -274,28 +275,17 @@ def _predict_part(
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
 
 
-def _rows_of(arrays: dict[str, Array]) -> int:
-    """Return how many rows the outputs have, which must be the same of all."""
+def _check_rows(arrays: dict[str, Array]) -> None:
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(
             f"the outputs of a batch have different numbers of rows ({counts}), so that no row of "
             "the data has all of them; return one value of each output for each row"
         )
-    return next(iter(counts.values()))
-
-
-def _finish(files: PartFiles, manifest: Manifest, source: Source, ranks: Communicator) -> None:
-    """Wait for all ranks, and say in the manifest that all is there."""
-    steps = source.steps
-    if (read := source.read()) is not None:
-        compare([("batches that were read (their number and hash)", read)], ranks, _SAME_DATA)
-        steps = read[0]
-    ranks.barrier()
-    on_root(ranks, lambda: _complete(files, manifest, steps, ranks.rank))
 
 
 def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int) -> None:
+    """Say in the manifest that all is there, after all ranks have written."""
     assert steps is not None
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
     missing = [part for part, rows in enumerate(found) if rows is None]

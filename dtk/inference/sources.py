@@ -12,7 +12,6 @@ whatever the number of ranks, so that a row is always computed in the same compa
 
 from __future__ import annotations
 
-import abc
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeAlias
@@ -28,44 +27,17 @@ from dtk.trainer.epoch_data import as_tensors
 
 # Whatever can be predicted to disk.
 Data: TypeAlias = "Nest | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Nest]"
+# The parts that a rank predicts: number -> batches.
+Parts: TypeAlias = "Iterator[tuple[int, Iterator[Nest]]]"
 
 # Batch size of arrays when nothing is said, as Keras's.
 _BATCH_SIZE = 32
 
 
-class Source(abc.ABC):
-    """Batches in a fixed order, the same on every rank and in every run."""
-
-    kind: str  # what the data is, for messages
-    # rows of a batch, where dtk cuts them; None where the data has batches
-    batch_size: int | None = None
-    steps: int | None = None  # number of batches; None where only reading tells
-    rows: int | None = None  # number of rows; None where only reading tells
-
-    @abc.abstractmethod
-    def first(self) -> Nest:
-        """Return the first batch, as `Model.predict_step` takes it."""
-
-    @abc.abstractmethod
-    def digest(self) -> int:
-        """Return a number that tells these data from others, by reading little of them."""
-
-    @abc.abstractmethod
-    def parts_of(
-        self, rank: int, size: int, done: Collection[int], per_part: int
-    ) -> Iterator[tuple[int, Iterator[Nest]]]:
-        """Read the parts that one rank predicts."""
-
-    def read(self) -> tuple[int, int] | None:
-        """Return how many batches this rank has read and their digest; None where ranks read apart.
-
-        Called when `parts_of` is exhausted.
-        """
-        return None
-
-
-class IndexedSource(Source):
+class IndexedSource:
     """Batches that are read by their index, in any order."""
+
+    read = None  # ranks read apart
 
     def __init__(
         self,
@@ -75,78 +47,67 @@ class IndexedSource(Source):
         batch_size: int | None = None,
         rows: int | None = None,
     ):
-        self.kind, self.steps, self.rows = kind, steps, rows
-        self.batch_size = batch_size
-        self._batch = batch
+        self.kind, self.steps, self.rows, self.batch_size = kind, steps, rows, batch_size
+        self.batch = lambda index: as_tensors(batch(index))
 
     def first(self) -> Nest:
-        """Return the first batch."""
-        return as_tensors(self._batch(0))
+        return self.batch(0)
 
     def digest(self) -> int:
         """Return a digest of the first batch, one in the middle, and the last."""
-        assert self.steps is not None
         found = tf.constant(0, tf.int64)
         for index in sorted({0, self.steps // 2, self.steps - 1}):
-            found = digests.add(found, digests.digest(_inputs(as_tensors(self._batch(index)))))
+            found = digests.add(found, digests.digest(_inputs(self.batch(index))))
         return int(found)
 
-    def parts_of(
-        self, rank: int, size: int, done: Collection[int], per_part: int
-    ) -> Iterator[tuple[int, Iterator[Nest]]]:
+    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
         """Read a block of the parts that are left: neighbours, so that a disk reads on."""
-        assert self.steps is not None
         left = [part for part in range(-(-self.steps // per_part)) if part not in done]
         sizes = even_sizes(len(left), size)
         first = sum(sizes[:rank])
         for part in left[first : first + sizes[rank]]:
             indices = range(part * per_part, min((part + 1) * per_part, self.steps))
-            yield part, (as_tensors(self._batch(index)) for index in indices)
+            yield part, map(self.batch, indices)
 
 
-class StreamSource(Source):
+class StreamSource:
     """Batches of a `tf.data.Dataset`, which every rank reads from the first to the last."""
 
-    kind = "dataset"
+    kind, batch_size, rows = "dataset", None, None
 
     def __init__(self, dataset: tf.data.Dataset):
         self._dataset = dataset
         count = int(dataset.cardinality())
-        self.steps = count if count >= 0 else None
-        self._count, self._digest = 0, tf.constant(0, tf.int64)
+        self.steps = count if count >= 0 else None  # None where only reading tells
+        self.read = (0, 0)  # batches that `parts_of` has read, and their digest
 
     def first(self) -> Nest:
-        """Return the first batch."""
         return next(iter(self._dataset))
 
     def digest(self) -> int:
         """Return a digest of the first batch."""
         return int(digests.digest(_inputs(self.first())))
 
-    def parts_of(
-        self, rank: int, size: int, done: Collection[int], per_part: int
-    ) -> Iterator[tuple[int, Iterator[Nest]]]:
+    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
         """Read everything, and yield every `size`-th of the parts that are left."""
-        self._count, self._digest = 0, tf.constant(0, tf.int64)
         turn = 0
-        for part, group in itertools.groupby(
-            self._observed(), lambda numbered: numbered[0] // per_part
-        ):
+        for part, group in itertools.groupby(self._observed(), lambda each: each[0] // per_part):
             if part not in done:
                 if turn % size == rank:
                     yield part, (batch for _, batch in group)
                 turn += 1
 
     def _observed(self) -> Iterator[tuple[int, Nest]]:
+        digest = tf.constant(0, tf.int64)
         for number, batch in enumerate(self._dataset):
             found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
-            self._digest = digests.add(self._digest, found)
-            self._count = number + 1
+            digest = digests.add(digest, found)
+            self.read = number + 1, int(digest)
             yield number, batch
 
-    def read(self) -> tuple[int, int]:
-        """Return how many batches this rank has read, and their digest."""
-        return self._count, int(self._digest)
+
+# Batches in a fixed order, the same on every rank and in every run.
+Source: TypeAlias = IndexedSource | StreamSource
 
 
 def _inputs(batch: Nest) -> Nest:
@@ -173,27 +134,21 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
             "dataset, or file names by a function: predict_to_disk divides the work itself"
         )
     if isinstance(data, tf.data.Dataset):
-        return _of_dataset(data)
+        if int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                "the dataset has no end, so its predictions would fill the disk; leave out "
+                "repeat(), or end it with take(steps)"
+            )
+        if int(data.cardinality()) == 0:
+            raise ValueError("the dataset has no batch to predict; check what it is made of")
+        slicing.check_rows(data.element_spec)
+        return StreamSource(data)
     if isinstance(data, keras.utils.PyDataset):
-        return _indexed("PyDataset", data.__getitem__, data.num_batches)
-    if callable(data):
-        return _indexed("function", data, steps)
-    return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
-
-
-def _of_dataset(dataset: tf.data.Dataset) -> StreamSource:
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "the dataset has no end, so its predictions would fill the disk; leave out repeat(), "
-            "or end it with take(steps)"
-        )
-    if int(dataset.cardinality()) == 0:
-        raise ValueError("the dataset has no batch to predict; check what it is made of")
-    slicing.check_rows(dataset.element_spec)
-    return StreamSource(dataset)
-
-
-def _indexed(kind: str, batch: Callable[[int], Nest], steps: int | None) -> IndexedSource:
+        kind, batch, steps = "PyDataset", data.__getitem__, data.num_batches
+    elif callable(data):
+        kind, batch = "function", data
+    else:
+        return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
     if steps is None:
         raise ValueError(
             f"how many batches has the {kind}? give steps=... for a function, and a PyDataset "

@@ -51,21 +51,21 @@ class ChiefTrial(trial.Trial):
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
 
-    def _trace_whole(self, names: list[trial.Names]) -> trial.Found:
+    def _trace_whole(self, assigned: list[keras.Variable]) -> trial.Found:
         with self._calls.noted():
             traced = self._traced(self._whole_data, self.rows, 0, 1, {})
-        return self._added_up([traced], names) | {"calls": self._calls.tensors()}
+        return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(
         self, kinds: Mapping[str, str]
-    ) -> Callable[[list[trial.Names]], trial.Found]:
-        def trace(names: list[trial.Names]) -> trial.Found:
+    ) -> Callable[[list[keras.Variable]], trial.Found]:
+        def trace(assigned: list[keras.Variable]) -> trial.Found:
             traced, first = [], 0
             for part, rows in zip(self._few.parts, self.parts, strict=True):
                 if rows:
                     traced.append(self._traced(part, rows, first, len(self.parts), kinds))
                 first += rows
-            return self._added_up(traced, names)
+            return self._added_up(traced)
 
         return trace
 
@@ -96,53 +96,45 @@ class ChiefTrial(trial.Trial):
                 kinds=kinds,
             )
 
-    def _added_up(self, traced: list[FunctionalStep], names: list[trial.Names]) -> trial.Found:
+    def _added_up(self, traced: list[FunctionalStep]) -> trial.Found:
         """Add up the results of slices, as the chief and the servers do."""
-        model = self.model
-        metrics = replica_step.metric_variables(model)
-        sparse = [trial.slices_of(t.applied) for t in traced]
+        metrics = replica_step.metric_variables(self.model)
         totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
         with tf_replicas.in_replica(self.strategy):
             with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
-                results = trial.results_of(model)
-            gradients = [trial.gradients_of(t.applied) for t in traced]
+                results = trial.results_of(self.model)
             numbers = [
-                [
-                    (name, t.step.weighed(value))
+                {
+                    name: tf.cast(t.step.weighed(value), tf.float64)
                     for name, value in step_logs.numbers_of(t.step, t.logs)
-                ]
+                }
                 for t in traced
             ]
-            tables = [trial.table_of(t.step) for t in traced]
-        names.append(
-            trial.Names(
-                list(traced[0].step.terms.found),
-                [name for name, _ in gradients[0]],
-                [],
-                [name for name, _ in [*results, *numbers[0]]],
-                [],
-                [name for name, _ in sparse[0]],
-            )
-        )
-        sums = [tf.add_n([value for _, value in column]) for column in zip(*numbers, strict=True)]
+            terms = [trial.terms_of(t.step) for t in traced]
+            gradients = [trial.gradients_of(t.applied) for t in traced]
+        sparse = [trial.slices_of(t.applied) for t in traced]
         return {
-            "terms": tf.concat(tables, 0),
-            "gradients": [
-                tf.add_n([g for _, g in column]) for column in zip(*gradients, strict=True)
-            ],
-            "squares": [self._squares(traced, column) for column in zip(*sparse, strict=True)],
-            "state": [],
-            "logs": [value for _, value in results] + [tf.cast(v, tf.float64) for v in sums],
+            "terms": _merged(terms, lambda column: tf.concat(column, 0)),
+            "gradients": _merged(gradients, tf.add_n),
+            "squares": _merged(sparse, lambda column: self._squares(traced, column)),
+            "state": {},
+            "logs": results | _merged(numbers, tf.add_n),
         }
 
     def _squares(
-        self, traced: list[FunctionalStep], column: Sequence[tuple[str, tf.IndexedSlices]]
+        self, traced: list[FunctionalStep], column: Sequence[tf.IndexedSlices]
     ) -> tf.Tensor:
         """Square one gradient's slices of all steps, summed as the servers sum them."""
-        lines = column[0][1].dense_shape[0]
-        lines = tf.cast(lines, tf.int64)
+        lines = tf.cast(column[0].dense_shape[0], tf.int64)
         tagged = [
             slice_origins.tagged(g, slice_origins.pieces_of(g.indices, one.step.graph), lines)
-            for one, (_, g) in zip(traced, column, strict=True)
+            for one, g in zip(traced, column, strict=True)
         ]
         return slice_origins.squares_of(slice_origins.sum_of_tagged(tagged, lines))
+
+
+def _merged(
+    parts: Sequence[Mapping[str, tf.Tensor]], merge: Callable[[list[tf.Tensor]], tf.Tensor]
+) -> dict[str, tf.Tensor]:
+    """Merge the tensors that slices have by the same name."""
+    return {name: merge([part[name] for part in parts]) for name in parts[0]}

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 from dtk.version import pip_install
 
 if TYPE_CHECKING:
-    from dtk.search.failures import RankError
     from dtk.search.grouping import Group, groups
-    from dtk.search.pruning_callback import PruningCallback
+    from dtk.search.rounds import RankError
     from dtk.search.study import optimize
-    from dtk.search.trial import DistributedTrial
+    from dtk.search.trial import DistributedTrial, PruningCallback
 
 _HOMES = {
     "DistributedTrial": "trial",
     "Group": "grouping",
-    "PruningCallback": "pruning_callback",
-    "RankError": "failures",
+    "PruningCallback": "trial",
+    "RankError": "rounds",
     "groups": "grouping",
     "optimize": "study",
 }

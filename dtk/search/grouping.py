@@ -14,8 +14,7 @@ import optuna
 
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
-from dtk.search.failures import Failure
-from dtk.search.rounds import RoundMessage, Rounds
+from dtk.search.rounds import Failure, RoundMessage, Rounds
 from dtk.strategies import AllReduceStrategy, devices, start
 
 _Made = TypeVar("_Made")
@@ -71,7 +70,7 @@ class Group:
     def __init__(
         self, world: Communicator, workers_per_trial: int, over: AllReduceStrategy | None = None
     ):
-        self._rounds = Rounds(world, patience=60.0, give_up=lambda failure: None)
+        self._rounds = Rounds(world, patience=60.0)
         self._world = world
         self.index = world.rank // workers_per_trial
         self.count = world.size // workers_per_trial

@@ -30,11 +30,6 @@ _TO_NOTE = datetime.timedelta(minutes=1)
 _RUNNING = optuna.trial.TrialState.RUNNING
 
 
-def notes_of(trial: optuna.trial.FrozenTrial) -> Mapping[str, object]:
-    """Return what dtk has noted with a trial; nothing of one that ran without dtk."""
-    return trial.user_attrs.get(ATTRIBUTE, {})
-
-
 def counts(trial: optuna.trial.FrozenTrial) -> bool:
     """Return whether a trial is one of `n_trials`.
 
@@ -43,7 +38,7 @@ def counts(trial: optuna.trial.FrozenTrial) -> bool:
     """
     if trial.state == _RUNNING:
         return True
-    notes = notes_of(trial)
+    notes = trial.user_attrs.get(ATTRIBUTE, {})
     return trial.state in _FINISHED and ("ended" in notes or "owner" not in notes)
 
 
@@ -81,13 +76,6 @@ def _is_gone(process: Mapping[str, object]) -> bool | None:
         return True
 
 
-def _may_have_just_begun(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether another group may have begun a trial, and not yet noted that it runs it."""
-    if ATTRIBUTE in trial.user_attrs or trial.datetime_start is None:
-        return False
-    return datetime.datetime.now() - trial.datetime_start < _TO_NOTE
-
-
 def _place(process: object) -> str:
     """Say where a trial may be running, of which nothing is seen from here."""
     if not isinstance(process, Mapping):
@@ -98,17 +86,22 @@ def _place(process: object) -> str:
     return f"on another host, {name}"
 
 
-def fail_abandoned(study: optuna.Study) -> list[int]:
+def fail_abandoned(study: optuna.Study) -> None:
     """Mark running trials failed whose process is gone, so that others are run in their place."""
     failed: list[int] = []
     unknown: dict[str, list[int]] = {}
     for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):
-        process = notes_of(trial).get("owner")
+        process = trial.user_attrs.get(ATTRIBUTE, {}).get("owner")
         gone = _is_gone(process) if isinstance(process, Mapping) else None
         if gone:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
             failed.append(trial.number)
-        elif gone is None and not _may_have_just_begun(trial):
+        elif gone is None and (
+            ATTRIBUTE in trial.user_attrs
+            or trial.datetime_start is None
+            # else another group may have just begun it, and not yet noted that it runs it
+            or datetime.datetime.now() - trial.datetime_start >= _TO_NOTE
+        ):
             unknown.setdefault(_place(process), []).append(trial.number)
     if failed:
         print(f"dtk: trials {failed} were left by a job that has ended; marked as failed")
@@ -120,4 +113,3 @@ def fail_abandoned(study: optuna.Study) -> list[int]:
             "lets Optuna notice",
             stacklevel=3,
         )
-    return failed

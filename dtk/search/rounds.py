@@ -15,16 +15,93 @@ or Horovod, which nothing ends: then `patience` runs out, and the job is ended.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Sequence
 
+import optuna
+
+from dtk.communicators import objects
 from dtk.communicators.base import Communicator
-from dtk.errors import at_rank
-from dtk.search.failures import Failure
+from dtk.errors import CommunicatorError, DtkError, at_rank
+
+
+class RankError(DtkError):
+    """An exception of another rank whose own class cannot be sent to this one."""
+
+
+class CaughtRankError(RankError):
+    """The same, of a class that is named in `catch`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An exception that ends a trial on one rank, as it is sent to the others."""
+
+    rank: int  # where it was raised
+    kind: str  # name of its class
+    text: str  # its traceback
+    # the exception, as `dtk.communicators.objects` writes it; None where it cannot
+    sent: bytes | None
+    pruned: bool = False  # whether it is Optuna's `TrialPruned`
+    caught: bool = False  # whether the study goes on after it
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, catch: tuple[type[Exception], ...] = ()) -> Failure:
+        try:
+            sent = objects.dumps(error)
+        except Exception:  # whatever its attributes and its class raise
+            sent = None
+        return cls(
+            rank,
+            type(error).__qualname__,
+            "".join(traceback.format_exception(error)),
+            sent if type(_read(sent)) is type(error) else None,
+            isinstance(error, optuna.TrialPruned),
+            isinstance(error, catch),
+        )
+
+    @property
+    def last_line(self) -> str:
+        """The exception without its traceback, such as "ValueError: no such width"."""
+        lines = [line for line in self.text.splitlines() if line and not line.startswith(" ")]
+        return lines[-1] if lines else self.kind
+
+    def __str__(self) -> str:
+        return at_rank(self.rank, self.last_line)
+
+    def error(self) -> Exception:
+        """Make the exception again, on another rank."""
+        made = _read(self.sent)
+        if made is None and self.pruned:
+            made = optuna.TrialPruned(str(self))
+        elif made is None:  # of a class that the study takes it for
+            made = (CaughtRankError if self.caught else RankError)(str(self))
+        made.add_note(f"Raised on rank {self.rank}, and here because of it. There:\n{self.text}")
+        return made
+
+
+def _read(sent: bytes | None) -> Exception | None:
+    """Return None if that is no exception here, such as of a class with another constructor."""
+    try:
+        made = None if sent is None else objects.loads(sent)
+    except CommunicatorError:
+        return None
+    return made if isinstance(made, Exception) else None
+
+
+def agreed(failures: Sequence[Failure], mine: Exception | None) -> tuple[Failure, Exception]:
+    """Choose the failure that a trial ends with, and return what this rank raises for it."""
+    root = min(failures, key=lambda failure: (failure.pruned, failure.rank))
+    same = mine is not None and type(mine).__qualname__ == root.kind
+    error = mine if mine is not None and same else root.error()
+    for failure in failures:
+        if failure.kind != root.kind:
+            error.add_note(f"Rank {failure.rank} failed, too: {failure.last_line}")
+    return root, error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,42 +115,37 @@ class RoundMessage:
 
 
 class Rounds:
-    """Exchanges messages between the ranks of a study."""
+    """Exchanges messages between the ranks of a study.
 
-    def __init__(
-        self, communicator: Communicator, patience: float, give_up: Callable[[Failure], None]
-    ):
+    Attributes:
+        give_up: Called with this rank's failure before the job is ended because of it.
+    """
+
+    def __init__(self, communicator: Communicator, patience: float):
         self.rank, self.size = communicator.rank, communicator.size
+        self.give_up: Callable[[Failure], None] = lambda failure: None
         self._alone = self.size == 1 or communicator.name == "null"
         self._world = communicator
         self._own = communicator if self._alone else communicator.split(0)
         self._patience = patience
-        self._give_up = give_up
 
     def meet(self, message: RoundMessage) -> list[RoundMessage]:
         """Send this rank's message and receive those of all. Every rank calls it."""
         if self._alone:
             return [message]
-        with self._patiently(message.failure):
+        # A collective cannot be left: if the others do not come, the timer ends this process.
+        timer = threading.Timer(self._patience, self._end, [message.failure])
+        timer.daemon = True
+        if message.failure is not None:
+            timer.start()
+        try:
             return self._own.allgather_object(message)
+        finally:
+            timer.cancel()
 
     def resynchronize(self) -> None:
         """Make up for an exception that has ended a trial earlier on some ranks than on others."""
         self._world.resynchronize()
-
-    @contextlib.contextmanager
-    def _patiently(self, failure: Failure | None) -> Iterator[None]:
-        """End this process if the others do not come; a collective cannot be left otherwise."""
-        if failure is None:
-            yield
-            return
-        timer = threading.Timer(self._patience, self._end, [failure])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _end(self, failure: Failure) -> None:
         print(
@@ -90,6 +162,6 @@ class Rounds:
             flush=True,
         )
         try:
-            self._give_up(failure)
+            self.give_up(failure)
         finally:
             os._exit(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -13,10 +14,8 @@ import optuna
 
 from dtk.errors import at_rank
 from dtk.search import history
-from dtk.search.failures import CaughtRankError, Failure
-from dtk.search.results import Results
-from dtk.search.rounds import RoundMessage, Rounds
-from dtk.search.trial import DistributedTrial, Start
+from dtk.search.rounds import CaughtRankError, Failure, RoundMessage, Rounds
+from dtk.search.trial import DistributedTrial, Distribution, Start
 from dtk.strategies.base import DtkStrategy
 
 Values: TypeAlias = "float | Sequence[float] | None"
@@ -116,12 +115,9 @@ class _Run:
     ):
         self._objective, self._strategy, self._catch = objective, strategy, catch
         self._seed, self._clear_session = seed, clear_session
-        self._rounds = Rounds(strategy.communicator, patience, self._give_up)
-        self._given_up: Callable[[str], None] | None = None
-        self._told: Exception | None = None
+        self._rounds = Rounds(strategy.communicator, patience)
+        self._told: Exception | None = None  # what all ranks raise already
         self._broken: Exception | None = None
-
-    # Rank 0.
 
     def lead(
         self,
@@ -164,10 +160,8 @@ class _Run:
         def objective(trial: optuna.Trial) -> Values:
             try:
                 return self._lead_one(trial, study, n_trials)
-            except _OneTooMany:
-                raise
             except Exception as error:
-                if error is not self._told:
+                if error is not self._told and not isinstance(error, _OneTooMany):
                     # Of the storage, or of ranks that are gone: `catch` is about objectives.
                     self._broken = error
                     study.stop()
@@ -187,45 +181,36 @@ class _Run:
 
     def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
         notes: dict[str, object] = {"owner": history.owner()}
+
+        def note(**more: object) -> None:
+            trial.set_user_attr(history.ATTRIBUTE, {**notes, **more})
+
+        def give_up(failure: Failure) -> None:
+            note(failure=str(failure))
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+
         if n_trials is not None and history.counted(study, before=trial.number) >= n_trials:
             late = f"another group runs the last of {n_trials} trials"
-            trial.set_user_attr(history.ATTRIBUTE, {**notes, "failure": late})
+            note(failure=late)
             raise _OneTooMany(late)
         seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number
         notes["seed"] = seed % 2**32
-        trial.set_user_attr(history.ATTRIBUTE, notes)
+        note()
         start = Start(trial.number, trial.datetime_start, trial.user_attrs, seed % 2**32)
         self._rounds.meet(RoundMessage(_NEXT, start))
-
-        def end(**more: object) -> None:
-            trial.set_user_attr(history.ATTRIBUTE, {**notes, "ended": True, **more})
-
-        def give_up(reason: str) -> None:
-            trial.set_user_attr(history.ATTRIBUTE, {**notes, "failure": reason})
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
-
-        self._given_up = give_up
+        self._rounds.give_up = give_up
         distributed = DistributedTrial(start, trial, self._rounds, self._catch)
         try:
             value = self._run(distributed)
         except Exception as error:
-            if error is not distributed.ended:
-                raise
-            self._told = error
-            root = distributed.root
-            reason = {} if root is None or root.pruned else {"failure": _reason(root)}
-            end(**reason)
+            if error is distributed.ended:
+                self._told, root = error, distributed.root
+                note(ended=True, **({} if root is None or root.pruned else {"failure": str(root)}))
             raise
         finally:
-            self._given_up = None
-        end()
+            self._rounds.give_up = lambda failure: None
+        note(ended=True)
         return value
-
-    def _give_up(self, failure: Failure) -> None:
-        if self._given_up is not None:
-            self._given_up(_reason(failure))
-
-    # Other ranks.
 
     def follow(self) -> optuna.Study:
         """Run the trials that rank 0 tells of."""
@@ -244,8 +229,6 @@ class _Run:
             except Exception:
                 if trial.root is None or not (trial.root.pruned or trial.root.caught):
                     raise
-
-    # All ranks.
 
     def _run(self, trial: DistributedTrial) -> Values:
         """Run the objective; what it raises on any rank is raised on all."""
@@ -293,5 +276,39 @@ def _is_close(value: Values, other: Values) -> bool:
         return value == other
 
 
-def _reason(failure: Failure) -> str:
-    return at_rank(failure.rank, failure.last_line)
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A study that is over, as plain data that rank 0 sends to the others."""
+
+    seed: int  # what all ranks go on with
+    name: str  # the study's
+    directions: Sequence[int]  # of each of its values, as numbers
+    trials: Sequence[Mapping[str, object]]  # the fields of each trial
+
+    @classmethod
+    def of(cls, study: optuna.Study, seed: int) -> Results:
+        trials = [
+            {
+                **{name.removeprefix("_"): value for name, value in vars(trial).items()},
+                "state": int(trial.state),
+                "distributions": {n: Distribution.of(d) for n, d in trial.distributions.items()},
+            }
+            for trial in study.trials
+        ]
+        return cls(seed, study.study_name, [int(one) for one in study.directions], trials)
+
+    def study(self) -> optuna.Study:
+        """Make a study in memory, without a word in the log."""
+        storage = optuna.storages.InMemoryStorage()
+        directions = [optuna.study.StudyDirection(number) for number in self.directions]
+        storage.create_new_study(directions, self.name)
+        made = optuna.load_study(study_name=self.name, storage=storage)
+        for fields in self.trials:
+            found: Mapping[str, Distribution] = fields["distributions"]  # type: ignore[assignment]
+            changed = {
+                "value": None,  # `values` holds it
+                "state": optuna.trial.TrialState(fields["state"]),
+                "distributions": {name: one.made() for name, one in found.items()},
+            }
+            made.add_trial(optuna.trial.FrozenTrial(**{**fields, **changed}))
+        return made

@@ -5,18 +5,42 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+import keras
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from dtk.errors import DisagreementError, at_rank
-from dtk.search.failures import Failure, agreed_error, root_of
-from dtk.search.results import Distribution
-from dtk.search.rounds import RoundMessage, Rounds
+from dtk.nests import Logs
+from dtk.search.rounds import Failure, RoundMessage, Rounds, agreed
 
 _Value = TypeVar("_Value")
 Choice = None | bool | int | float | str
+_KINDS = {
+    kind.__name__: kind for kind in (CategoricalDistribution, FloatDistribution, IntDistribution)
+}
+
+
+class Distribution(NamedTuple):
+    """A distribution of a parameter as plain data; Optuna's JSON has no tuples for choices."""
+
+    kind: str  # name of its class
+    settings: Mapping[str, object]  # what it is made of
+
+    @classmethod
+    def of(cls, distribution: BaseDistribution) -> Distribution:
+        kind = next(name for name, one in _KINDS.items() if isinstance(distribution, one))
+        return cls(kind, dict(vars(distribution)))
+
+    def made(self) -> BaseDistribution:
+        return _KINDS[self.kind](**self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +88,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         self._rounds = rounds
         self._catch = catch
         self._params: dict[str, Choice] = {}
-        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        self._distributions: dict[str, BaseDistribution] = {}
         self._user_attrs = dict(start.user_attrs)
         self._constraints: dict[str, float] = {}
 
@@ -80,24 +104,17 @@ class DistributedTrial(optuna.trial.BaseTrial):
         log: bool = False,
     ) -> float:
         """Suggest a value for a floating point parameter; see `optuna.Trial.suggest_float`."""
-        at = f"suggest_float({name!r}, {low}, {high}, step={step}, log={log})"
-        return self._suggest(
-            name, at, lambda trial: trial.suggest_float(name, low, high, step=step, log=log)
-        )
+        return self._suggest("suggest_float", name, low, high, step=step, log=log)  # type: ignore[return-value]
 
     def suggest_int(
         self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
     ) -> int:
         """Suggest a value for an integer parameter; see `optuna.Trial.suggest_int`."""
-        at = f"suggest_int({name!r}, {low}, {high}, step={step}, log={log})"
-        return self._suggest(
-            name, at, lambda trial: trial.suggest_int(name, low, high, step=step, log=log)
-        )
+        return self._suggest("suggest_int", name, low, high, step=step, log=log)  # type: ignore[return-value]
 
     def suggest_categorical(self, name: str, choices: Sequence[Choice]) -> Choice:
         """Suggest one of several values; see `optuna.Trial.suggest_categorical`."""
-        at = f"suggest_categorical({name!r}, {list(choices)})"
-        return self._suggest(name, at, lambda trial: trial.suggest_categorical(name, choices))
+        return self._suggest("suggest_categorical", name, list(choices))
 
     def suggest_uniform(self, name: str, low: float, high: float) -> float:
         """Call `suggest_float`, of which this is an old form."""
@@ -153,7 +170,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         return dict(self._params)
 
     @property
-    def distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
+    def distributions(self) -> dict[str, BaseDistribution]:
         """Distributions of the parameters suggested so far."""
         return copy.deepcopy(self._distributions)
 
@@ -206,43 +223,28 @@ class DistributedTrial(optuna.trial.BaseTrial):
         self._ask(where, lambda trial: None)
 
     def fail(self, error: Exception) -> Exception:
-        """End the trial on all ranks with this rank's exception.
-
-        Args:
-            error: What was raised here.
-
-        Returns:
-            The exception that all ranks end it with.
-        """
+        """End the trial on all ranks by this rank's exception; return what each of them raises."""
         if self.ended is None:
             failure = Failure.of(error, self._rounds.rank, self._catch)
             self._read(self._rounds.meet(RoundMessage("failed", failure=failure)), error)
         return self.ended or error
 
     def finish(self, value: _Value) -> list[_Value]:
-        """End the trial on all ranks with what the objective has returned.
-
-        Args:
-            value: That of this rank.
-
-        Returns:
-            What it has returned on each rank.
-
-        Raises:
-            Exception: That of a rank which failed.
-        """
+        """End the trial with what the objective has returned; return the values of all ranks."""
         if self.ended is not None:  # the objective has swallowed it
             raise self.ended
         messages = self._meet(RoundMessage("the end of the objective", value))
         return [message.value for message in messages]  # type: ignore[misc]
 
-    def _suggest(self, name: str, at: str, suggest: Callable[[optuna.Trial], _Value]) -> _Value:
-        def answer(trial: optuna.Trial) -> tuple[_Value, Distribution]:
-            return suggest(trial), Distribution.of(trial.distributions[name])
+    def _suggest(self, how: str, name: str, *args: object, **kwargs: object) -> Choice:
+        def answer(trial: optuna.Trial) -> tuple[Choice, Distribution]:
+            value = getattr(trial, how)(name, *args, **kwargs)
+            return value, Distribution.of(trial.distributions[name])
 
-        value, distribution = self._ask(at, answer)
+        settings = [repr(name), *map(str, args), *(f"{key}={kwargs[key]}" for key in kwargs)]
+        value, distribution = self._ask(f"{how}({', '.join(settings)})", answer)
         self._distributions[name] = distribution.made()
-        self._params[name] = value  # type: ignore[assignment]
+        self._params[name] = value
         return value
 
     def _ask(self, at: str, answer: Callable[[optuna.Trial], _Value]) -> _Value:
@@ -273,8 +275,7 @@ class DistributedTrial(optuna.trial.BaseTrial):
         """End the trial here when a rank has failed, or when they are not at the same place."""
         failures = [message.failure for message in messages if message.failure is not None]
         if failures:
-            self.root = root_of(failures)
-            self.ended = agreed_error(failures, mine)
+            self.root, self.ended = agreed(failures, mine)
             return
         places = [message.at for message in messages]
         other = next((rank for rank, at in enumerate(places) if at != places[0]), None)
@@ -290,3 +291,44 @@ class DistributedTrial(optuna.trial.BaseTrial):
             )
         )
         self.root = Failure.of(self.ended, 0, self._catch)
+
+
+class PruningCallback(keras.callbacks.Callback):
+    """Report a metric to the trial after every epoch, and end the trial when it is to be pruned.
+
+    All ranks prune at the same epoch: logs are equal on them, and rank 0's pruner decides. Give it
+    to `fit` after callbacks that change the logs.
+
+    Args:
+        trial: What the objective was given; `optuna.Trial` in plain Optuna works, too.
+        monitor: Name of the metric in the logs.
+
+    Raises:
+        optuna.TrialPruned: From `fit`, on all ranks.
+
+    Example:
+        >>> import optuna
+        >>> study = optuna.create_study(direction="maximize")
+        >>> callback = PruningCallback(study.ask(), monitor="val_accuracy")
+        >>> callback.on_epoch_end(0, {"val_accuracy": 0.9})
+    """
+
+    def __init__(self, trial: DistributedTrial | optuna.Trial, monitor: str = "val_loss"):
+        super().__init__()
+        self.trial = trial
+        self.monitor = monitor
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Report the epoch's value, and ask whether to prune."""
+        value = (logs or {}).get(self.monitor)
+        if value is None:
+            raise ValueError(
+                f"PruningCallback(monitor={self.monitor!r}): the logs of epoch {epoch + 1} have "
+                f"{', '.join(sorted(logs or {})) or 'nothing'}; give validation_data to fit for "
+                "val_*, or another monitor"
+            )
+        self.trial.report(float(value), epoch)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned(
+                f"Trial was pruned after epoch {epoch + 1}, with {self.monitor} {float(value):.4g}"
+            )

@@ -44,7 +44,7 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
             beside = Path(folder, target.name)
             saved = save(str(beside) if isinstance(path, str) else beside)
             if (beside / "saved_model.pb").is_file():
-                _exchange(beside, target, _stamp_of(model, how))
+                _exchange(beside, target, hash_of(model, how))
             else:
                 _move(Path(folder), target.parent)
         return saved
@@ -79,9 +79,9 @@ def _move(source: Path, target: Path) -> None:
             entry.replace(place)
 
 
-def _stamp_of(model: keras.Model, how: str) -> str:
-    """Compute a hash that is equal if processes export the same model."""
-    digest = hashlib.blake2b(f"{type(model).__name__} {how}".encode(), digest_size=16)
+def hash_of(model: keras.Model, how: str = "") -> str:
+    """Compute a hash of a model's weights, and of how they are written."""
+    digest = hashlib.blake2b(f"{type(model).__name__} {how}".rstrip().encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())
         digest.update(keras.ops.convert_to_numpy(variable).tobytes())

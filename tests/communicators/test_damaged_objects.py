@@ -19,8 +19,8 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.objects import dumps, loads
 from dtk.errors import CommunicatorError
 from dtk.exchange import Dense
-from dtk.search.failures import Failure
-from dtk.search.rounds import RoundMessage, Rounds
+from dtk.search.rounds import Failure, RoundMessage
+from dtk.search.trial import Start
 
 
 def written(tree, more=b""):
@@ -46,7 +46,7 @@ DAMAGED = {
     "a class of Python's": [record("subprocess", "Popen", args="touch ran")],
     "a module that dtk imports": [record("dtk.communicators.objects.records", "sys.exit")],
     "a module that nobody has imported": [record("dtk.nowhere", "Thing")],
-    "a record by another module's name for it": [record(Rounds.__module__, "Failure", **FAILURE)],
+    "a record by another module's name for it": [record(Start.__module__, "Failure", **FAILURE)],
     "a class of dtk's that is no record": [record(*place(LocalCommunicator), host="a")],
     "other fields": [record(*place(Failure), **FAILURE, more=1)],
     "fewer fields": [record(*place(Failure), rank=0, kind="", text="", sent=None)],

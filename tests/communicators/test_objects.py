@@ -27,9 +27,9 @@ from dtk.communicators.objects import dumps, loads, plain
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
 from dtk.launch.machines import HostFacts
-from dtk.search.failures import CaughtRankError, Failure, RankError
-from dtk.search.results import Distribution, Results
-from dtk.search.rounds import RoundMessage
+from dtk.search.rounds import CaughtRankError, Failure, RankError, RoundMessage
+from dtk.search.study import Results
+from dtk.search.trial import Distribution
 
 from world import communicator
 

@@ -19,7 +19,7 @@ NAMES = sorted(
 
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_the_examples_run(world, backend, size):
-    assert NAMES == ["grouping", "pruning_callback", "study"]
+    assert NAMES == ["grouping", "study", "trial"]
     for name in NAMES:
         [(failed, attempted)] = world(backend, size).run(bodies.examples, f"dtk.search.{name}")
         assert attempted and not failed, name

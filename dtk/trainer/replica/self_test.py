@@ -208,17 +208,18 @@ def _kinds_of(
     kinds: dict[str, str] = {}
     unclear: list[str] = []
     odd: list[str] = []
-    if list(whole.terms) != list(parts.terms):
-        return {}, [], [f"it has the losses {list(whole.terms)} on one, {list(parts.terms)} on all"]
-    for name, values in parts.terms.items():
-        value = whole.terms[name][0, 0]
+    if whole.terms.keys() != parts.terms.keys():  # replicas' come in any order
+        on_all = sorted(parts.terms)
+        return {}, [], [f"it has the losses {list(whole.terms)} on one, {on_all} on all"]
+    for name, (of_whole, *_) in whole.terms.items():
+        values, value = parts.terms[name], of_whole[0]
         present = shares > 0
         each, above, below = (values[present, i] for i in range(3))
         mean, total = (shares[present] * each).sum(), each.sum()
         scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
         if not np.isfinite([value, *each]).all():
             unclear.append(name)
-        elif _is_ratio(whole.terms[name][0], above, below, tolerance):
+        elif _is_ratio(of_whole, above, below, tolerance):
             # Even if a mean fits: a mask may keep all of so few rows.
             kinds[name] = RATIO
         elif _close(mean, value, scale, tolerance):
@@ -248,7 +249,7 @@ def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> boo
 
 def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
     """Return the first difference in gradients or state, and the largest relative difference."""
-    if list(whole.gradients) != list(parts.gradients):
+    if whole.gradients.keys() != parts.gradients.keys():
         return "optimizers were given gradients of other variables", np.inf
     sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
     # A gradient that cancels out, as of a bias before a batch normalization, is only rounding.

@@ -30,7 +30,6 @@ from dtk.trainer.replica import gathered_metrics, metric_trial, replica_step, st
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
-from dtk.trainer.tracing.loss_terms import Term
 
 # Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
@@ -38,8 +37,7 @@ _ROWS = 2
 # How far `Trial.moved` moves weights, relative to their size.
 _FAR = 1e-2
 
-# What a traced step returns, in the order of `Names`: "terms", of shape `[replicas, terms, 3]`, and
-# lists of tensors, "gradients", "state" and "logs".
+# What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
 Found: TypeAlias = dict[str, Nest]
 
 # A tensor as arrays that can be sent: one array, or the parts of a ragged or sparse tensor.
@@ -82,7 +80,10 @@ class Trial:
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
-        self._concrete: dict[str, tuple[tf.types.experimental.ConcreteFunction, Names]] = {}
+        # how it is computed -> the traced step, and the variables that it assigns
+        self._concrete: dict[
+            str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
+        ] = {}
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
@@ -102,9 +103,9 @@ class Trial:
         """Compute the step by all replicas; each computes its part."""
         return self._compute(f"parts {sorted(kinds.items())}", self._trace_replicas(kinds))
 
-    def _compute(self, way: str, trace: Callable[[list[Names]], Found]) -> Outcome:
+    def _compute(self, way: str, trace: Callable[[list[keras.Variable]], Found]) -> Outcome:
         """Compute a step one way, then restore every variable that it changed."""
-        names: list[Names] = []
+        assigned: list[keras.Variable] = []
         made = Snapshot([])
         with (
             tf_variables.created_at_once(made.keep),
@@ -116,16 +117,15 @@ class Trial:
             if self.model.run_eagerly:
                 before = Snapshot(changed_by_training(self.model))
                 self._move_weights()
-                found = trace(names)
+                found = trace(assigned)
             else:
                 way = f"{sorted(self.layouts.items())} {way}"
                 if way not in self._concrete:
-                    function = tf.function(lambda: trace(names), autograph=False)
-                    self._concrete[way] = function.get_concrete_function(), names[-1]
-                concrete, last = self._concrete[way]
-                names = [last]
+                    function = tf.function(lambda: trace(assigned), autograph=False)
+                    self._concrete[way] = function.get_concrete_function(), assigned
+                concrete, assigned = self._concrete[way]
                 moved = self.model.trainable_variables if self._seed else []
-                before = Snapshot([*self._changed_by(last.assigned, concrete), *moved])
+                before = Snapshot([*self._changed_by(assigned, concrete), *moved])
                 self._move_weights()
                 found = concrete()
         before.restore()
@@ -133,8 +133,8 @@ class Trial:
         self.draws = [*dict.fromkeys(drawn)] or self.draws  # no draws if it was traced before
         arrays = keras.tree.map_structure(np.asarray, found)
         if "calls" in arrays:
-            self.counted = self._calls.arrays(arrays["calls"])
-        return outcome_of(names[-1], arrays)
+            self.counted = self._calls.arrays(arrays.pop("calls"))
+        return Outcome(**arrays)
 
     def _move_weights(self) -> None:
         weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
@@ -179,7 +179,7 @@ class Trial:
         }
         return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
 
-    def _trace_whole(self, names: list[Names]) -> Found:
+    def _trace_whole(self, assigned: list[keras.Variable]) -> Found:
         with tf_replicas.as_one_replica(self.strategy):
             random_draws.restart(self.rows, 0, self.rows)
             rows = tf.constant(self.rows, tf.int64)
@@ -187,39 +187,36 @@ class Trial:
             step.noted, step.tried = noting.Gathered(), True
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
-                found = self._observed(step, logs, names, lambda values: values)
+                found = self._observed(step, logs, assigned)
                 return found | {"calls": self._calls.tensors()}
 
-    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[Names]], Found]:
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[keras.Variable]], Found]:
         strategy, model = self.strategy, self.model
         sequence = strategy.new_sequence("self_test")
         starts = np.cumsum([0, *self.parts])
 
-        names_found: list[Names] = []
+        def trace(assigned: list[keras.Variable]) -> Found:
+            @tf.autograph.experimental.do_not_convert
+            def one(batch: slicing.Slices) -> Found:
+                with strategy.sequence(sequence):
+                    rank = strategy.local_ranks()[strategy.local_index()]
+                    random_draws.restart(max(1, self.parts[rank]), int(starts[rank]), self.rows)
+                    data, step, present = replica_step.begin_step(
+                        self.step_function, batch, model, strategy, kinds
+                    )
+                    step.tried = True
+                    before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
+                    world = replica_step.WorldState(step, before, present)
+                    step.noted, step.result_of = noting.Gathered(), world.result_of
+                    with traced_step.tracing(step), tf_replicas.counted_if(present):
+                        logs = self.step_function(data)
+                        if self.step_function.__name__ == "train_step":
+                            replica_step.check_reduced(step, model, strategy)
+                        world.average()
+                        return self._observed(step, logs, assigned, of_replicas=True)
 
-        @tf.autograph.experimental.do_not_convert
-        def one(batch: slicing.Slices) -> Found:
-            with strategy.sequence(sequence):
-                rank = strategy.local_ranks()[strategy.local_index()]
-                random_draws.restart(max(1, self.parts[rank]), int(starts[rank]), self.rows)
-                data, step, present = replica_step.begin_step(
-                    self.step_function, batch, model, strategy, kinds
-                )
-                step.tried = True
-                before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
-                world = replica_step.WorldState(step, before, present)
-                step.noted, step.result_of = noting.Gathered(), world.result_of
-                with traced_step.tracing(step), tf_replicas.counted_if(present):
-                    logs = self.step_function(data)
-                    if self.step_function.__name__ == "train_step":
-                        replica_step.check_reduced(step, model, strategy)
-                    world.average()
-                    return self._observed(step, logs, names_found, _sum_over_replicas)
-
-        def trace(names: list[Names]) -> Found:
             with gathered_metrics.on_all_rows(self.trainer.gathered):
                 found = strategy.run(one, args=(self._few,))
-            names.extend(names_found)
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
             )
@@ -244,10 +241,10 @@ class Trial:
         self,
         step: traced_step.Step,
         logs: Nest,
-        names: list[Names],
-        add_up: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        assigned: list[keras.Variable],
+        of_replicas: bool = False,
     ) -> Found:
-        """Collect a traced step's results in lists, and the names of their items in `names`."""
+        """Return a traced step's results, and add the variables that it assigns to `assigned`."""
         strategy = self.strategy
         numbers = step_logs.numbers_of(step, logs)
         results = results_of(self.model)
@@ -256,76 +253,57 @@ class Trial:
         own = {
             id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
         }
-        state = [(v.path, tf.identity(v)) for key, v in step.assigned.items() if key not in own]
-        table = table_of(step)
-        names.append(
-            Names(
-                list(step.terms.found),
-                [name for name, _ in gradients],
-                [name for name, _ in state],
-                [name for name, _ in [*results, *numbers]],
-                list(step.assigned.values()),
-                [name for name, _ in sparse],
-            )
-        )
+        state = {v.path: tf.identity(v) for key, v in step.assigned.items() if key not in own}
+        terms = terms_of(step)
+        assigned.extend(step.assigned.values())
         with tf_replicas.counted_if(None):
-            whole = [g for _, g in sparse]
-            if add_up is _sum_over_replicas:
-                division = lookup_slices.Division([name for name, _ in sparse], strategy.rank)
-                divided, join = division.of(whole)
+            weighed = {name: step.weighed(value) for name, value in numbers}
+            if of_replicas:
+                division = lookup_slices.Division([*sparse], strategy.rank)
+                divided, join = division.of([*sparse.values()])
                 whole = join(strategy.extended.reduce_over_replicas(divided)) if divided else []
-            gathered = table if add_up is not _sum_over_replicas else strategy.gather_outputs(table)
+                sparse = dict(zip(sparse, whole, strict=True))
+                terms = strategy.gather_outputs(terms)
+                gradients, weighed = _sum_over_replicas(gradients), _sum_over_replicas(weighed)
             return {
-                "terms": gathered,
-                "gradients": add_up([g for _, g in gradients]),
-                "squares": [slice_origins.squares_of(g) for g in whole],
-                "state": [value for _, value in state],
-                "logs": [value for _, value in results]
-                + [
-                    tf.cast(v, tf.float64)
-                    for v in add_up([step.weighed(value) for _, value in numbers])
-                ],
+                "terms": terms,
+                "gradients": gradients,
+                "squares": {name: slice_origins.squares_of(g) for name, g in sparse.items()},
+                "state": state,
+                "logs": results | {name: tf.cast(v, tf.float64) for name, v in weighed.items()},
             }
 
 
-class Names(NamedTuple):
-    """Names of the items in the lists that a traced step returns."""
-
-    terms: list[str]
-    gradients: list[str]
-    state: list[str]
-    logs: list[str]
-    assigned: list[keras.Variable]
-    squares: list[str]
-
-
-def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
+def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    if not values:
+        return {}
     replica = tf.distribute.get_replica_context()
-    return replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
+    sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*values.values()])
+    return dict(zip(values, sums, strict=True))
 
 
-def results_of(model: keras.Model) -> list[tuple[str, tf.Tensor]]:
+def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
     """Compute the results of a model's metrics."""
     found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
-    return [
-        (name, tf.cast(value, tf.float64))
+    return {
+        name: tf.cast(value, tf.float64)
         for metric, result in found
         for name, value in (result.items() if isinstance(result, dict) else [(metric, result)])
-    ]
+    }
 
 
-def gradients_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.Tensor]]:
-    """Return name and dense value of each gradient given to optimizers, in order."""
-    return [(name, tf.convert_to_tensor(g)) for name, _, g in _handed(applied)]
+def gradients_of(applied: Sequence[noting.Applied]) -> dict[str, tf.Tensor]:
+    """Return the dense value of each gradient given to optimizers, in order."""
+    return {name: tf.convert_to_tensor(g) for name, _, g in _handed(applied)}
 
 
-def slices_of(applied: Sequence[noting.Applied]) -> list[tuple[str, tf.IndexedSlices]]:
-    """Return name and value of each sparse gradient whose slices count one by one, in order."""
-    return [
-        (name, g)
+def slices_of(applied: Sequence[noting.Applied]) -> dict[str, tf.IndexedSlices]:
+    """Return each sparse gradient whose slices count one by one, in order."""
+    return {
+        name: g
         for name, optimizer, g in _handed(applied)
         if isinstance(g, tf.IndexedSlices) and not keras_optimizers.is_linear(optimizer)
-    ]
+    }
 
 
 def _handed(
@@ -339,26 +317,13 @@ def _handed(
                 yield name, optimizer, gradient
 
 
-def table_of(step: traced_step.Step) -> tf.Tensor:
-    """Return value, numerator and denominator of each term of a replica's step."""
-    terms = [_three(term) for term in step.terms.found.values()]
-    return tf.stack(terms)[None] if terms else tf.zeros([1, 0, 3], tf.float64)
-
-
-def _three(term: Term) -> tf.Tensor:
+def terms_of(step: traced_step.Step) -> dict[str, tf.Tensor]:
+    """Return value, numerator and denominator of each term of a replica's step, of shape [1, 3]."""
     nothing = tf.constant(np.nan, tf.float64)
-    return tf.stack([nothing if t is None else tf.cast(t, tf.float64) for t in term])
-
-
-def outcome_of(names: Names, found: Mapping[str, Array | list[Array]]) -> Outcome:
-    """Pair arrays with their names."""
-    return Outcome(
-        {name: np.asarray(found["terms"])[:, i] for i, name in enumerate(names.terms)},
-        dict(zip(names.gradients, found["gradients"], strict=True)),
-        dict(zip(names.state, found["state"], strict=True)),
-        dict(zip(names.logs, found["logs"], strict=True)),
-        dict(zip(names.squares, found["squares"], strict=True)),
-    )
+    return {
+        name: tf.stack([[nothing if t is None else tf.cast(t, tf.float64) for t in term]])
+        for name, term in step.terms.found.items()
+    }
 
 
 # The rows.

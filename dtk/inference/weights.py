@@ -1,4 +1,4 @@
-"""Weights in 8 bits by Keras's own `quantize`, alike on all ranks, and what it left as it was."""
+"""Weights of a trained model: equal on all ranks, and in 8 bits by Keras's own `quantize`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import warnings
 
 import keras
 
+from dtk.cluster.detect import detect
+from dtk.communicators import LocalCommunicator
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_models
-from dtk.errors import at_rank
-from dtk.inference import local_prediction
+from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
+from dtk.trainer import model_scope, saving
+from dtk.trainer.ranks.rank_checks import compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +80,13 @@ def quantize(
         >>> print(quantize(model))
         1 of 1 layers with weights quantised, 26 -> 7 kB of weights
     """
-    ranks = local_prediction.ranks_of(model, strategy)
-    if isinstance(local_prediction.strategy_of(model), ParameterServerStrategy):
+    ranks = ranks_of(model, strategy)
+    if isinstance(strategy_of(model), ParameterServerStrategy):
         raise NotImplementedError(
             f"model {model.name!r} has its weights on parameter servers; save it, and quantise "
             "what keras.saving.load_model(path) returns in a job without them"
         )
-    local_prediction.check_ready(model, ranks)
+    check_ready(model, ranks)
     before = {layer: layer.quantization_mode for layer in _layers_of(model)}
     already = [layer.name for layer, found in before.items() if found is not None]
     if already:
@@ -94,7 +97,7 @@ def quantize(
                 f"{already[0]!r}; load the model as it was before, and quantise that once",
             )
         )
-    size = bytes_of(model)
+    size = _bytes_of(model)
     with warnings.catch_warnings():
         # One for each layer, of those without weights, too; what was left is returned.
         warnings.filterwarnings("ignore", r"Layer \w+ does not have a `quantize` method")
@@ -116,20 +119,11 @@ def quantize(
                 "optimizations=[tf.lite.Optimize.DEFAULT])",
             )
         )
-    local_prediction.check_ready(model, ranks)
-    return Quantized(done, left, size, bytes_of(model))
-
-
-def bytes_of(model: keras.Model) -> int:
-    """Return how many bytes a model's weights have in memory."""
-    return sum(
-        variable.value.dtype.size * int(variable.value.shape.num_elements())
-        for variable in model.weights
-    )
+    check_ready(model, ranks)
+    return Quantized(done, left, size, _bytes_of(model))
 
 
 def quantized_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model that are quantised."""
     return [layer for layer in _layers_of(model) if layer.quantization_mode is not None]
 
 
@@ -137,3 +131,64 @@ def _layers_of(model: keras.Model) -> list[keras.Layer]:
     """Return the innermost layers that hold weights, each once."""
     layers = keras_models.layers_of(model)
     return [layer for layer in layers if layer.weights and len(keras_models.layers_of(layer)) == 1]
+
+
+def _bytes_of(model: keras.Model) -> int:
+    """Return how many bytes a model's weights have in memory."""
+    return sum(
+        variable.value.dtype.size * int(variable.value.shape.num_elements())
+        for variable in model.weights
+    )
+
+
+def strategy_of(model: keras.Model) -> DtkStrategy | None:
+    """Return the strategy a model was built or compiled under; None if it was none of dtk's."""
+    trainer = model_scope.trainer_of(model)
+    owner = keras_models.owner_of(model) if trainer is None else trainer.strategy
+    return owner if isinstance(owner, DtkStrategy) else None
+
+
+def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Communicator:
+    """Return the ranks that share work on a model."""
+    given = strategy_of(model) if given is None else given
+    if isinstance(given, DtkStrategy):
+        return given.communicator
+    if isinstance(given, Communicator):
+        return given
+    if given is not None:
+        raise TypeError(
+            f"strategy={given!r} is none of dtk's; give what dtk.auto_strategy() returned"
+        )
+    place = detect()
+    if place.size > 1 and place.role in ("worker", "chief"):
+        raise NotDistributedError(
+            at_rank(
+                place.rank,
+                f"model {model.name!r} belongs to no strategy, in a job of {place.size} processes: "
+                "each would do all of the work. Give strategy=..., or load the model inside "
+                "strategy.scope()",
+            )
+        )
+    return LocalCommunicator()
+
+
+def check_ready(model: keras.Model, communicator: Communicator) -> str:
+    """Finish pending updates, and return a hash of the weights, which all ranks must share."""
+    if not model.built:
+        raise ValueError(
+            at_rank(
+                communicator.rank,
+                f"model {model.name!r} has no weights yet: fit it, load it from a file, or call it "
+                "on one batch first",
+            )
+        )
+    trainer = model_scope.trainer_of(model)
+    if trainer is not None:
+        trainer.flush()
+    found = saving.hash_of(model)
+    compare(
+        [("model's weights (their hash)", found)],
+        communicator,
+        "load the same file on every rank, or train the model in strategy.scope()",
+    )
+    return found
