@@ -300,4 +300,4 @@ class DistributedTrainer(ModelState):
 def _has_shapes(data_batch: Nest | Specs) -> bool:
     """Return whether a batch has the shapes to build a model; else the first step builds it."""
     leaves = tf.nest.flatten(data_batch)
-    return all(leaf is None or leaf.shape.rank is not None for leaf in leaves)
+    return all(getattr(getattr(leaf, "shape", None), "rank", 0) is not None for leaf in leaves)

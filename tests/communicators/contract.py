@@ -615,8 +615,8 @@ def refuses():
         (lambda: comm.alltoall(tf.constant(1.0)), "alltoall needs rows"),
         (lambda: comm.alltoall(one, [1] * (comm.size + 1)), "got splits of shape"),
         (lambda: comm.alltoall(one, [9] * comm.size), "must add up to the rows"),
-        (lambda: comm.send(one, comm.rank), "itself|nobody"),
-        (lambda: comm.recv([2], tf.float32, comm.size), "is not a rank|nobody"),
+        (lambda: comm.send(one, comm.rank), "itself|no other rank"),
+        (lambda: comm.recv([2], tf.float32, comm.size), "is not a rank|no other rank"),
         (
             lambda: comm.allreduce(tf.IndexedSlices(one, tf.constant([0, 1])), "max"),
             "only 'sum' and 'mean'",

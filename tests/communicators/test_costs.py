@@ -103,7 +103,7 @@ def test_factors_are_sent_by_its_costs():
     assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 
 
-@pytest.mark.parametrize("module", ["blocks", "buckets", "costs", "measuring"])
+@pytest.mark.parametrize("module", ["buckets", "costs", "measuring"])
 def test_examples(module):
     assert doctest.testmod(importlib.import_module(f"dtk.communicators.{module}")).failed == 0
 

@@ -22,6 +22,6 @@ NAMES = sorted(
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_the_examples_run(world, backend, size):
     assert NAMES
-    for name in [*NAMES, "dtk.communicators.root", "dtk.files"]:
+    for name in [*NAMES, "dtk.communicators.root", "dtk.even_division", "dtk.files"]:
         [(failed, attempted)] = world(backend, size).run(bodies.examples, name)
         assert attempted and not failed, name

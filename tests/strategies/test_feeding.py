@@ -254,64 +254,72 @@ def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
         assert counts == [1, 2], "one to train with, one to validate with"
 
 
-def three_fits(prefetched):
+def with_and_without(made, devices, *args):
+    """What `made` returns in the strategy's scope, and as plain Keras in this process."""
+    strategy = bodies.strategy(devices)
+    with strategy.scope():
+        found = made(strategy.scope, *args)
+    with undistributed():
+        return found, made(contextlib.nullcontext, *args)
+
+
+here_and_there = pytest.mark.parametrize(
+    "backend, size, devices", [("local", 1, 2), ("collective", 2, 0)]
+)
+
+
+def three_fits(scope, prefetched):
     """Losses of three calls of `fit` on one dataset that shuffles without end."""
     keras.utils.set_random_seed(1)
-    strategy = AllReduceStrategy()
     x = np.arange(8.0)[:, None]
     data = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(8).repeat().batch(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.01), "mse")
     data = data.prefetch(2) if prefetched else data
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with scope():
+        model.compile(keras.optimizers.SGD(0.01), "mse")
     fits = [model.fit(data, steps_per_epoch=3, epochs=2, verbose=0) for _ in range(3)]
     return [loss for one in fits for loss in one.history["loss"]]
 
 
-@two_ranks
-@pytest.mark.parametrize("prefetched", [False, True])
-def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size, prefetched):
+@here_and_there
+def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size, devices):
     """Batches were cut ahead: the first fit shuffled once more, and took the next one's order."""
-    (wanted,) = world("local", 1).run(three_fits, prefetched)
-    for losses in world(backend, size).run(three_fits, prefetched):
-        np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    prefetched = bool(devices)
+    for found in world(backend, size).run(with_and_without, three_fits, devices, prefetched):
+        np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-def shared_metric():
+def shared_metric(scope):
     """What is written where a metric object is given to a second model, and what that logs."""
-    strategy = AllReduceStrategy()
     x, y = np.ones((8, 2)), np.zeros((8, 1))
     metric, told = keras.metrics.MeanSquaredError(name="error"), io.StringIO()
     for _ in range(2):
-        with strategy.scope():
+        with scope(), contextlib.redirect_stderr(told):
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse", metrics=[metric])
-        with contextlib.redirect_stderr(told):
             loss, error = model.evaluate(x, y, verbose=0)
     return told.getvalue(), loss, error
 
 
-@two_ranks
-def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size):
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
+def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size, devices):
     """Keras alone goes on counting from the first model's rows in the second's first epoch."""
-    found = world(backend, size).run(shared_metric)
-    assert "metrics ['error'] have counted for another model" in found[0][0]
-    assert not found[1][0]
-    for _, loss, error in found:
-        np.testing.assert_allclose(error, loss, rtol=1e-6)
+    [((told, loss, error), (_, _, kept))] = world(backend, size).run(
+        with_and_without, shared_metric, devices
+    )
+    assert "metrics ['error'] have counted for another model" in told
+    assert error == pytest.approx(loss) != pytest.approx(kept)
 
 
-def of_any_rank():
+def of_any_rank(scope):
     """History, evaluation and predictions where a function of NumPy's makes the rows."""
     keras.utils.set_random_seed(1)
-    strategy = AllReduceStrategy()
     x = np.random.default_rng(0).random((20, 4)).astype("float32")
     double = functools.partial(tf.numpy_function, lambda rows: rows * 2, Tout=tf.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
     data = data.map(lambda a, b: (double([a]), b)).batch(7)
-    with strategy.scope():
-        norm = keras.layers.BatchNormalization(synchronized=True)
-        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with scope():
         model.compile("adam", "mse", metrics=["mae"], run_eagerly=True)
     history = model.fit(data, validation_data=data, epochs=2, verbose=0).history
     numbers = [number for numbers in history.values() for number in numbers]
@@ -319,9 +327,8 @@ def of_any_rank():
     return [*numbers, *model.evaluate(data, verbose=0), *predicted[:, 0]]
 
 
-@two_ranks
-def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size):
+@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
+def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size, devices):
     """`fit` ended with "Cannot iterate over a shape with unknown rank"."""
-    (wanted,) = world("local", 1).run(of_any_rank)
-    for found in world(backend, size).run(of_any_rank):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for found in world(backend, size).run(with_and_without, of_any_rank, devices):
+        np.testing.assert_allclose(*found, rtol=1e-5)
