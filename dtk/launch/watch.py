@@ -221,8 +221,9 @@ class Watch:
     def _note_alone(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Note once in which bound a rank must rejoin the others, while it computes alone."""
         timeout = self._stall_timeout
-        found = stall.find_alone(statuses, now, timeout)
-        # One that does nothing is about to be named for that.
+        # Half as long again: a rank that does nothing is named for that by then, also where it was
+        # seen reading at first, as of memory that the system had taken.
+        found = stall.find_alone(statuses, now - timeout / 2, timeout)
         if found and any(statuses[i].is_idle(now - timeout / 2) for i in found.missing):
             return
         if found and not self._told_alone:

@@ -223,14 +223,28 @@ class DistributedTrial(optuna.trial.BaseTrial):
         self._ask(where, lambda trial: None)
 
     def fail(self, error: Exception) -> Exception:
-        """End the trial on all ranks by this rank's exception; return what each of them raises."""
+        """End the trial on all ranks by this rank's exception.
+
+        Args:
+            error: What the objective has raised on this rank.
+
+        Returns:
+            What this rank is to raise.
+        """
         if self.ended is None:
             failure = Failure.of(error, self._rounds.rank, self._catch)
             self._read(self._rounds.meet(RoundMessage("failed", failure=failure)), error)
         return self.ended or error
 
     def finish(self, value: _Value) -> list[_Value]:
-        """End the trial with what the objective has returned; return the values of all ranks."""
+        """End the trial with what the objective has returned.
+
+        Args:
+            value: What it returned on this rank.
+
+        Returns:
+            What it returned on each rank.
+        """
         if self.ended is not None:  # the objective has swallowed it
             raise self.ended
         messages = self._meet(RoundMessage("the end of the objective", value))
