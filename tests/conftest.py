@@ -24,7 +24,10 @@ import tiers  # noqa: E402
 
 from dtk.cluster import Host  # noqa: E402
 
-from world import World, missing, named_in, seed, wanted  # noqa: E402
+from world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
+
+# What every process of a test imports from: this tree first.
+os.environ["PYTHONPATH"] = inherited_path()
 
 # An example that takes long has met another test's processes, which is no fault of its own.
 # `make test` tries the same examples each time; `make test-all` searches, and says how to replay.

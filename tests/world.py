@@ -97,6 +97,12 @@ def named_in(test: str) -> str | None:
     return "local-1" if found[1] == "mirrored" else f"{found[1]}-{found[2]}"
 
 
+def inherited_path() -> str:
+    """PYTHONPATH of the processes that tests start: a leaner start, dtk, and modules of tests."""
+    folders = [TESTS / "lean", TESTS.parent, TESTS]
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+
+
 def seed(number: int) -> None:
     """Make what is drawn without a seed of its own the same in each run; Keras draws seeds, too."""
     random.seed(number)
@@ -215,7 +221,6 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
         "TF_NUM_INTEROP_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
         # Groups of some of the ranks; worlds of two have none, and run as users' do.
         **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if size > 2 else {}),
         # What is measured beside other tests is nothing to go by.
