@@ -124,7 +124,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
 
     if optimizer.clipnorm:
         optimizer.apply = apply
-        keras_optimizers.clip_through(optimizer, clip)
+        keras_optimizers.patch_clip(optimizer, clip)
 
 
 def _clipped_together(

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables, one_pass, tf_functions
+from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -126,12 +126,12 @@ def in_shares() -> Iterator[None]:
     Outside it nothing is patched.
     """
     with (
-        keras_steps.losses_through(_scale, _unscale, _weigh),
-        keras_steps.assigns_through(_note_assign),
-        keras_steps.means_through(_update_mean),
-        keras_steps.tapes_through(_differentiate),
-        tf_functions.inlined_if(lambda: current() is not None),
-        one_pass.norms_if_chosen(),
+        keras_steps.patch_losses(_scale, _unscale, _weigh),
+        keras_steps.patch_assign(_note_assign),
+        keras_steps.patch_means(_update_mean),
+        keras_steps.patch_gradient(_differentiate),
+        keras_steps.patch_tf_functions(lambda: current() is not None),
+        fused_kernels.patch_norms(),
     ):
         yield
 
@@ -142,7 +142,7 @@ def whole_outside() -> contextlib.AbstractContextManager[None]:
     Keras would divide them: `loss_fn(y, model(x))` in the scope of two workers would return half
     the loss.
     """
-    return keras_steps.losses_through(_scale, _unscale, _unweighed)
+    return keras_steps.patch_losses(_scale, _unscale, _unweighed)
 
 
 def _unweighed(*args: object, original: Function[tf.Tensor], **kwargs: object) -> tf.Tensor:
