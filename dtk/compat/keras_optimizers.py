@@ -6,7 +6,7 @@ An optimizer that wraps another counts as two.
     of one optimizer   apply                                patch_apply
                        scale_loss                           patch_scale_loss
                        check_finite                         patch_check_finite
-                       _clip_gradients                      patch_clip, patch_clip_of_variables
+                       _clip_gradients                      patch_clip
                        build, finalize_variable_values      patch_build
                        _all_reduce_sum_gradients            own_optimizer
                        update_step                          fused_kernels.fuse_updates
@@ -15,6 +15,7 @@ An optimizer that wraps another counts as two.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -44,32 +45,23 @@ def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) 
     optimizer._all_reduce_sum_gradients = list
 
 
-def patch_clip(optimizer: keras.Optimizer, around: Callable[[Gradients, Clip], Gradients]) -> None:
-    """Make an optimizer call `around(gradients, clip)` in place of `clip(gradients)`.
-
-    With gradient accumulation it does so once per window, with the window's sum.
-    """
-    clip = optimizer._clip_gradients
-    optimizer._clip_gradients = lambda gradients: around(gradients, clip)
-
-
-def patch_clip_of_variables(
+def patch_clip(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
 ) -> None:
-    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip`."""
+    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip(gradients)`.
+
+    With gradient accumulation it does so once per window, with the window's sum.
+    """
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
-    running: list[Sequence[keras.Variable]] = []
+    running = threading.local()  # replicas may be threads
 
     def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Nest:
-        running.append(trainable_variables)
-        try:
-            return update(grads, trainable_variables)
-        finally:
-            running.pop()
+        running.variables = trainable_variables
+        return update(grads, trainable_variables)
 
     optimizer._backend_apply_gradients = updated
-    optimizer._clip_gradients = lambda gradients: around(gradients, running[-1], clip)
+    optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
 
 
 def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

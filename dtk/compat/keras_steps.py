@@ -30,7 +30,7 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, functio
 
 from dtk.compat import names
 from dtk.compat.keras_models import layers_of
-from dtk.nests import Args, Function, Gradients, Kwargs, Nest
+from dtk.nests import Args, Function, Kwargs, Nest
 from dtk.patches import definer, patch
 
 _BACKEND = "keras.src.backend.tensorflow"
@@ -39,8 +39,8 @@ _LIBRARIES = ("dtk", "keras", "tensorflow")
 _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
 
-# Computes the gradients of a target with respect to a list of sources.
-Gradient: TypeAlias = Callable[[Nest, list[tf.Tensor | tf.Variable]], Gradients]
+# Computes the gradients of a target: of (target, sources, output gradients).
+Gradient: TypeAlias = Callable[[Nest, Nest, Nest], Nest]
 
 
 # Losses and metrics.
@@ -141,49 +141,41 @@ def _patch_methods(
 # Gradients.
 
 
-def patch_gradient(differentiate: Function[Nest]) -> AbstractContextManager[None]:
-    """Return a context in which a function replaces `tf.GradientTape.gradient`."""
-    original = tf.GradientTape.gradient
-
-    @functools.wraps(original)
-    def gradient(
-        self: tf.GradientTape,
-        target: Nest,
-        sources: Nest,
-        output_gradients: Nest = None,
-        *args: object,
-        **more: object,
-    ) -> Nest:
-        if args:  # given by position
-            more["unconnected_gradients"] = args[0]
-        return differentiate(self, target, sources, output_gradients, original=original, **more)
-
-    return patch(tf.GradientTape, gradient=gradient)
-
-
 def patch_tapes(
-    watched: Callable[[], Values], differentiate: Callable[[Gradient, Values, Nest, Nest], Nest]
+    differentiate: Callable[[Gradient, Values, Nest, Nest, Nest], Nest],
+    watched: Callable[[], Values] | None = None,
 ) -> AbstractContextManager[None]:
-    """Return a context in which tapes watch values in place of variables."""
+    """Return a context in which a function replaces `tf.GradientTape.gradient`.
+
+    It gets the tape's own function, the values that `watched` has returned for the tape to watch in
+    place of variables, and the arguments of the call: target, sources and output gradients.
+    """
     enter, original = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
     def watching(tape: tf.GradientTape) -> tf.GradientTape:
         entered = enter(tape)
-        values = watched()
+        values = watched() if watched is not None else {}
         setattr(entered, _WATCHED, values)
         entered.watch(list(values.values()))
         return entered
 
     @functools.wraps(original)
     def gradient(
-        tape: tf.GradientTape, target: Nest, sources: Nest, *args: object, **kwargs: object
+        tape: tf.GradientTape,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest = None,
+        *args: object,
+        **more: object,
     ) -> Nest:
-        def own(target: Nest, sources: list[tf.Tensor | tf.Variable]) -> Gradients:
-            return original(tape, target, sources, *args, **kwargs)
+        def own(target: Nest, sources: Nest, output_gradients: Nest) -> Nest:
+            return original(tape, target, sources, output_gradients, *args, **more)
 
-        return differentiate(own, getattr(tape, _WATCHED, {}), target, sources)
+        values = getattr(tape, _WATCHED, {})
+        return differentiate(own, values, target, sources, output_gradients)
 
-    return patch(tf.GradientTape, __enter__=watching, gradient=gradient)
+    entering = {} if watched is None else {"__enter__": watching}
+    return patch(tf.GradientTape, gradient=gradient, **entering)
 
 
 # Functions and layers.

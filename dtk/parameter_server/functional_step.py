@@ -96,7 +96,11 @@ def _tapes_watching(
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def differentiate(
-        gradient: keras_steps.Gradient, values: keras_steps.Values, target: Nest, sources: Nest
+        gradient: keras_steps.Gradient,
+        values: keras_steps.Values,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest,
     ) -> Nest:
         flat = keras.tree.flatten(sources)
         asked = [
@@ -107,11 +111,11 @@ def _tapes_watching(
         ]
         found = [
             _whole_gradient(f, s) if isinstance(f, list | tuple) else f
-            for f, s in zip(gradient(target, asked), flat, strict=True)
+            for f, s in zip(gradient(target, asked, output_gradients), flat, strict=True)
         ]
         return keras.tree.pack_sequence_as(sources, found)
 
-    return keras_steps.patch_tapes(lambda: {**given, **recorded.placeholders}, differentiate)
+    return keras_steps.patch_tapes(differentiate, lambda: {**given, **recorded.placeholders})
 
 
 def _whole_gradient(

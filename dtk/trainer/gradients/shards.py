@@ -35,7 +35,7 @@ def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         keras_optimizers.patch_check_finite(optimizer, everywhere)
         return
     shards = _Shards(optimizer, strategy)
-    keras_optimizers.patch_clip_of_variables(optimizer, shards.clip)
+    keras_optimizers.patch_clip(optimizer, shards.clip)
 
 
 class _Shards:

@@ -136,7 +136,8 @@ def _reduce_windows(
     # Holds the variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
-    def clip_reduced(grads: Gradients, clip: Clip) -> Gradients:
+    def clip_reduced(grads: Gradients, variables: _Variables, clip: Clip) -> Gradients:
+        del variables
         _note_reduction()
         if not replaced_variables.in_replica(strategy):
             return clip(grads)

@@ -129,7 +129,7 @@ def in_shares() -> Iterator[None]:
         keras_steps.patch_losses(_scale, _unscale, _weigh),
         keras_steps.patch_assign(_note_assign),
         keras_steps.patch_means(_update_mean),
-        keras_steps.patch_gradient(_differentiate),
+        keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
         fused_kernels.patch_norms(),
     ):
@@ -223,18 +223,17 @@ def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
 
 
 def _differentiate(
-    tape: tf.GradientTape,
+    gradient: keras_steps.Gradient,
+    values: keras_steps.Values,
     target: Nest,
     sources: Nest,
     output_gradients: Nest,
-    *,
-    original: Function[Nest],
-    **more: object,
 ) -> Nest:
     """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
+    del values
     step = current()
     if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
-        return original(tape, target, sources, output_gradients=output_gradients, **more)
+        return gradient(target, sources, output_gradients)
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
@@ -252,7 +251,7 @@ def _differentiate(
         target, output_gradients = targets, seeds
     step.weighed_later = True
     try:
-        return original(tape, target, sources, output_gradients=output_gradients, **more)
+        return gradient(target, sources, output_gradients)
     finally:
         step.weighed_later = False
 
