@@ -39,22 +39,6 @@ if TYPE_CHECKING:
     )
     from dtk.strategies import auto_strategy
 
-_PARTS = (
-    "callbacks",
-    "cluster",
-    "communicators",
-    "data",
-    "exchange",
-    "inference",
-    "launch",
-    "layers",
-    "optimizers",
-    "planning",
-    "schedules",
-    "search",
-    "strategies",
-)
-
 __all__ = [
     "__version__",
     "auto_strategy",
@@ -92,12 +76,12 @@ undistributed_jobs.watch()
 
 
 def __getattr__(name: str) -> object:
-    if name in _PARTS:
-        return importlib.import_module(f"dtk.{name}")
     if name == "auto_strategy":
         from dtk.strategies import auto_strategy
 
         return auto_strategy
+    if name in __all__:
+        return importlib.import_module(f"dtk.{name}")
     raise AttributeError(f"module 'dtk' has no attribute {name!r}")
 
 

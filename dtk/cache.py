@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from dtk.files import written
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -21,13 +22,11 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     return base / "dtk"
 
 
-@contextlib.contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> AbstractContextManager[Path]:
     """Give the block a draft to write; it replaces the file if the block does not fail.
 
-    A reader never sees half a file, and a block that fails leaves no draft behind.
-
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as place:
         ...     with replacing(Path(place, "new", "file")) as draft:
         ...         _ = draft.write_text("whole")
@@ -35,11 +34,4 @@ def replacing(file: Path) -> Iterator[Path]:
         'whole'
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    os.close(descriptor)
-    draft = Path(name)
-    try:
-        yield draft
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+    return written(file)

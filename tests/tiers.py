@@ -200,7 +200,6 @@ FULL = (
     r"exchange/test_exchange.py::test_features_of_fit_with\S+\[collective-2-fewer",
     r"exchange/test_exchange.py::test_training_is_close_to_one_process\[collective-2-WarmStart",
     r"exchange/test_factors.py::test_few_rows_send_factors\S+\[collective-2-uneven",
-    r"test_quiet.py::test_a_real_start_prints_nothing_of_its_own\[mirrored",
     # gradients through collectives are the same over every transport; layers are built of them
     r"layers/test_collectives.py::\S+\[(horovod|collective-3)",
     r"layers/test_collectives.py::test_(gradients_are|regions_count)\S+\[local",

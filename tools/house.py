@@ -124,7 +124,7 @@ def walks() -> list[tuple[str, Walk]]:
     import keras
     import numpy as np
 
-    from dtk.trainer import epoch_data, model_scope
+    from dtk.trainer import feed, model_scope
 
     strategy = dtk.strategies.MirroredStrategy(devices=2)
     with strategy.scope():
@@ -142,13 +142,13 @@ def walks() -> list[tuple[str, Walk]]:
             original(*args, **kwargs)
 
     model._maybe_symbolic_build = followed
-    opened = epoch_data.EpochDataset.__iter__
+    opened = feed.EpochDataset.__iter__
 
-    def followed_opening(dataset: epoch_data.EpochDataset) -> Iterator:
+    def followed_opening(dataset: feed.EpochDataset) -> Iterator:
         with batch.followed():
             return opened(dataset)
 
-    epoch_data.EpochDataset.__iter__ = followed_opening
+    feed.EpochDataset.__iter__ = followed_opening
     apply = model.optimizer.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:

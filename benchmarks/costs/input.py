@@ -16,7 +16,7 @@ from dtk.bench.measure import order
 from dtk.bench.variant import Fit
 from dtk.bench.worker import clock
 from dtk.input import slicing
-from dtk.trainer import epoch_data
+from dtk.trainer import feed
 
 import report
 from fits import mean_of_ranks, take, warm, watched
@@ -139,7 +139,7 @@ def speeds_table(setting, strategy):
     ]
     read = {}
     for one in variants:
-        with watched(epoch_data, "cut") as cuts:
+        with watched(feed, "cut") as cuts:
             warm([one])
         read[one.name] = cuts[-1].result
     training = take(variants, setting.rounds, communicator)

@@ -14,7 +14,7 @@ from dtk.bench.report import BOUND
 from dtk.bench.setting import Setting, block_of
 from dtk.bench.worker import Counts, Tick
 from dtk.communicators import Communicator
-from dtk.compat import one_pass
+from dtk.compat import fused_kernels
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.nests import Logs
 from dtk.strategies import AllReduceStrategy
@@ -108,7 +108,7 @@ class LocalFit(Fit):
 
     def measure(self, tick: Tick) -> Counts:
         """See `Variant.measure`."""
-        with tf.device(self._device), one_pass.norms_if_chosen():
+        with tf.device(self._device), fused_kernels.patch_norms():
             return super().measure(tick)
 
 

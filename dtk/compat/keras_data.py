@@ -1,4 +1,12 @@
-"""Keras's data adapters and its epoch iterator, which give `fit` its batches."""
+"""Keras's data adapters and its epoch iterator, which give `fit` its batches.
+
+while a pipeline is made   ArrayDataAdapter._epoch          pipeline_of
+                           functions that shuffle           shuffled_from
+of one epoch iterator      _get_iterator                    on_opening
+                           _enumerate_iterator              patch_steps, at_end_of_data
+                           catch_stop_iteration             after_loop
+                           _interrupted_warning             end_quietly
+"""
 
 from __future__ import annotations
 
@@ -9,12 +17,13 @@ from typing import TypeAlias
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
 from dtk.compat import names
-from dtk.compat.replacing import replaced
 from dtk.nests import Nest
+from dtk.patches import patch
+
+DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
 
 # The steps of an epoch: numbers of an execution's first and last step, and the iterator over the
 # data that it reads.
@@ -38,7 +47,7 @@ def pipeline_of(adapter: DataAdapter) -> tf.data.Dataset:
     """
     if not isinstance(getattr(adapter, "_epoch", None), int):
         return adapter.get_tf_dataset()
-    with replaced(adapter, _epoch=0):
+    with patch(adapter, _epoch=0):
         return adapter.get_tf_dataset()
 
 
@@ -56,8 +65,8 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
         return draw(rows, tf.stack([seed, rows[0]]))
 
     with (
-        replaced(tf.random, shuffle=shuffle),  # up to Keras 3.15
-        replaced(tf.random.experimental, stateless_shuffle=shuffle),
+        patch(tf.random, shuffle=shuffle),  # up to Keras 3.15
+        patch(tf.random.experimental, stateless_shuffle=shuffle),
     ):
         dataset = adapter.get_tf_dataset()
     if not asked:
@@ -121,7 +130,7 @@ def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
     iterator._get_iterator = observed
 
 
-def steps_through(
+def patch_steps(
     iterator: TFEpochIterator,
     change: Callable[[Steps], Steps],
     once: bool = False,
@@ -152,7 +161,7 @@ def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
         yield from steps
         call()
 
-    steps_through(iterator, until_end)
+    patch_steps(iterator, until_end)
 
 
 def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:

@@ -1,19 +1,43 @@
-"""Private attributes of Keras models that dtk reads and sets."""
+"""Keras models: what dtk reads and sets of them, and what it patches.
+
+for good         keras.Model.fit and its like               patch_calls
+                 functions that write a model to a path     patch_saving
+inside a scope   keras.Model.compile                        patch_compile
+of one model     _maybe_symbolic_build                      patch_build
+                 compute_loss                               patch_compute_loss
+                 make_train_function and its like           patch_functions
+                 _get_metrics_result_or_logs, once          answer_once
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
 
-from dtk.compat.replacing import definer, replaced
-from dtk.nests import Function, Logs, Nest, Specs
+from dtk.errors import DtkError
+from dtk.nests import Args, Function, Kwargs, Logs, Nest, Specs
+from dtk.patches import definer, patch, patch_for_good
+
+# What models, losses and metrics raise when a part of a batch is not what they take.
+_MISFITS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    tf.errors.InvalidArgumentError,
+)
 
 # The name or config of a loss or metric, as `compile` accepts it.
 _Identifier: TypeAlias = str | dict[str, object]
@@ -81,11 +105,60 @@ def computes_own_loss(model: keras.Model) -> bool:
     return type(model).compute_loss is keras.Model.compute_loss
 
 
-# Models.
+# Patches.
+
+# Called as `handle(model, name, method, args, kwargs)`.
+Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs], object]
+# Called as `write(model, path, save, how)`.
+Write: TypeAlias = Callable[[keras.Model, object, Callable[[object], object], str], object]
+_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_SAVES = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+    (keras.Model, "export"),
+)
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+
+
+def handler() -> Handler | None:
+    """Return the handler that `patch_calls` has set; None before."""
+    return getattr(keras.Model.fit, "_dtk_handler", None)
+
+
+def patch_calls(handle: Handler) -> None:
+    """Make every call of `fit` and its like, of any model, as `handle(...)` from now on.
+
+    A model's own override runs as before; Keras's methods that it calls go through here.
+    """
+
+    def handled(original: Function[object], name: str) -> Function[object]:
+        def call(self: keras.Model, *args: object, **kwargs: object) -> object:
+            return handle(self, name, functools.partial(original, self), args, kwargs)
+
+        call._dtk_handler = handle  # type: ignore[attr-defined]
+        return call
+
+    for name in _CALLS:
+        patch_for_good(keras.Model, name, functools.partial(handled, name=name))
+
+
+def patch_saving(write: Write) -> None:
+    """Let `write` save every model, or its weights, from now on."""
+
+    def written(original: Function[object], name: str) -> Function[object]:
+        def save(model: keras.Model, filepath: object, *args: object, **kwargs: object) -> object:
+            how = _ADDRESS.sub("", f"{name} {args} {kwargs}")
+            return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
+
+        return save
+
+    for owner, name in _SAVES:
+        patch_for_good(owner, name, functools.partial(written, name=name))
 
 
 @contextlib.contextmanager
-def compiles_through(
+def patch_compile(
     before: Callable[[keras.Model, bool | str | None], bool | str | None],
     after: Callable[[keras.Model], object],
 ) -> Iterator[None]:
@@ -112,8 +185,11 @@ def compiles_through(
 
     compile_between._dtk_scope = True  # type: ignore[attr-defined]
     # Replace it in the defining class: Keras looks there to see if a model overrides `compile`.
-    with replaced(definer(keras.Model, "compile"), compile=compile_between):
+    with patch(definer(keras.Model, "compile"), compile=compile_between):
         yield
+
+
+# Models.
 
 
 def owner_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -152,7 +228,7 @@ def is_first_time(model: keras.Model, what: str) -> bool:
     return what not in happened
 
 
-def build_through(model: keras.Model, build: Function[None]) -> None:
+def patch_build(model: keras.Model, build: Function[None]) -> None:
     """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step."""
     model._maybe_symbolic_build = build
 
@@ -168,12 +244,12 @@ def set_trainer(model: keras.Model, trainer: object) -> None:
     model._dtk_trainer = trainer
 
 
-def losses_through(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
+def patch_compute_loss(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
     """Replace a model's `compute_loss`."""
     model.compute_loss = compute_loss
 
 
-def functions_through(
+def patch_functions(
     model: keras.Model,
     train: Function[Callable[[tf.data.Iterator], Nest]],
     test: Function[Callable[[tf.data.Iterator], Nest]],
@@ -221,10 +297,14 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
         model._symbolic_build(data_batch=data_batch)
         return
     # Keras calls the model, its loss and its metrics with the parts of a batch. A script's own step
-    # may call them with anything else, so an error here does not show that the script is wrong; in
-    # one process Keras does not even try. If the script is wrong, its step raises the error next.
-    with contextlib.suppress(Exception):
+    # may call them with anything else: then they may not fit, and the step builds what it uses.
+    try:
         model._symbolic_build(data_batch=data_batch)
+    except _MISFITS as error:
+        # Keras turns an error of the model into a RuntimeError.
+        given = error.__context__ if isinstance(error, RuntimeError) else None
+        if not isinstance(given or error, _MISFITS) or isinstance(given or error, DtkError):
+            raise
 
 
 def make_function(

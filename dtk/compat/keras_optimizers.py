@@ -1,8 +1,21 @@
-"""Private attributes of Keras optimizers; an optimizer that wraps another counts as two."""
+"""Keras optimizers: what dtk reads and sets of them, and what it patches.
+
+An optimizer that wraps another counts as two.
+
+    for good           apply of every optimizer             patch_every_apply
+    of one optimizer   apply                                patch_apply
+                       scale_loss                           patch_scale_loss
+                       check_finite                         patch_check_finite
+                       _clip_gradients                      patch_clip
+                       build, finalize_variable_values      patch_build
+                       _all_reduce_sum_gradients            own_optimizer
+                       update_step                          fused_kernels.fuse_updates
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -10,9 +23,9 @@ import keras
 import tensorflow as tf
 
 from dtk.nests import Function, Gradients, Nest
+from dtk.patches import patch_for_good
 
 _Note = TypeVar("_Note")
-_Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
@@ -32,34 +45,23 @@ def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) 
     optimizer._all_reduce_sum_gradients = list
 
 
-def clip_through(
-    optimizer: keras.Optimizer, around: Callable[[Gradients, Clip], Gradients]
-) -> None:
-    """Make an optimizer call `around(gradients, clip)` in place of `clip(gradients)`.
-
-    With gradient accumulation it does so once per window, with the window's sum.
-    """
-    clip = optimizer._clip_gradients
-    optimizer._clip_gradients = lambda gradients: around(gradients, clip)
-
-
-def clip_variables_through(
+def patch_clip(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
 ) -> None:
-    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip`."""
+    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip(gradients)`.
+
+    With gradient accumulation it does so once per window, with the window's sum.
+    """
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
-    running: list[Sequence[keras.Variable]] = []
+    running = threading.local()  # replicas may be threads
 
     def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Nest:
-        running.append(trainable_variables)
-        try:
-            return update(grads, trainable_variables)
-        finally:
-            running.pop()
+        running.variables = trainable_variables
+        return update(grads, trainable_variables)
 
     optimizer._backend_apply_gradients = updated
-    optimizer._clip_gradients = lambda gradients: around(gradients, running[-1], clip)
+    optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
 
 
 def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
@@ -107,7 +109,7 @@ def slots_by_variable(
     ]
 
 
-def apply_through(
+def patch_apply(
     optimizer: keras.Optimizer,
     around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
 ) -> Apply:
@@ -126,36 +128,28 @@ def apply_through(
     return apply
 
 
-def applies_through(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
-    """From now on, make every optimizer call `check(optimizer, variables)` before it applies.
+def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
+    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on."""
 
-    A later call replaces the check.
-    """
+    def checked(original: Function[Nest]) -> Function[Nest]:
+        @tf.autograph.experimental.do_not_convert
+        @functools.wraps(original)
+        def apply(
+            self: keras.Optimizer,
+            grads: Gradients,
+            trainable_variables: Sequence[keras.Variable] | None = None,
+        ) -> Nest:
+            check(self, trainable_variables or [])
+            return original(self, grads, trainable_variables)
+
+        return apply
+
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        kind.apply = _checked(getattr(kind.apply, "_dtk_original", kind.apply), check)
+        patch_for_good(kind, "apply", checked)
 
 
-def _checked(
-    original: Function[Nest], check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]
-) -> Function[Nest]:
-    @tf.autograph.experimental.do_not_convert
-    @functools.wraps(original)
-    def apply(
-        self: keras.Optimizer,
-        grads: Gradients,
-        trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> Nest:
-        check(self, trainable_variables or [])
-        return original(self, grads, trainable_variables)
-
-    apply._dtk_original = original
-    return apply
-
-
-def scale_loss_through(
-    optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]
-) -> None:
+def patch_scale_loss(optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
     """Make an optimizer change losses before it scales them."""
     scale_loss = optimizer.scale_loss
 
@@ -166,7 +160,7 @@ def scale_loss_through(
     optimizer.scale_loss = changed
 
 
-def finite_through(
+def patch_check_finite(
     optimizer: keras.optimizers.LossScaleOptimizer, change: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
     """Make an optimizer that scales losses decide differently whether gradients are finite."""
@@ -174,7 +168,7 @@ def finite_through(
     optimizer.check_finite = lambda grads: change(check_finite(grads))
 
 
-def build_through(
+def patch_build(
     optimizer: keras.Optimizer,
     expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
     built: Callable[[Sequence[keras.Variable]], None],

@@ -1,46 +1,73 @@
-"""Patches of Keras while a step is traced.
+"""What a step calls while it is traced, patched as long as a context lasts.
 
-Each patch lasts as long as its context; nothing of Keras stays patched.
+scale_loss_for_distribution and its like    patch_losses
+keras.Variable.assign                       patch_assign
+update_state of keras.metrics.Mean and Sum  patch_means
+result, update_state of a model's metrics   patch_results, patch_updates
+tf.GradientTape.gradient                    patch_gradient
+    and __enter__                           patch_tapes
+calls of a script's tf.function             patch_tf_functions
+keras.ops.take                              patch_take
+moments of synchronized layers              patch_moments
+BatchNormalization.synchronized             all_synchronized
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_losses
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.eager.polymorphic_function import autograph_util, function_type_utils
 
 from dtk.compat import names
 from dtk.compat.keras_models import layers_of
-from dtk.compat.replacing import definer, replaced
-from dtk.nests import Function, Nest
+from dtk.nests import Args, Function, Kwargs, Nest
+from dtk.patches import definer, patch
 
 _BACKEND = "keras.src.backend.tensorflow"
+_LIBRARIES = ("dtk", "keras", "tensorflow")
+# The values with respect to which a tape differentiates, kept on it: variable's id -> tensor.
+_WATCHED = "_dtk_watched"
+Values: TypeAlias = Mapping[int, tf.Tensor]
+
+# Computes the gradients of a target: of (target, sources, output gradients).
+Gradient: TypeAlias = Callable[[Nest, Nest, Nest], Nest]
 
 
-def losses_through(
+# Losses and metrics.
+
+
+def patch_losses(
     scale: Function[tf.Tensor], unscale: Function[tf.Tensor], weigh: Function[tf.Tensor]
 ) -> AbstractContextManager[None]:
     """Return a context in which Keras's losses call these functions instead of its own.
 
     Each gets the arguments of Keras's function, and that function as the keyword `original`.
     """
-    return replaced(
-        keras_losses,
-        scale_loss_for_distribution=functools.partial(
-            scale, original=keras_losses.scale_loss_for_distribution
-        ),
-        unscale_loss_for_distribution=functools.partial(
-            unscale, original=keras_losses.unscale_loss_for_distribution
-        ),
-        reduce_weighted_values=functools.partial(
-            weigh, original=keras_losses.reduce_weighted_values
-        ),
-    )
+    functions = {
+        "scale_loss_for_distribution": scale,
+        "unscale_loss_for_distribution": unscale,
+        "reduce_weighted_values": weigh,
+    }
+    return patch(keras_losses, **_given_original(keras_losses, functions))
+
+
+def _given_original(
+    owner: object, functions: Mapping[str, Function[object]]
+) -> dict[str, Function[object]]:
+    return {
+        name: functools.partial(function, original=getattr(owner, name))
+        for name, function in functions.items()
+    }
 
 
 def masked_weight(
@@ -50,7 +77,7 @@ def masked_weight(
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
+def patch_assign(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
     """Return a context in which `observe` gets each Keras variable before it is assigned."""
     assign = keras.Variable.assign
 
@@ -59,106 +86,146 @@ def assigns_through(observe: Callable[[keras.Variable], None]) -> AbstractContex
         observe(self)
         return assign(self, value)
 
-    return replaced(definer(keras.Variable, "assign"), assign=observed)
+    return patch(definer(keras.Variable, "assign"), assign=observed)
 
 
 @contextlib.contextmanager
-def means_through(update: Function[object]) -> Iterator[None]:
-    """Return a context in which a function updates `keras.metrics.Mean` and `Sum`."""
+def patch_means(update: Function[object]) -> Iterator[None]:
+    """Return a context in which `update(self, values, weight, original=...)` counts means and sums.
+
+    These are `keras.metrics.Mean` and `Sum`.
+    """
 
     def updated(original: Function[object]) -> Function[object]:
         @functools.wraps(original)
-        def through(
+        def update_state(
             self: keras.Metric, values: tf.Tensor, sample_weight: tf.Tensor | None = None
         ) -> object:
             return update(self, values, sample_weight, original=original)
 
-        return through
+        return update_state
 
-    mean, total = keras.metrics.Mean, keras.metrics.Sum
-    with (
-        replaced(mean, update_state=updated(mean.update_state)),
-        replaced(total, update_state=updated(total.update_state)),
-    ):
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(patch(kind, update_state=updated(kind.update_state)))
         yield
 
 
-def tapes_through(differentiate: Function[Nest]) -> AbstractContextManager[None]:
-    """Return a context in which a function replaces `tf.GradientTape.gradient`."""
-    original = tf.GradientTape.gradient
+def patch_results(
+    metrics: Sequence[keras.Metric], result: Callable[[keras.Metric, Callable[[], Nest]], Nest]
+) -> AbstractContextManager[None]:
+    """Return a context in which `result(metric, original)` computes the results of metrics."""
+    return _patch_methods(metrics, "result", result)
+
+
+def patch_updates(
+    metrics: Sequence[keras.Metric], update: Function[object]
+) -> AbstractContextManager[None]:
+    """Return a context in which `update(metric, original, ...)` updates metrics."""
+    return _patch_methods(metrics, "update_state", update)
+
+
+@contextlib.contextmanager
+def _patch_methods(
+    metrics: Sequence[keras.Metric], name: str, function: Function[object]
+) -> Iterator[None]:
+    """Return a context in which metrics have another method; in nested ones, the outer one's."""
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            if name not in vars(metric):
+                own = functools.partial(function, metric, getattr(metric, name))
+                stack.enter_context(patch(metric, **{name: own}))
+        yield
+
+
+# Gradients.
+
+
+def patch_tapes(
+    differentiate: Callable[[Gradient, Values, Nest, Nest, Nest], Nest],
+    watched: Callable[[], Values] | None = None,
+) -> AbstractContextManager[None]:
+    """Return a context in which a function replaces `tf.GradientTape.gradient`.
+
+    It gets the tape's own function, the values that `watched` has returned for the tape to watch in
+    place of variables, and the arguments of the call: target, sources and output gradients.
+    """
+    enter, original = tf.GradientTape.__enter__, tf.GradientTape.gradient
+
+    def watching(tape: tf.GradientTape) -> tf.GradientTape:
+        entered = enter(tape)
+        values = watched() if watched is not None else {}
+        setattr(entered, _WATCHED, values)
+        entered.watch(list(values.values()))
+        return entered
 
     @functools.wraps(original)
-    def through(
-        self: tf.GradientTape,
+    def gradient(
+        tape: tf.GradientTape,
         target: Nest,
         sources: Nest,
         output_gradients: Nest = None,
         *args: object,
         **more: object,
     ) -> Nest:
-        if args:  # given by position
-            more["unconnected_gradients"] = args[0]
-        return differentiate(self, target, sources, output_gradients, original=original, **more)
+        def own(target: Nest, sources: Nest, output_gradients: Nest) -> Nest:
+            return original(tape, target, sources, output_gradients, *args, **more)
 
-    return replaced(tf.GradientTape, gradient=through)
+        values = getattr(tape, _WATCHED, {})
+        return differentiate(own, values, target, sources, output_gradients)
+
+    entering = {} if watched is None else {"__enter__": watching}
+    return patch(tf.GradientTape, gradient=gradient, **entering)
 
 
-@contextlib.contextmanager
-def results_through(
-    metrics: Sequence[keras.Metric],
-    result: Callable[[keras.Metric, Callable[[], Nest]], Nest],
-) -> Iterator[None]:
-    """Return a context in which a function computes the results of metrics.
+# Functions and layers.
 
-    In nested contexts, the function of the outer one does.
+
+def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Return a context in which a script's `tf.function` is traced into the graph that calls it.
+
+    A loss in a separate graph could not be weighed by tensors of the step's graph.
     """
-    with _methods_through(metrics, "result", result):
-        yield
+    kind = type(tf.function(lambda: None))
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(
+        self: tf.types.experimental.PolymorphicFunction, *args: object, **kwargs: object
+    ) -> Nest:
+        python = self.python_function
+        package = (getattr(python, "__module__", None) or "").partition(".")[0]
+        if not wanted() or package in _LIBRARIES:
+            return original(self, *args, **kwargs)
+        given = _canonical(self, args, kwargs)
+        if self._autograph:
+            python = autograph_util.py_func_from_autograph(python, None)
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # even if the caller is not converted
+            return python(*given.args, **given.kwargs)
+
+    return patch(kind, __call__=call)
 
 
-def updates_through(
-    metrics: Sequence[keras.Metric], update: Function[object]
-) -> AbstractContextManager[None]:
-    """Return a context in which a function replaces the `update_state` of metrics."""
-    return _methods_through(metrics, "update_state", update)
+def _canonical(
+    function: tf.types.experimental.PolymorphicFunction, args: Args, kwargs: Kwargs
+) -> inspect.BoundArguments:
+    """Return the arguments with which TensorFlow would trace a function."""
+    given = function_type_utils.canonicalize_function_inputs(
+        args, kwargs, function.function_type, function._default_values, function._is_pure
+    )
+    given.arguments = tf.nest.map_structure(
+        lambda leaf: (
+            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+        ),
+        given.arguments,
+    )
+    return given
 
 
-@contextlib.contextmanager
-def _methods_through(
-    metrics: Sequence[keras.Metric], name: str, function: Function[object]
-) -> Iterator[None]:
-    changed = [metric for metric in metrics if name not in vars(metric)]
-    for metric in changed:
-        replacement = functools.partial(function, metric, getattr(metric, name))
-        object.__setattr__(metric, name, replacement)
-    try:
-        yield
-    finally:
-        for metric in changed:
-            object.__delattr__(metric, name)
-
-
-@contextlib.contextmanager
-def all_synchronized(model: keras.Model) -> Iterator[None]:
-    """Return a context in which every batch normalization of a model is synchronized."""
-    layers = [
-        layer
-        for layer in layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
-    ]
-    for layer in layers:
-        layer.synchronized = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.synchronized = False
-
-
-def takes_through(
+def patch_take(
     take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
 ) -> AbstractContextManager[None]:
-    """Return a context in which a function replaces `keras.ops.take`."""
+    """Return a context in which `take(x, indices, axis, original)` replaces `keras.ops.take`."""
     home = names.home_of(_BACKEND, "take")
     original = home.take
 
@@ -166,11 +233,20 @@ def takes_through(
     def replacement(x: tf.Tensor, indices: tf.Tensor, axis: int | None = None) -> tf.Tensor:
         return take(x, indices, axis, original)
 
-    return replaced(home, take=replacement)
+    return patch(home, take=replacement)
 
 
-def moments_through(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
+def patch_moments(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
     """Return a context in which a function computes the moments of synchronized layers."""
     home = names.home_of(_BACKEND, "_compute_moments_sync")
-    through = functools.partial(moments, original=home._compute_moments_sync)
-    return replaced(home, _compute_moments_sync=through)
+    return patch(home, **_given_original(home, {"_compute_moments_sync": moments}))
+
+
+@contextlib.contextmanager
+def all_synchronized(model: keras.Model) -> Iterator[None]:
+    """Return a context in which every batch normalization of a model is synchronized."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(patch(layer, synchronized=True))
+        yield

@@ -1,12 +1,26 @@
-"""The TensorFlow variable behind a Keras variable, and Keras variables for parts of another."""
+"""Keras variables, the TensorFlow variables behind them, and marks on them.
+
+A mark says that a variable holds one rank's part of a tensor: an attribute that dtk adds.
+"""
 
 from __future__ import annotations
 
-import keras
-import tensorflow as tf
+import contextlib
+from collections.abc import Callable, Iterator
 
-from dtk.compat import tf_variables
-from dtk.nests import Function
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils, sharded_variable, values
+
+from dtk.communicators.base import Communicator
+from dtk.communicators.shard import OneRanks, Shard
+from dtk.nests import Array, Function
+
+_MARK = "_dtk_part"
+
+
+# Keras variables.
 
 
 def stored(variable: keras.Variable) -> tf.Variable:
@@ -19,13 +33,13 @@ def is_alone(variable: keras.Variable) -> bool:
     return (
         variable.synchronization == "on_read"
         and variable._value is not None
-        and not tf_variables.is_distributed(variable._value)
+        and not is_distributed(variable._value)
     )
 
 
 def move_variable(variable: keras.Variable) -> None:
     """Give a Keras variable new storage in the current scope; it keeps its value."""
-    if variable._value is not None and not tf_variables.is_distributed(variable._value):
+    if variable._value is not None and not is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
 
 
@@ -34,7 +48,7 @@ class VariablePart(keras.Variable):
 
     def __init__(self, whole: keras.Variable, index: int):
         self.whole = whole
-        self._part = (tf_variables.shards_of(whole._value) or ())[index]
+        self._part = (shards_of(whole._value) or ())[index]
         super().__init__(
             initializer=lambda shape, dtype: None,
             shape=self._part.shape,
@@ -46,3 +60,144 @@ class VariablePart(keras.Variable):
 
     def _initialize_with_initializer(self, initializer: Function[tf.Tensor]) -> None:
         self._value = self._part
+
+
+# Marks.
+
+
+def set_shard(variable: keras.Variable, shard: Shard) -> None:
+    """Mark a variable as one rank's part of a tensor.
+
+    Checkpoints, clipping by the global norm and checks between ranks read the mark.
+    """
+    if variable.shape is not None:
+        shard.whole_shape(variable.shape)
+    setattr(variable, _MARK, shard)
+
+
+def shard_of(variable: keras.Variable) -> Shard | None:
+    """Return the shard of a variable that holds one rank's part of a tensor.
+
+    Args:
+        variable: A Keras variable.
+
+    Returns:
+        The shard given to `set_shard`; None for a variable that holds a whole tensor.
+    """
+    mark = getattr(variable, _MARK, None)
+    return mark if isinstance(mark, Shard) else None
+
+
+def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
+    """Mark a variable that only this rank of a group holds."""
+    setattr(variable, _MARK, owner)
+
+
+def is_of_all(variable: keras.Variable) -> bool:
+    """Return whether all ranks hold the same variable with equal values."""
+    return getattr(variable, _MARK, None) is None
+
+
+def group_of(variable: keras.Variable) -> Communicator | None:
+    """Return the communicator of the ranks that hold the parts of a variable's tensor."""
+    mark = getattr(variable, _MARK, None)
+    return mark.communicator if isinstance(mark, Shard | OneRanks) else None
+
+
+def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
+    """Mark a slot variable like the variable it belongs to."""
+    setattr(slot, _MARK, getattr(variable, _MARK, None))
+
+
+# TensorFlow variables of several replicas or servers.
+
+
+def local_value(variable: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
+    """Return this replica's copy of a variable, without communication."""
+    if is_distributed(variable):
+        replica = tf.distribute.get_replica_context()
+        if replica is not None and replica.strategy is variable.distribute_strategy:
+            return variable._get_on_device_or_primary()
+        return variable.values[0]
+    return variable
+
+
+@contextlib.contextmanager
+def created_at_once(seen: Callable[[tf.Variable], None]) -> Iterator[None]:
+    """Return a context in which a new variable has its first value at once.
+
+    TensorFlow initializes the variables of a trace when the trace ends, and it cannot initialize
+    variables of several replicas that way.
+    """
+
+    def create(next_creator: Function[tf.Variable], **kwargs: object) -> tf.Variable:
+        if not (callable(kwargs["initial_value"]) or tf.executing_eagerly()):
+            return next_creator(**kwargs)  # the trace computes its first value
+        with tf.init_scope():
+            variable = next_creator(**kwargs)
+            seen(variable)
+        return variable
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+class _Number:
+    """Conversion of a distributed variable to a number, as for a plain variable.
+
+    TensorFlow's distributed variables have no `int()` or `float()`, and NumPy cannot convert a
+    scalar one. Callbacks may use `int(optimizer.iterations)` or `float(optimizer.learning_rate)`.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
+        # Reading has made a copy already.
+        return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+
+class MirroredVariable(_Number, values.MirroredVariable):
+    """A variable with an equal copy on every replica."""
+
+
+class SyncOnReadVariable(_Number, values.SyncOnReadVariable):
+    """A variable with a part on every replica; reading it sums the parts."""
+
+
+VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING | {
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
+    tf.VariableSynchronization.ON_READ: SyncOnReadVariable,
+}
+
+
+def is_on_server(variable: tf.Variable) -> bool:
+    """Return whether a variable is placed as a parameter-server strategy places its own."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return True
+    return "/job:" in variable.device and "/job:localhost" not in variable.device
+
+
+def shards_of(variable: tf.Variable) -> tuple[tf.Variable, ...] | None:
+    """Return the parts of a partitioned variable, in row order."""
+    if isinstance(variable, sharded_variable.ShardedVariable):
+        return tuple(variable.variables)
+    return None
+
+
+def components(value: tf.Tensor | tf.Variable) -> tuple[tf.Tensor | tf.Variable, ...]:
+    """Return the plain variables or values behind a distributed one, in replica order."""
+    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
+
+
+def is_distributed(variable: tf.Variable | tf.Tensor) -> bool:
+    """Return whether a TensorFlow variable has one component per replica."""
+    return isinstance(variable, tf.Variable) and isinstance(
+        variable, tf.distribute.DistributedValues
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -21,145 +22,123 @@ from types import ModuleType
 from dtk import version
 from dtk.errors import VersionError
 
-_EXTENDED = (
-    "_create_variable _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation "
-    "_replica_ctx_all_reduce _use_merge_call _num_replicas_in_sync _get_local_replica_id "
-    "_experimental_distribute_dataset _distribute_datasets_from_function "
-    "_experimental_distribute_values_from_function"
-)
+# purpose:
+#     module, class or package  names in it
+_TABLE = """
+strategies of one replica per process:
+    tensorflow.python.distribute.distribute_lib  ReplicaContext._replica_id_in_sync_group
+    tensorflow.python.distribute.distribute_utils  create_mirrored_variable regroup
+        VARIABLE_CLASS_MAPPING VARIABLE_POLICY_MAPPING
+    tensorflow.python.distribute.one_device_strategy.OneDeviceExtended  _create_variable
+        _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation
+        _replica_ctx_all_reduce _use_merge_call _num_replicas_in_sync _get_local_replica_id
+        _experimental_distribute_dataset _distribute_datasets_from_function
+        _experimental_distribute_values_from_function _container_strategy _device
+    tensorflow.python.distribute.values  PerReplica.values DistributedVariable._get
+        DistributedVariable._get_on_device_or_primary MirroredVariable SyncOnReadVariable
+    tensorflow.python.eager.context  global_seed context
+strategies of several devices:
+    tensorflow.python.distribute.mirrored_strategy.MirroredExtended  _create_variable
+        _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation
+        _replica_ctx_all_reduce _use_merge_call _num_replicas_in_sync _get_local_replica_id
+        _experimental_distribute_dataset _distribute_datasets_from_function
+        _experimental_distribute_values_from_function _devices
+    tensorflow.python.distribute.mirrored_strategy.MirroredStrategy  _collective_key_base
+    tensorflow.python.distribute.distribute_lib.StrategyExtendedV2  _replica_ctx_all_reduce
+    tensorflow.python.framework.auto_control_deps_utils  register_read_only_resource_op
+the wait for a silent task:
+    tensorflow.python.eager.context.Context  configure_coordination_service
+    tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2  CoordinatedJob
+parameter servers:
+    tensorflow.python.distribute.parameter_server_strategy_v2.ParameterServerStrategyV2
+        _connect_to_cluster _verify_args_and_config _cluster_resolver _cluster_coordinator
+        _should_use_with_coordinator _canonicalize_devices _is_parameter_server_strategy_v2
+    tensorflow.python.distribute.parameter_server_strategy_v2.ParameterServerStrategyV2Extended
+        _create_variable _create_variable_round_robin _experimental_distribute_dataset
+        _use_merge_call _num_ps
+    tensorflow.python.distribute.sharded_variable  ShardedVariable
+    tensorflow.python.distribute.coordinator.cluster_coordinator  Cluster.schedule
+        ClusterCoordinator._cluster _is_worker_failure
+    tensorflow.python.distribute.coordinator.coordinator_context  get_current_dispatch_context
+pipelines whose rows are mapped by one rank:
+    tensorflow.python.distribute.input_lib  DistributedDataset
+    tensorflow.python.framework.op_def_registry  get
+    tensorflow.python.data.util.structure  to_tensor_list from_compatible_tensor_list
+    tensorflow.python.data.ops.map_op  _MapDataset._map_func _MapDataset._force_synchronous
+        _MapDataset._preserve_cardinality _MapDataset._use_inter_op_parallelism
+        _ParallelMapDataset._num_parallel_calls _ParallelMapDataset._deterministic
+        _ParallelMapDataset._use_unbounded_threadpool
+    tensorflow.python.data.ops.batch_op  _BatchDataset._batch_size
+        _BatchDataset._drop_remainder _ParallelBatchDataset
+    tensorflow.python.data.ops.prefetch_op  _PrefetchDataset._buffer_size
+    tensorflow.python.data.ops.repeat_op  _RepeatDataset._count
+    tensorflow.python.data.ops.skip_op  _SkipDataset._count
+    tensorflow.python.data.ops.take_op  _TakeDataset._count
+    tensorflow.python.data.ops.cache_op  CacheDataset
+    tensorflow.python.data.ops.dataset_ops  _OptionsDataset._name UnaryDataset._input_dataset
+    tensorflow.python.data.ops.structured_function.StructuredFunctionWrapper  function
+        output_structure _func
+random numbers that belong to rows:
+    keras.Layer  _maybe_build
+    tensorflow.python.ops.gen_random_ops  random_shuffle multinomial random_gamma random_poisson_v2
+    tensorflow.python.ops.gen_stateful_random_ops  stateful_uniform
+    tensorflow.python.ops.gen_stateless_random_ops  stateless_random_normal
+        stateless_truncated_normal stateless_random_uniform stateless_random_uniform_int
+        stateless_random_uniform_full_int stateless_multinomial stateless_random_binomial
+        stateless_random_gamma_v2
+    tensorflow.python.ops.gen_stateless_random_ops_v2  stateless_random_gamma_v3
+    tensorflow.python.ops.gen_candidate_sampling_ops  all_candidate_sampler
+        fixed_unigram_candidate_sampler log_uniform_candidate_sampler
+        uniform_candidate_sampler
+    tensorflow.python.eager.polymorphic_function.polymorphic_function.Function  _clone
+    keras.src.backend.tensorflow.random  shuffle
+steps, their losses and moments:
+    tensorflow.python.autograph.core.ag_ctx  ControlStatusCtx Status.ENABLED
+    tensorflow.python.eager.polymorphic_function.autograph_util  py_func_from_autograph
+    tensorflow.python.eager.polymorphic_function.function_type_utils  canonicalize_function_inputs
+    tensorflow.python.eager.polymorphic_function.polymorphic_function.Function  _autograph
+        _default_values _is_pure
+    keras.src.losses.loss  scale_loss_for_distribution unscale_loss_for_distribution
+        reduce_weighted_values apply_mask
+    keras.src.backend.tensorflow.*  take _compute_moments_sync
+    keras.Variable  _value _path _initialize _initialize_with_initializer
+    keras.layers.Embedding  _embeddings
+models:
+    keras.Model  _distribute_strategy _make_function _maybe_symbolic_build _symbolic_build
+        _initial_epoch _compile_loss _compile_metrics _flatten_layers _metrics
+        _get_metrics_result_or_logs _resolve_auto_jit_compile
+    keras.src.trainers.compile_utils  CompileLoss._user_loss CompileMetrics._user_metrics
+        CompileMetrics._user_weighted_metrics
+    keras.metrics.MeanMetricWrapper  _fn
+what `fit` reads:
+    keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
+        _current_iterator _steps_seen _get_iterator _enumerate_iterator _interrupted_warning
+        catch_stop_iteration
+    keras.src.trainers.data_adapters.array_data_adapter  ArrayDataAdapter._inputs
+        ArrayDataAdapter._shuffle
+    keras.src.trainers.data_adapters.tf_dataset_adapter  TFDatasetAdapter
+optimizers:
+    keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients
+        _accumulated_gradients _learning_rate _trainable_variables
+        _trainable_variables_indices _var_key _backend_apply_gradients _get_variable_index
+    keras.optimizers.Adam  _momentums _velocities
+    keras.optimizers.Muon  _should_use_adamw
+saving:
+    keras.src.saving.saving_lib  save_model save_weights_only
+    keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
+"""
+
+
+def _read(table: str) -> dict[str, dict[str, str]]:
+    needed: dict[str, dict[str, str]] = {}
+    for block in re.split(r"\n(?=\S)", table.strip()):
+        purpose, *places = re.split(r":?\n {4}(?=\S)", block)
+        needed[purpose] = dict(re.split(r"\s+", place, maxsplit=1) for place in places)
+    return needed
+
 
 # {purpose: {module, class or package: names in it}}.
-NEEDED: dict[str, dict[str, str]] = {
-    "strategies of one replica per process": {
-        "tensorflow.python.distribute.distribute_lib": "ReplicaContext InputContext ValueContext "
-        "ReplicaContext._replica_id_in_sync_group",
-        "tensorflow.python.distribute.distribute_utils": "create_mirrored_variable regroup "
-        "VARIABLE_CLASS_MAPPING VARIABLE_POLICY_MAPPING",
-        "tensorflow.python.distribute.one_device_strategy.OneDeviceExtended": _EXTENDED
-        + " _container_strategy _device",
-        "tensorflow.python.distribute.values": "DistributedValues PerReplica.values "
-        "DistributedVariable._get DistributedVariable._get_on_device_or_primary "
-        "MirroredVariable SyncOnReadVariable",
-        "tensorflow.python.eager.context": "global_seed context",
-    },
-    "strategies of several devices": {
-        "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": _EXTENDED + " _devices",
-        "tensorflow.python.distribute.mirrored_strategy.MirroredStrategy": "_collective_key_base",
-        "tensorflow.python.distribute.distribute_lib.StrategyExtendedV2": "_replica_ctx_all_reduce",
-        "tensorflow.python.framework.auto_control_deps_utils": "register_read_only_resource_op",
-    },
-    "the wait for a silent task": {
-        "tensorflow.python.eager.context.Context": "configure_coordination_service",
-        "tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2": "CoordinatedJob",
-    },
-    "parameter servers": {
-        "tensorflow.python.distribute.parameter_server_strategy_v2.ParameterServerStrategyV2": (
-            "_connect_to_cluster _verify_args_and_config _cluster_resolver _cluster_coordinator "
-            "_should_use_with_coordinator _canonicalize_devices _is_parameter_server_strategy_v2"
-        ),
-        "tensorflow.python.distribute.parameter_server_strategy_v2"
-        ".ParameterServerStrategyV2Extended": "_create_variable _create_variable_round_robin "
-        "_experimental_distribute_dataset _use_merge_call _num_ps",
-        "tensorflow.python.distribute.sharded_variable": "ShardedVariable",
-        "tensorflow.python.distribute.coordinator.cluster_coordinator": "Cluster.schedule "
-        "ClusterCoordinator._cluster _is_worker_failure",
-        "tensorflow.python.distribute.coordinator.coordinator_context": (
-            "get_current_dispatch_context"
-        ),
-        "tensorflow.python.framework.ops": "colocate_with",
-    },
-    "pipelines whose rows are mapped by one rank": {
-        "tensorflow.python.distribute.input_lib": "DistributedDataset",
-        "tensorflow.python.framework.op_def_registry": "get",
-        "tensorflow.python.data.util.structure": "to_tensor_list from_compatible_tensor_list",
-        "tensorflow.python.data.ops.map_op": "_MapDataset _MapDataset._map_func "
-        "_MapDataset._force_synchronous _MapDataset._preserve_cardinality "
-        "_MapDataset._use_inter_op_parallelism _ParallelMapDataset "
-        "_ParallelMapDataset._num_parallel_calls _ParallelMapDataset._deterministic "
-        "_ParallelMapDataset._use_unbounded_threadpool",
-        "tensorflow.python.data.ops.batch_op": "_BatchDataset _BatchDataset._batch_size "
-        "_BatchDataset._drop_remainder _ParallelBatchDataset",
-        "tensorflow.python.data.ops.prefetch_op": "_PrefetchDataset._buffer_size",
-        "tensorflow.python.data.ops.repeat_op": "_RepeatDataset._count",
-        "tensorflow.python.data.ops.skip_op": "_SkipDataset._count",
-        "tensorflow.python.data.ops.take_op": "_TakeDataset._count",
-        "tensorflow.python.data.ops.cache_op": "CacheDataset",
-        "tensorflow.python.data.ops.dataset_ops": "_OptionsDataset _OptionsDataset._name "
-        "UnaryDataset._input_dataset",
-        "tensorflow.python.data.ops.structured_function.StructuredFunctionWrapper": "function "
-        "output_structure _func",
-    },
-    "random numbers that belong to rows": {
-        "keras.Layer": "_maybe_build",
-        "tensorflow.python.ops.gen_random_ops": "random_standard_normal truncated_normal "
-        "random_uniform random_uniform_int random_shuffle multinomial random_gamma "
-        "random_poisson_v2",
-        "tensorflow.python.ops.gen_stateful_random_ops": "stateful_standard_normal_v2 "
-        "stateful_truncated_normal stateful_uniform stateful_uniform_int "
-        "stateful_uniform_full_int",
-        "tensorflow.python.ops.gen_stateless_random_ops": "stateless_random_normal "
-        "stateless_truncated_normal stateless_random_uniform stateless_random_uniform_int "
-        "stateless_random_uniform_full_int stateless_multinomial stateless_random_binomial "
-        "stateless_random_gamma_v2",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2": "stateless_random_normal_v2 "
-        "stateless_truncated_normal_v2 stateless_random_uniform_v2 "
-        "stateless_random_uniform_int_v2 stateless_random_uniform_full_int_v2 "
-        "stateless_random_gamma_v3",
-        "tensorflow.python.ops.gen_candidate_sampling_ops": "all_candidate_sampler "
-        "fixed_unigram_candidate_sampler log_uniform_candidate_sampler uniform_candidate_sampler",
-        "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_clone",
-        "tensorflow.python.framework.tensor_util": "constant_value_as_shape",
-        "keras.src.backend.tensorflow.random": "shuffle",
-    },
-    "updates in one operation": {
-        "tensorflow.python.ops.resource_variable_ops": "BaseResourceVariable",
-    },
-    "steps, their losses and moments": {
-        "tensorflow.python.autograph.core.ag_ctx": "ControlStatusCtx Status.ENABLED",
-        "tensorflow.python.eager.polymorphic_function.autograph_util": "py_func_from_autograph",
-        "tensorflow.python.eager.polymorphic_function.function_type_utils": (
-            "canonicalize_function_inputs"
-        ),
-        "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": "_autograph "
-        "_function_type _default_values _is_pure python_function",
-        "keras.src.losses.loss": "scale_loss_for_distribution unscale_loss_for_distribution "
-        "reduce_weighted_values apply_mask",
-        "keras.src.backend.tensorflow.*": "take _compute_moments_sync",
-        "keras.Variable": "assign value _value _path _initialize _initialize_with_initializer",
-        "keras.layers.Embedding": "_embeddings",
-    },
-    "models": {
-        "keras.Model": "_distribute_strategy _make_function _maybe_symbolic_build _symbolic_build "
-        "_initial_epoch _compile_loss _compile_metrics _flatten_layers _metrics "
-        "_get_metrics_result_or_logs _resolve_auto_jit_compile make_train_function "
-        "make_test_function make_predict_function",
-        "keras.src.trainers.compile_utils": "CompileLoss._user_loss CompileMetrics._user_metrics "
-        "CompileMetrics._user_weighted_metrics",
-        "keras.metrics.MeanMetricWrapper": "_fn",
-    },
-    "what `fit` reads": {
-        "keras.src.backend.tensorflow.trainer.TFEpochIterator": "_distributed_dataset _num_batches "
-        "_current_iterator _steps_seen _get_iterator _enumerate_iterator _interrupted_warning "
-        "catch_stop_iteration",
-        "keras.src.trainers.data_adapters.array_data_adapter": "ArrayDataAdapter._inputs "
-        "ArrayDataAdapter._shuffle",
-        "keras.src.trainers.data_adapters.data_adapter": "DataAdapter",
-        "keras.src.trainers.data_adapters.tf_dataset_adapter": "TFDatasetAdapter",
-    },
-    "optimizers": {
-        "keras.Optimizer": "_distribution_strategy _all_reduce_sum_gradients _clip_gradients "
-        "_accumulated_gradients _learning_rate _trainable_variables _trainable_variables_indices "
-        "_var_key _backend_apply_gradients _get_variable_index finalize_variable_values "
-        "update_step",
-        "keras.optimizers.LossScaleOptimizer": "check_finite",
-        "keras.optimizers.Adam": "_momentums _velocities",
-        "keras.optimizers.Muon": "_should_use_adamw",
-    },
-    "saving": {
-        "keras.src.saving.saving_lib": "save_model save_weights_only H5IOStore.close _save_state",
-        "keras.src.legacy.saving.legacy_h5_format": "save_model_to_hdf5",
-    },
-}
+NEEDED = _read(_TABLE)
 
 
 def check() -> None:

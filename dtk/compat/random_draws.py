@@ -19,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import random
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
@@ -27,8 +28,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import (
     gen_candidate_sampling_ops,
     gen_random_ops,
@@ -37,8 +36,8 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops_v2,
 )
 
-from dtk.compat.replacing import replaced
 from dtk.nests import Function, Nest
+from dtk.patches import patch
 
 BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
@@ -51,51 +50,34 @@ class _Drawn(threading.local):
 
 _drawn = _Drawn()
 
+_GENERATED = (
+    gen_random_ops,
+    gen_stateful_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+# TensorFlow has several operations that draw numbers of one distribution and shape, such as
+# `random_standard_normal` and `stateless_random_normal_v2`.
+_SHAPED = re.compile(
+    r"(?:state(?:less|ful)_)?(?:random_|standard_)*"
+    r"(normal|truncated_normal|uniform|uniform_int|uniform_full_int)(?:_v\d)?"
+)
 _SAMPLERS = (
     "all_candidate_sampler",
     "fixed_unigram_candidate_sampler",
     "log_uniform_candidate_sampler",
     "uniform_candidate_sampler",
 )
-_DRAWS = gen_stateless_random_ops
-# {function that draws: functions that it replaces}.
-_SHAPED = {
-    _DRAWS.stateless_random_normal: (
-        (gen_random_ops, "random_standard_normal"),
-        (gen_stateless_random_ops, "stateless_random_normal"),
-        (gen_stateless_random_ops_v2, "stateless_random_normal_v2"),
-        (gen_stateful_random_ops, "stateful_standard_normal_v2"),
-    ),
-    _DRAWS.stateless_truncated_normal: (
-        (gen_random_ops, "truncated_normal"),
-        (gen_stateless_random_ops, "stateless_truncated_normal"),
-        (gen_stateless_random_ops_v2, "stateless_truncated_normal_v2"),
-        (gen_stateful_random_ops, "stateful_truncated_normal"),
-    ),
-    _DRAWS.stateless_random_uniform: (
-        (gen_random_ops, "random_uniform"),
-        (gen_stateless_random_ops, "stateless_random_uniform"),
-        (gen_stateless_random_ops_v2, "stateless_random_uniform_v2"),
-        (gen_stateful_random_ops, "stateful_uniform"),
-    ),
-    _DRAWS.stateless_random_uniform_int: (
-        (gen_random_ops, "random_uniform_int"),
-        (gen_stateless_random_ops, "stateless_random_uniform_int"),
-        (gen_stateless_random_ops_v2, "stateless_random_uniform_int_v2"),
-        (gen_stateful_random_ops, "stateful_uniform_int"),
-    ),
-    _DRAWS.stateless_random_uniform_full_int: (
-        (gen_stateless_random_ops, "stateless_random_uniform_full_int"),
-        (gen_stateless_random_ops_v2, "stateless_random_uniform_full_int_v2"),
-        (gen_stateful_random_ops, "stateful_uniform_full_int"),
-    ),
-}
 
 
-def replaced_names() -> list[tuple[ModuleType, str]]:
-    """Return the module and name of every TensorFlow function that is replaced."""
-    samplers = [(gen_candidate_sampling_ops, name) for name in _SAMPLERS]
-    return [*(place for places in _SHAPED.values() for place in places), *_OTHERS, *samplers]
+def _draw_for(name: str) -> Function[tf.Tensor] | None:
+    """Return the stateless operation that draws the same distribution as another; None if none."""
+    match = _SHAPED.fullmatch(name)
+    if match is None:
+        return None
+    start = "stateless_" if match[1].startswith("truncated") else "stateless_random_"
+    draw: Function[tf.Tensor] = getattr(gen_stateless_random_ops, start + match[1])
+    return draw
 
 
 def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
@@ -129,24 +111,30 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
         stack.callback(own.swap)  # restores the generators that `restart` has seeded
         for kind, name in ((keras.Layer, "_maybe_build"), (keras.random.SeedGenerator, "__init__")):
             build = _with_own_numbers(getattr(kind, name), own)
-            stack.enter_context(replaced(kind, **{name: build}))
-        functions = polymorphic_function.Function
-        stack.enter_context(replaced(functions, __call__=_anew(functions.__call__)))
+            stack.enter_context(patch(kind, **{name: build}))
+        functions = type(tf.function(lambda: None))
+        stack.enter_context(patch(functions, __call__=_anew(functions.__call__)))
 
-        def replace(module: ModuleType, name: str, draw: Function[Nest]) -> None:
+        for module, name, draw in _replacements(layouts, of_rows):
             draw = _unless_building(getattr(module, name), draw)
-            stack.enter_context(replaced(module, **{name: draw}))
-
-        for draw, places in _SHAPED.items():
-            for module, name in places:
-                by_rows = _by_row_through(getattr(module, name), draw, layouts, of_rows)
-                replace(module, name, by_rows)
-        for (module, name), padding_row in _OTHERS.items():
-            replace(module, name, padding_row)
-        for name in _SAMPLERS:
-            sampler = getattr(gen_candidate_sampling_ops, name)
-            replace(gen_candidate_sampling_ops, name, functools.partial(_seeded, sampler))
+            stack.enter_context(patch(module, **{name: draw}))
         yield of_rows
+
+
+def _replacements(
+    layouts: Mapping[int, str], of_rows: list[int]
+) -> Iterator[tuple[ModuleType, str, Function[Nest]]]:
+    """Yield every function of TensorFlow and Keras that draws, and what takes its place."""
+    for module in _GENERATED:
+        for name, original in [*vars(module).items()]:
+            draw = _draw_for(name)
+            if draw is not None:
+                yield module, name, _by_row(original, draw, layouts, of_rows)
+    for (module, name), same_for_all in _OTHERS.items():
+        yield module, name, same_for_all
+    for name in _SAMPLERS:
+        sampler = getattr(gen_candidate_sampling_ops, name)
+        yield gen_candidate_sampling_ops, name, functools.partial(_seeded, sampler)
 
 
 class _Generators:
@@ -192,7 +180,9 @@ def _anew(call: Function[Nest]) -> Function[Nest]:
     """Make `tf.function` objects call a copy of themselves without traces."""
 
     @functools.wraps(call)
-    def call_anew(self: polymorphic_function.Function, *args: object, **kwargs: object) -> Nest:
+    def call_anew(
+        self: tf.types.experimental.PolymorphicFunction, *args: object, **kwargs: object
+    ) -> Nest:
         return call(self._clone(None), *args, **kwargs)
 
     return call_anew
@@ -202,7 +192,7 @@ def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:
     return sampler(*args, **kwargs | {"seed": 1, "seed2": 1})
 
 
-def _by_row_through(
+def _by_row(
     original: Function[tf.Tensor],
     draw: Function[tf.Tensor],
     layouts: Mapping[int, str],
@@ -259,7 +249,7 @@ def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _sizes(shape: tf.Tensor) -> list[int | None]:
     """Return the sizes in a shape that a graph knows; None for unknown ones."""
-    known = tensor_util.constant_value_as_shape(shape)
+    known = tf.fill(shape, False).shape
     return [None] * shape.shape[0] if known.rank is None else known.as_list()
 
 

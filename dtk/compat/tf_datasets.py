@@ -6,21 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
-from tensorflow.python.data.ops import (
-    batch_op,
-    cache_op,
-    dataset_ops,
-    map_op,
-    prefetch_op,
-    repeat_op,
-    skip_op,
-    take_op,
-)
 from tensorflow.python.data.util import structure
-from tensorflow.python.distribute import (
-    distribute_utils,
-    input_lib,
-)
+from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import op_def_registry
 
 from dtk.input import purity
@@ -30,17 +17,14 @@ from dtk.nests import Function, Nest
 # Makes the pipeline of one of several processes or workers.
 MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
-_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
-_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
-_COUNTED = {
-    repeat_op._RepeatDataset: "repeat",
-    skip_op._SkipDataset: "skip",
-    take_op._TakeDataset: "take",
-}
+# Kinds of datasets, see `_kind`.
+_MAPS = ("Map", "ParallelMap")
+_BATCHES = ("Batch", "ParallelBatch")
+_COUNTED = ("Repeat", "Skip", "Take")
 # Keras's function that turns `class_weight` into row weights.
 _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
 # Datasets that leave elements unchanged.
-_TRANSPARENT = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
+_TRANSPARENT = ("Prefetch", "Options")
 
 
 def regroup(parts: tuple[Nest, ...]) -> Nest:
@@ -147,7 +131,7 @@ class PerRankDatasetSpec(tf.TypeSpec):
 # Pipelines taken apart.
 
 
-def cut_through(
+def cut_in_order(
     dataset: tf.data.Dataset, cut: Callable[[tf.data.Dataset, bool], tf.data.Dataset]
 ) -> tf.data.Dataset:
     """Cut batches by `cut(dataset, ahead)`, without reading ahead if that would change the order.
@@ -160,9 +144,9 @@ def cut_through(
     if not _shuffles_again(dataset):
         return cut(dataset, True)
     node = dataset
-    while isinstance(node, dataset_ops._OptionsDataset):
+    while _kind(node) == "Options":
         node = node._input_dataset
-    if not isinstance(node, prefetch_op._PrefetchDataset):
+    if _kind(node) != "Prefetch":
         return cut(dataset, False)
     batches = node._input_dataset.with_options(dataset.options())
     return cut(batches, False).prefetch(_number(node._buffer_size))
@@ -187,10 +171,10 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
     """
     behind: list[tf.data.Dataset] = []
     node = dataset
-    while type(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
+    while _kind(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
         behind.insert(0, node)
         node = node._input_dataset
-    if type(node) not in _BATCHES:
+    if _kind(node) not in _BATCHES:
         return f"{_kind(node)} makes or changes batches" if _maps_rows(node) else None
     maps, rows, why = _maps_before(node._input_dataset)
     if not maps:
@@ -205,14 +189,14 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
         apply=lambda given: _rebuilt(given, maps),
         behind=lambda given: _as_behind(given, behind, dataset),
         salt=purity.salt_of(
-            [one._map_func.function for one in maps + behind if type(one) in _MAPS]
+            [one._map_func.function for one in maps + behind if _kind(one) in _MAPS]
         ),
     )
 
 
 def _is_class_weights(node: tf.data.Dataset) -> bool:
     """Return whether a dataset is Keras's map of `class_weight` and takes any number of rows."""
-    if type(node) is not map_op._MapDataset:
+    if _kind(node) != "Map":
         return False
     own = getattr(node._map_func._func, "__qualname__", "") == _CLASS_WEIGHTS
     leaves = tf.nest.flatten(node._input_dataset.element_spec)
@@ -226,7 +210,7 @@ def _kind(node: tf.data.Dataset) -> str:
 def _sources(node: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yield a dataset's source, its source, and so on, up to a cache or several sources."""
     while (node := getattr(node, "_input_dataset", None)) is not None:
-        if isinstance(node, cache_op.CacheDataset):
+        if _kind(node) == "Cache":
             return
         yield node
 
@@ -235,7 +219,7 @@ def _maps_rows(node: tf.data.Dataset) -> bool:
     """Return whether rows are mapped before they are put into batches."""
     kinds = [_kind(one) for one in (node, *_sources(node))]
     batch = next((i for i, kind in enumerate(kinds) if "Batch" in kind), len(kinds))
-    return any(kind in ("Map", "ParallelMap") for kind in kinds[batch:])
+    return any(kind in _MAPS for kind in kinds[batch:])
 
 
 def _maps_before(
@@ -248,16 +232,16 @@ def _maps_before(
     found: list[tf.data.Dataset] = []
     passed: list[tf.data.Dataset] = []
     rows, why = node, None
-    while type(node) in (*_TRANSPARENT, *_MAPS):
+    while _kind(node) in (*_TRANSPARENT, *_MAPS):
         passed.insert(0, node)
-        if type(node) in _MAPS:
+        if _kind(node) in _MAPS:
             why = _why_not_pure(node)
             if why is not None:
                 break
             found, passed, rows = passed + found, [], node._input_dataset
         node = node._input_dataset
-    kept = isinstance(node, cache_op.CacheDataset)
-    if why is None and not kept and any(type(one) in _MAPS for one in _sources(node)):
+    kept = _kind(node) == "Cache"
+    if why is None and not kept and any(_kind(one) in _MAPS for one in _sources(node)):
         why = f"{_kind(node)} stands between map and batch"
     return found, rows, why
 
@@ -302,7 +286,7 @@ def _why_not_rebatched(
 def _why_not_left(behind: Sequence[tf.data.Dataset], rows: tf.data.Dataset) -> str | None:
     """Return why reading ahead would change the rows of the next iterator."""
     kinds = {_kind(one) for one in (*behind, rows, *_sources(rows))}
-    if any(type(one) is take_op._TakeDataset for one in behind) and {"Shuffle", "Repeat"} <= kinds:
+    if any(_kind(one) == "Take" for one in behind) and {"Shuffle", "Repeat"} <= kinds:
         return "take leaves a stream that is shuffled again and again while it is read ahead"
     return None
 
@@ -329,7 +313,7 @@ def _order(node: tf.data.Dataset) -> bool | None:
 
 def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.data.Dataset:
     drop = bool(_number(like._drop_remainder))
-    if type(like) is batch_op._BatchDataset:
+    if _kind(like) == "Batch":
         return given.batch(size, drop, name=like._name)
     calls = _number(like._num_parallel_calls)
     return given.batch(size, drop, calls, _order(like), like._name)
@@ -338,12 +322,12 @@ def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.dat
 def _rebuilt(given: tf.data.Dataset, maps: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
     """Map the second part of pairs as rows are mapped, by the functions already traced."""
     for node in maps:
-        if isinstance(node, prefetch_op._PrefetchDataset):
+        if _kind(node) == "Prefetch":
             given = given.prefetch(_number(node._buffer_size), name=node._name)
-        elif type(node) is map_op._MapDataset:
+        elif _kind(node) == "Map":
             synchronous = node._force_synchronous
             given = given.map(_on_second(node), synchronous=synchronous, name=node._name)
-        elif type(node) is map_op._ParallelMapDataset:
+        elif _kind(node) == "ParallelMap":
             given = given.map(
                 _on_second(node),
                 num_parallel_calls=node._num_parallel_calls,
@@ -370,10 +354,10 @@ def _as_behind(
 ) -> tf.data.Dataset:
     """Repeat on other batches the operations after a pipeline's batch; keep count and options."""
     for node in behind:
-        if type(node) not in _COUNTED:
+        if _kind(node) not in _COUNTED:
             given = _rebuilt(given, [node])
         else:
-            given = getattr(given, _COUNTED[type(node)])(node._count, name=node._name)
+            given = getattr(given, _kind(node).lower())(node._count, name=node._name)
     count = int(dataset.cardinality())
     if count != tf.data.UNKNOWN_CARDINALITY:
         given = given.apply(tf.data.experimental.assert_cardinality(count))

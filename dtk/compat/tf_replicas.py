@@ -1,4 +1,7 @@
-"""The running replica of a `tf.distribute.Strategy`: its index and its part in reductions."""
+"""The running replica of a `tf.distribute.Strategy`: its index and its part in reductions.
+
+inside a scope   tf.compat.v1.reset_default_graph    scope_kept
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,12 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    distribute_lib,
-)
-from tensorflow.python.eager import context as eager_context
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.eager import context
 
 from dtk.communicators.base import Communicator, with_values
-from dtk.compat.replacing import replaced
 from dtk.nests import Function, Nest
+from dtk.patches import patch
 
 # A tensor, or a structure of tensors, `tf.IndexedSlices` and None.
 _Structure = TypeVar("_Structure", bound=Nest)
@@ -29,7 +30,7 @@ def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
 
 def global_seed() -> int | None:
     """Return TensorFlow's global seed; None when none was set."""
-    return eager_context.global_seed()
+    return context.global_seed()
 
 
 def replica_index() -> int:
@@ -38,9 +39,18 @@ def replica_index() -> int:
     return int(replica._replica_id_in_sync_group)
 
 
-# Whether the running replica has rows; one flag per thread, as replicas may be threads.
-_presence = threading.local()
+class _Running(threading.local):
+    """This thread's replica, as replicas may be threads."""
 
+    present: tf.Tensor | None = None  # whether it has rows; None: its values always count
+    whole = False  # whether it computes a step as if there were one replica
+
+
+_running = _Running()
+
+# A job survives a link that is down for less; with TensorFlow's own 10 s, 5 s can end a job. After
+# a longer silence, dtk's watch names the rank, or TensorFlow ends the job.
+SILENCE_SECONDS = 40
 
 # With fewer elements, multiplying is cheaper than branching.
 _FEW = 1 << 14
@@ -52,17 +62,16 @@ def counted_if(present: tf.Tensor | None) -> Iterator[None]:
 
     With None, its values always count.
     """
-    outer = getattr(_presence, "flag", None)
-    _presence.flag = present
+    outer, _running.present = _running.present, present
     try:
         yield
     finally:
-        _presence.flag = outer
+        _running.present = outer
 
 
 def if_present(value: _Structure) -> _Structure:
     """Replace values by zeros where the running replica has no rows."""
-    present = getattr(_presence, "flag", None)
+    present = _running.present
     flat = tf.nest.flatten(value)
     if present is None or not flat:
         return value
@@ -96,32 +105,28 @@ def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
     return tf.where(present, value, tf.zeros_like(value))
 
 
-# Whether this thread computes a step as if there were one replica.
-_whole = threading.local()
-
-
 @contextlib.contextmanager
 def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Return a context in which one replica computes a step and nothing is reduced."""
-    _whole.flag = True
+    _running.whole = True
     try:
         with (
             tf.device(strategy.extended.worker_devices[0]),
-            distribute_lib.ReplicaContext(strategy, 0),
+            tf.distribute.ReplicaContext(strategy, 0),
         ):
             yield
     finally:
-        _whole.flag = False
+        _running.whole = False
 
 
 def is_whole() -> bool:
     """Return whether this thread computes a step as if there were one replica."""
-    return getattr(_whole, "flag", False)
+    return _running.whole
 
 
 def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:
     """Return a context in which Keras acts as the only replica of a strategy."""
-    return distribute_lib.ReplicaContext(strategy, 0)
+    return tf.distribute.ReplicaContext(strategy, 0)
 
 
 def scope_kept() -> AbstractContextManager[None]:
@@ -130,7 +135,7 @@ def scope_kept() -> AbstractContextManager[None]:
     It replaces the graph that holds the scopes of strategies: later variables would be made outside
     the scope, and leaving it would fail.
     """
-    return replaced(tf.compat.v1, reset_default_graph=lambda: None)
+    return patch(tf.compat.v1, reset_default_graph=lambda: None)
 
 
 def undivided(flat: list[Nest]) -> tuple[list[Nest], Callable[[list[Nest]], list[Nest]]]:
@@ -151,3 +156,13 @@ def all_reduce(
     divided, join = divide(flat)
     reduced = communicator.allreduce(divided, op_name(reduce_op))
     return tf.nest.pack_sequence_as(value, join(reduced))
+
+
+def let_tasks_be_silent(ranks: int) -> None:
+    """Make the collective runtime, before it starts, wait 40 s for a silent task."""
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        heartbeat_timeout_in_ms=1000 * SILENCE_SECONDS,
+        coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=ranks)],
+    )

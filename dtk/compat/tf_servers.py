@@ -1,13 +1,14 @@
-"""Place variables on parameter servers and connect to the servers, by TensorFlow's strategy."""
+"""Parameter servers by TensorFlow's strategy: where variables are, and the threads of workers."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
+
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    parameter_server_strategy_v2,
-    sharded_variable,
-)
-from tensorflow.python.framework import ops
+from tensorflow.python.distribute import parameter_server_strategy_v2, sharded_variable
+from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 
 from dtk.compat.tf_datasets import MakesDataset
 from dtk.nests import Function, Nest
@@ -103,7 +104,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         index = min(self._without_part, key=lambda server: self.bytes_placed[server])
         self._without_part.discard(index)
         with (
-            ops.colocate_with(None, ignore_existing=True),
+            tf.compat.v1.get_default_graph().colocate_with(None, ignore_existing=True),
             tf.device(server_device(index)),
         ):
             variable = next_creator(**kwargs)
@@ -136,3 +137,41 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
 def server_device(index: int) -> str:
     """Return the device that variables of a parameter server live on."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
+
+
+# Threads that TensorFlow keeps for workers.
+
+
+def employ(strategy: tf.distribute.Strategy, work: Callable[[], None], count: int) -> None:
+    """Run a Python function on the threads that TensorFlow keeps for its workers.
+
+    TensorFlow calls it under the worker's device. When it raises because the worker is lost,
+    TensorFlow waits until the worker is back, rebuilds its resources, and calls it again.
+    """
+    cluster = tf.distribute.coordinator.ClusterCoordinator(strategy)._cluster
+    for _ in range(count):
+        cluster.schedule(work, args=None, kwargs=None)
+
+
+def silence_coordinator() -> None:
+    """Keep TensorFlow's report of a lost worker, several pages long, out of the log.
+
+    dtk names the lost worker in one line and raises errors that end the job.
+    """
+
+    def needed(record: logging.LogRecord) -> bool:
+        return os.path.basename(record.pathname) != os.path.basename(cluster_coordinator.__file__)
+
+    tf.get_logger().addFilter(needed)
+
+
+def current_worker() -> int:
+    """Return the index of this thread's worker; call it inside `work` of `employ`."""
+    return int(coordinator_context.get_current_dispatch_context().worker_index)
+
+
+def worker_is_lost(error: Exception) -> bool:
+    """Return whether an error makes TensorFlow wait for a lost worker to return."""
+    if isinstance(error, tf.errors.CancelledError) and "/job:" in str(error):
+        return True
+    return bool(cluster_coordinator._is_worker_failure(error))

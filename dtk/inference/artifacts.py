@@ -27,7 +27,7 @@ from dtk.errors import at_rank
 from dtk.inference.weights import check_ready, quantized_layers, ranks_of
 from dtk.nests import Array, Nest, Specs
 from dtk.strategies.base import DtkStrategy
-from dtk.trainer import saving
+from dtk.trainer import model_files
 from dtk.version import pip_install
 
 # How each format's files end; a SavedModel is a folder.
@@ -119,7 +119,7 @@ def export(
 
     def alone() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        saving.write(model, path, write, f"{format} {options}")
+        model_files.write(model, path, write, f"{format} {options}")
 
     on_root(ranks, alone)
     return path

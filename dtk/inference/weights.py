@@ -16,7 +16,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
-from dtk.trainer import model_scope, saving
+from dtk.trainer import model_files, model_scope
 from dtk.trainer.ranks.rank_checks import compare
 
 
@@ -185,7 +185,7 @@ def check_ready(model: keras.Model, communicator: Communicator) -> str:
     trainer = model_scope.trainer_of(model)
     if trainer is not None:
         trainer.flush()
-    found = saving.hash_of(model)
+    found = model_files.hash_of(model)
     compare(
         [("model's weights (their hash)", found)],
         communicator,

@@ -4,7 +4,7 @@ Importing this package registers its layers with Keras: import it before `keras.
 reads a model with such layers.
 """
 
-from dtk.compat.keras_shards import shard_of
+from dtk.compat.keras_variables import shard_of
 from dtk.layers import collectives, regions
 from dtk.layers.channel_parallel import (
     ChannelParallelConv1D,

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import Shard
-from dtk.compat.keras_shards import set_shard
+from dtk.compat.keras_variables import set_shard
 from dtk.errors import at_rank
 from dtk.layers.group import agreed_lengths, model_group
 from dtk.layers.regions import (

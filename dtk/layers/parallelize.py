@@ -10,7 +10,7 @@ from typing import TypeAlias
 import keras
 
 from dtk.communicators.base import Communicator
-from dtk.compat.keras_shards import shard_of
+from dtk.compat.keras_variables import shard_of
 from dtk.layers import channel_parallel, spatial, spatially_parallel
 from dtk.layers.group import model_group
 from dtk.nests import Args, Config, Kwargs

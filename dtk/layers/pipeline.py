@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import OneRanks
-from dtk.compat.keras_shards import set_owner
+from dtk.compat.keras_variables import set_owner
 from dtk.errors import at_rank
 from dtk.layers.group import model_group
 from dtk.layers.pipelining import interleaved, transfer

@@ -14,7 +14,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_models, keras_optimizers
-from dtk.compat.keras_shards import group_of, is_of_all, shard_of
+from dtk.compat.keras_variables import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.layers.pipeline import Pipeline
 from dtk.layers.plain import is_in_parts, plain_layer

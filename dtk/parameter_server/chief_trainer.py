@@ -31,7 +31,7 @@ from dtk.parameter_server.jobs.step_update import NonFiniteStep, StepUpdate
 from dtk.parameter_server.jobs.test import TestJob
 from dtk.parameter_server.jobs.train import TrainJob
 from dtk.parameter_server.scheduler import Schedule
-from dtk.trainer import epoch_data
+from dtk.trainer import feed
 from dtk.trainer.strategy import Loop, StepFunction
 
 # The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
@@ -66,12 +66,12 @@ class ParameterServerTrainer(JobTrainer):
 
     # Data.
 
-    def cut(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
+    def cut(self, dataset: feed.Dataset) -> feed.Dataset:
         """Cut every global batch into the slices of a step; keep workers' own pipelines."""
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return tf_datasets.cut_through(
+        return tf_datasets.cut_in_order(
             dataset,
             lambda given, ahead: slicing.cut_dataset(given, range(slices), slices, ahead=ahead),
         )

@@ -13,14 +13,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from dtk.compat import (
-    keras_models,
-    keras_optimizers,
-    keras_steps,
-    keras_variables,
-    tf_tapes,
-    tf_variables,
-)
+from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
 from dtk.nests import Function, Nest
 from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer.gradients import shared_optimizer
@@ -69,7 +62,7 @@ def trace_functional_step(
         # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
-        keras_steps.results_through(keras_models.metrics_of(model), replica_step.result_of),
+        keras_steps.patch_results(keras_models.metrics_of(model), replica_step.result_of),
         _looked_up_in_place(tables, model, recorded),
         scope,
     ):
@@ -103,22 +96,26 @@ def _tapes_watching(
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def differentiate(
-        gradient: tf_tapes.Gradient, values: tf_tapes.Values, target: Nest, sources: Nest
+        gradient: keras_steps.Gradient,
+        values: keras_steps.Values,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest,
     ) -> Nest:
         flat = keras.tree.flatten(sources)
         asked = [
-            tf_variables.shards_of(places[id(s)]) or places[id(s)]
+            keras_variables.shards_of(places[id(s)]) or places[id(s)]
             if id(s) in places
             else (values or given).get(id(s), s)
             for s in flat
         ]
         found = [
             _whole_gradient(f, s) if isinstance(f, list | tuple) else f
-            for f, s in zip(gradient(target, asked), flat, strict=True)
+            for f, s in zip(gradient(target, asked, output_gradients), flat, strict=True)
         ]
         return keras.tree.pack_sequence_as(sources, found)
 
-    return tf_tapes.tapes_over(lambda: {**given, **recorded.placeholders}, differentiate)
+    return keras_steps.patch_tapes(differentiate, lambda: {**given, **recorded.placeholders})
 
 
 def _whole_gradient(
@@ -126,7 +123,7 @@ def _whole_gradient(
 ) -> tf.IndexedSlices | None:
     """Join the gradients of a table's parts into the gradient of the table."""
     rows, indices, first = [], [], 0
-    shards = tf_variables.shards_of(keras_variables.stored(variable)) or ()
+    shards = keras_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):
         if part is not None:
             sparse = as_slices(part)
@@ -183,4 +180,4 @@ def _looked_up_in_place(
         taken = rows if positions is None else tf.gather(rows, positions)
         return tf.reshape(taken, tf.concat([tf.shape(indices), x.shape[1:]], 0))
 
-    return keras_steps.takes_through(take_rows)
+    return keras_steps.patch_take(take_rows)

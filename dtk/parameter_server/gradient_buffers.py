@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import keras_variables, tf_variables
+from dtk.compat import keras_variables
 from dtk.nests import Array, Specs
 from dtk.parameter_server import functional_step
 from dtk.trainer.tracing import slice_origins
@@ -194,7 +194,7 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
 
 def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
     """Return the parts of a Keras variable; the variable alone if it is not partitioned."""
-    shards = tf_variables.shards_of(keras_variables.stored(variable))
+    shards = keras_variables.shards_of(keras_variables.stored(variable))
     if shards is None:
         return [variable]
     if id(variable) not in known:
@@ -206,7 +206,7 @@ def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[W
 
 def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradient]:
     """Split a variable's gradient into one per part."""
-    shards = tf_variables.shards_of(keras_variables.stored(variable))
+    shards = keras_variables.shards_of(keras_variables.stored(variable))
     if shards is None or gradient is None:
         return [gradient] * (len(shards) if shards else 1)
     sizes = [shard.shape[0] for shard in shards]

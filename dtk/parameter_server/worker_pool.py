@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.communicators import startup
-from dtk.compat import tf_coordinator
+from dtk.compat import tf_servers
 from dtk.errors import ClusterError
 
 # Seconds between two checks of a waiting main thread that a worker and all servers are there.
@@ -112,7 +112,7 @@ class WorkerPool:
             self._changed.notify_all()
         try:
             if is_first:
-                tf_coordinator.employ(
+                tf_servers.employ(
                     self._strategy, lambda: self._serve(session), len(self._workers)
                 )
             yield self
@@ -181,7 +181,7 @@ class WorkerPool:
 
     def _serve(self, session: int) -> None:
         """Run a worker's thread until the session is over."""
-        worker = tf_coordinator.current_worker()
+        worker = tf_servers.current_worker()
         while (taken := self._next(worker, session)) is not None:
             self._held[worker] = time.monotonic()
             try:
@@ -192,7 +192,7 @@ class WorkerPool:
                     self._changed.notify_all()
                 if not self._survives(error, worker, session):
                     return
-                if tf_coordinator.worker_is_lost(error):
+                if tf_servers.worker_is_lost(error):
                     raise  # TensorFlow waits until it is back
                 time.sleep(_RETRY_SECONDS)
                 continue
@@ -217,7 +217,7 @@ class WorkerPool:
     def _survives(self, error: Exception, worker: int, session: int) -> bool:
         """Return whether the other workers go on; if not, give the error to the main thread."""
         fatal: BaseException | None = error
-        if isinstance(error, tf.errors.OpError) and tf_coordinator.worker_is_lost(error):
+        if isinstance(error, tf.errors.OpError) and tf_servers.worker_is_lost(error):
             fatal = None
         elif isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
             # A server failed, perhaps only its connection.

@@ -11,7 +11,7 @@ from dtk.strategies.auto import auto_strategy
 from dtk.strategies.block_minimization import minimize_blocks
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
-from dtk.trainer.fit_guard import undistributed
+from dtk.trainer.guard import undistributed
 
 __all__ = [
     "AllReduceStrategy",

@@ -11,8 +11,8 @@ import tensorflow as tf
 from dtk import cluster, communicators, quiet
 from dtk.cluster import progress, startup_barrier
 from dtk.communicators.base import Communicator
-from dtk.compat import tf_collectives
-from dtk.compat.tf_allreduce import AllReduceExtended
+from dtk.compat import tf_replicas
+from dtk.compat.tf_extended import AllReduceExtended
 from dtk.exchange import parse
 from dtk.exchange.base import Exchange
 from dtk.nests import Nest
@@ -21,7 +21,7 @@ from dtk.strategies import devices, start, watching
 from dtk.strategies.base import DtkStrategy
 from dtk.strategies.grid import make_grid
 from dtk.trainer.replica.self_test import is_wanted
-from dtk.trainer.shuffle_seed import ShuffleSeed
+from dtk.trainer.strategy import ShuffleSeed
 
 _Made = TypeVar("_Made")
 
@@ -152,7 +152,7 @@ def _joined(
     if place is not None and not progress.is_launched():
         startup_barrier.await_neighbours(place, stall_timeout)
     # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
-    patient = tf_collectives.let_tasks_be_silent if progress.is_launched() else None
+    patient = tf_replicas.let_tasks_be_silent if progress.is_launched() else None
     world = communicators.create(communicator, place, patient)
     return world, device or devices.pin(world, memory_growth)
 

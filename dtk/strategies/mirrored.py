@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
-from dtk.compat import keras_variables, tf_datasets, tf_mirrored, tf_replicas, tf_variables
+from dtk.compat import keras_variables, tf_datasets, tf_extended, tf_replicas
 from dtk.errors import at_rank
 from dtk.nests import Function, Nest
 from dtk.strategies.base import DtkStrategy
@@ -57,11 +57,13 @@ class MirroredStrategy(DtkStrategy):
             # The setting must be the same for all visible GPUs, even unused ones.
             set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
             names = find_devices(devices)
-        super().__init__(tf_mirrored.MirroredExtended(self, devices=names), LocalCommunicator())
+        super().__init__(tf_extended.MirroredExtended(self, devices=names), LocalCommunicator())
 
-    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def sequence(self, name: str) -> Iterator[None]:
         """Return a context that names the running replica's collectives."""
-        return self.extended.replica_communicator().sequence(name)
+        with self.extended.replica_communicator().sequence(name):
+            yield
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the running replica's collectives run beside all others."""
@@ -103,12 +105,13 @@ class MirroredStrategy(DtkStrategy):
 
     def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
         """Assign a value to each device's copy."""
-        for component, value in zip(tf_variables.components(variable.value), values, strict=True):
+        copies = keras_variables.components(variable.value)
+        for component, value in zip(copies, values, strict=True):
             component.assign(value)
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
         """Return each device's copy of a Keras variable."""
-        return tf_variables.components(variable.value)
+        return keras_variables.components(variable.value)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
         """Return outputs unchanged; `join_outputs` joins the rows of all replicas."""

@@ -16,7 +16,7 @@ from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import RESTARTS
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
-from dtk.compat import keras_variables, tf_allreduce, tf_coordinator, tf_servers, tf_variables
+from dtk.compat import keras_variables, tf_extended, tf_servers
 from dtk.compat.tf_datasets import MakesDataset
 from dtk.errors import ClusterError
 from dtk.exchange import Downpour, Quantized, parse
@@ -111,7 +111,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
             local = LocalCommunicator()
             device = devices.pin(local)
         super().__init__(
-            tf_allreduce.AllReduceExtended(self, device, local),
+            tf_extended.AllReduceExtended(self, device, local),
             local,
             JobResolver(run_server.cluster_of(config), task_type="evaluator", task_id=0),
         )
@@ -140,7 +140,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )
         start.end_at_once("the chief")
-        tf_coordinator.silence_coordinator()
+        tf_servers.silence_coordinator()
 
     @property
     def size(self) -> int:
@@ -171,7 +171,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
             return
         with self.scope():
             for variable in variables:
-                if not tf_variables.is_on_server(keras_variables.stored(variable)):
+                if not keras_variables.is_on_server(keras_variables.stored(variable)):
                     keras_variables.move_variable(variable)
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:

@@ -1,10 +1,10 @@
 """Train a plain Keras model over the replicas of a strategy.
 
-data of fit       epoch_data, feed   global batches, cut by rank
+data of fit       feed               global batches, cut by rank
 a step            traced_step        losses weighed by the replica's share of the rows
                   shared_optimizer   gradients reduced once, before clipping and accumulation
                   replica_step       metrics and moving statistics of all replicas
-around fit        fit_calls          callbacks; rank_checks: comparisons between ranks
+around fit        fit                callbacks; rank_checks: comparisons between ranks
 state             model_state        which variables ranks share
 """
 
@@ -22,7 +22,7 @@ from dtk.cluster import progress
 from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Nest, Specs
-from dtk.trainer import epoch_data, feed, jit
+from dtk.trainer import feed, jit
 from dtk.trainer.gradients import local_steps, shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
@@ -62,11 +62,11 @@ class DistributedTrainer(ModelState):
 
     # Data.
 
-    def cut(self, dataset: epoch_data.Dataset) -> tf.data.Dataset:
+    def cut(self, dataset: feed.Dataset) -> tf.data.Dataset:
         """Cut a dataset of global batches for this process."""
-        return epoch_data.cut(dataset, self.strategy)
+        return feed.cut(dataset, self.strategy)
 
-    def distribute(self, dataset: epoch_data.Dataset) -> epoch_data.Dataset:
+    def distribute(self, dataset: feed.Dataset) -> feed.Dataset:
         """Return the dataset that Keras reads in place of the dataset of global batches."""
         cut = self.cut if self.takes_over else self.strategy.experimental_distribute_dataset
         return cut(dataset)
@@ -81,28 +81,26 @@ class DistributedTrainer(ModelState):
             keras_data.after_loop(iterator, progress.end_of_data)
             if self.callbacks is not None and self.feed.iterator is None:
                 self.feed.begin(iterator, given, self.callbacks)
-            data_batch = epoch_data.spec_of(given)
+            data_batch = feed.spec_of(given)
         self._build_from(data_batch)
         if self.takes_over:
             jit.settle_built(self.model, self.strategy)
             self.bind_optimizers()
 
-    def _give_cut(self, iterator: keras_data.TFEpochIterator) -> epoch_data.Dataset:
+    def _give_cut(self, iterator: keras_data.TFEpochIterator) -> feed.Dataset:
         """Let Keras's epoch iterator read cut batches; return the dataset of global batches.
 
         `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
         dataset, adapter = keras_data.dataset_of(iterator), iterator.data_adapter
-        if isinstance(dataset, epoch_data.EpochDataset):
+        if isinstance(dataset, feed.EpochDataset):
             return dataset.given
         if not self.takes_over:
-            keras_data.set_dataset(iterator, epoch_data.tuned_for(adapter, dataset))
+            keras_data.set_dataset(iterator, feed.tuned_for(adapter, dataset))
             return dataset
         keras_data.set_dataset(
             iterator,
-            epoch_data.EpochDataset(
-                dataset, lambda given: epoch_data.tuned_for(adapter, self.cut(given))
-            ),
+            feed.EpochDataset(dataset, lambda given: feed.tuned_for(adapter, self.cut(given))),
         )
         return dataset
 
@@ -160,7 +158,7 @@ class DistributedTrainer(ModelState):
 
         def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
             if not isinstance(iterator, tf.data.Iterator):
-                slices = list(epoch_data.cut_batches(iterator, strategy))
+                slices = list(feed.cut_batches(iterator, strategy))
                 self.try_step(name, step_function, slices[0])
                 iterator = iter(slices)
             elif self._unread:
@@ -289,6 +287,13 @@ class DistributedTrainer(ModelState):
             gradient_exchange.close()
         share = local_steps.averaging_weight(self.model)
         shared_weights.average(self.model.non_trainable_weights, share, self.strategy)
+
+    def end_call(self) -> None:
+        """End `evaluate`, `predict` or a single step, whether it is inside `fit` or not."""
+        if self.callbacks is None:
+            self.release()
+        else:
+            self.resume()
 
     def resume(self) -> None:
         """Continue training when `evaluate`, `predict` or a single step inside `fit` is over."""

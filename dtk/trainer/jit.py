@@ -16,25 +16,22 @@ import sys
 import keras
 
 from dtk.cluster.variables import JIT_COMPILE
-from dtk.compat import keras_models, one_pass
+from dtk.compat import fused_kernels, keras_models
 from dtk.errors import at_rank
 from dtk.trainer.gradients import partitioned_variables, shared_optimizer
 from dtk.trainer.strategy import Strategy
 
 
 def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
-    """Decide whether XLA compiles a model's steps."""
-    if asked != "auto":
-        keras_models.note_auto_jit(model, False)
-        if asked:
-            check(model, strategy)
-        return asked
-    chosen = strategy.supports_jit and (keras_models.auto_jit(model) or _is_wished_for(model))
-    keras_models.note_auto_jit(model, chosen)
-    why = chosen and _why_not(model, strategy)
+    """Decide whether XLA compiles a model's steps; refuse `True` if it cannot."""
+    auto = asked == "auto"
+    if auto:
+        asked = strategy.supports_jit and (keras_models.auto_jit(model) or _is_wished_for(model))
+    keras_models.note_auto_jit(model, auto and bool(asked))
+    why = asked and _why_not(model, strategy)
     if why:
-        _say(model, strategy, why)
-    return chosen and not why
+        _say_or_refuse(model, strategy, why)
+    return asked and not why
 
 
 def _is_wished_for(model: keras.Model) -> bool:
@@ -44,51 +41,38 @@ def _is_wished_for(model: keras.Model) -> bool:
 
 def settle_built(model: keras.Model, strategy: Strategy) -> None:
     """Decide again once a model is built: it may have new layers or another `jit_compile`."""
-    if not model.jit_compile:
-        return
-    if not keras_models.is_auto_jit(model):
-        check(model, strategy)
-        return
-    why = _why_not(model, strategy)
+    why = model.jit_compile and _why_not(model, strategy)
     if why:
-        leave(model, strategy, why)
-
-
-def check(model: keras.Model, strategy: Strategy) -> None:
-    """Refuse `jit_compile=True` for a model that XLA cannot compile."""
-    why = _why_not(model, strategy)
-    if why:
-        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {why}"))
+        _say_or_refuse(model, strategy, why)
+        model.jit_compile = False
 
 
 def leave(model: keras.Model, strategy: Strategy, why: str) -> None:
     """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
-    if not keras_models.is_auto_jit(model):
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"jit_compile=True: XLA cannot compile model {model.name!r} under several "
-                f"replicas: {why}; leave jit_compile out",
-            )
-        )
-    _say(model, strategy, why)
+    refused = f"XLA cannot compile model {model.name!r} under several replicas: {why}; leave "
+    _say_or_refuse(model, strategy, why, refused + "jit_compile out")
     model.jit_compile = False
 
 
-def compile_updates(model: keras.Model, wished: bool) -> None:
-    """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
-    for optimizer in shared_optimizer.optimizers_of(model):
-        for member in partitioned_variables.members(optimizer):
-            one_pass.compile_updates(member, wished)
-
-
-def _say(model: keras.Model, strategy: Strategy, why: str) -> None:
+def _say_or_refuse(
+    model: keras.Model, strategy: Strategy, why: str, refused: str | None = None
+) -> None:
+    """Print why a model is not compiled, if Keras has chosen that; else raise."""
+    if not keras_models.is_auto_jit(model):
+        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {refused or why}"))
     if strategy.is_chief:
         print(
             f"dtk: model {model.name!r} is not compiled by XLA (jit_compile='auto'): {why}",
             file=sys.stderr,
             flush=True,
         )
+
+
+def compile_updates(model: keras.Model, wished: bool) -> None:
+    """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
+    for optimizer in shared_optimizer.optimizers_of(model):
+        for member in partitioned_variables.members(optimizer):
+            fused_kernels.compile_updates(member, wished)
 
 
 def _why_not(model: keras.Model, strategy: Strategy) -> str | None:

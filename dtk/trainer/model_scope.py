@@ -17,6 +17,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function, Nest
 from dtk.trainer import jit
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -44,10 +45,10 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     if before is not None:
         return before
     keras_models.set_trainer(model, trainer)
-    keras_models.build_through(model, trainer.take_epoch_iterator)
-    keras_models.losses_through(model, traced_step.checking_loss(model))
+    keras_models.patch_build(model, trainer.take_epoch_iterator)
+    keras_models.patch_compute_loss(model, traced_step.checking_loss(model))
     if trainer.takes_over:
-        keras_models.functions_through(
+        keras_models.patch_functions(
             model,
             train=trainer.make_train_function,
             test=trainer.make_test_function,
@@ -60,7 +61,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
 def distributing(strategy: Strategy) -> Iterator[None]:
     """Return a context in which `compile` makes trainers; see `whole_outside` for its losses."""
     with (
-        keras_models.compiles_through(
+        keras_models.patch_compile(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
             lambda model: distribute(model, strategy),
         ),
@@ -103,3 +104,28 @@ def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
                 "not be exact; call model.compile(...) inside `with strategy.scope():`",
             )
         )
+
+
+def check_weights(model: keras.Model, strategy: Strategy) -> int:
+    """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`."""
+    trainer = trainer_of(model)
+    if trainer is None or trainer.strategy is not strategy:
+        raise ValueError(
+            at_rank(
+                strategy.rank,
+                f"model {getattr(model, 'name', model)!r} was not compiled under this strategy, "
+                "which keeps no weights of it equal; compile it inside strategy.scope()",
+            )
+        )
+    variables = trainer.equal_variables()
+    # Compare number and shapes first: unequal ones cannot be compared by value. Paths are left out,
+    # since they count the layers of a kind that a process has made, which may differ.
+    shapes = [
+        (f"variable {index} of model {model.name!r}", f"{rank_checks.whole_shape(v)} {v.dtype}")
+        for index, v in enumerate(variables)
+    ]
+    count = (f"number of variables of model {model.name!r}", len(variables))
+    if strategy.communicator.size > 1:
+        rank_checks.compare([count, *shapes], strategy.communicator)
+    shared_weights.check_same_weights(trainer, "when asked")
+    return len(variables)

@@ -11,10 +11,9 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
-from dtk.compat import keras_variables
+from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.base import Exchange
 from dtk.nests import Nest
-from dtk.trainer.shuffle_seed import ShuffleSeed
 
 _Made = TypeVar("_Made")
 
@@ -23,6 +22,28 @@ StepFunction: TypeAlias = Callable[[Nest], Nest]
 
 # A model's train or test function: takes an iterator over batches, returns logs.
 Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
+
+
+class ShuffleSeed:
+    """Seed of the order of rows, for scripts that leave it to dtk.
+
+    Example:
+        >>> ShuffleSeed(None).of_epoch(3) is None
+        True
+    """
+
+    def __init__(self, chosen: int | None):
+        self.value = self._in_force = chosen
+
+    def of_epoch(self, epoch: int) -> int | None:
+        """Return the seed of an epoch; None once the script has set a global seed itself."""
+        if tf_replicas.global_seed() != self._in_force:
+            self.value = None
+        return None if self.value is None else (self.value + epoch) % 2**31
+
+    def restore(self, value: int, in_force: int | None) -> None:
+        """Continue from a checkpoint's seed."""
+        self.value, self._in_force = value, in_force
 
 
 class Strategy(tf.distribute.Strategy):
@@ -126,13 +147,15 @@ class Strategy(tf.distribute.Strategy):
         """
         return f"{name}.{self.communicator.next_number()}"
 
-    def sequence(self, name: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def sequence(self, name: str) -> Iterator[None]:
         """Return a context that names the collectives traced inside; see `Communicator.sequence`.
 
         Args:
             name: Name of the sequence.
         """
-        return _both(self.communicator.sequence(name), self.model_communicator.sequence(name))
+        with self.communicator.sequence(name), self.model_communicator.sequence(name):
+            yield
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose collectives run beside all others; see `Communicator.concurrent`.
@@ -217,11 +240,3 @@ class Strategy(tf.distribute.Strategy):
             The same structure with all rows, in rank order.
         """
         raise NotImplementedError
-
-
-@contextlib.contextmanager
-def _both(
-    one: contextlib.AbstractContextManager[None], other: contextlib.AbstractContextManager[None]
-) -> Iterator[None]:
-    with one, other:
-        yield

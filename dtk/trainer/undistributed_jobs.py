@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from dtk.cluster.detect import detect
 from dtk.errors import NotDistributedError, at_rank
-from dtk.nests import Args, Function, Kwargs
+from dtk.nests import Function
+from dtk.patches import patch_for_good
 
 if TYPE_CHECKING:
     import keras
@@ -40,14 +42,14 @@ def made_strategy() -> None:
 def training_refused() -> Iterator[None]:
     """Return a context for importing Keras; then `fit` is refused until a strategy is made.
 
-    This concerns jobs of several processes only. dtk's strategies replace this handler.
+    This concerns jobs of several processes only. dtk's strategies replace this patch.
     """
     yield
+    keras = sys.modules["keras"]
     # Without Model, a file of the script has this name; strategies report that.
-    if hasattr(sys.modules["keras"], "Model") and _trains_with_others():
-        from dtk.trainer import trainer_calls
-
-        trainer_calls.through(_refuse)
+    if hasattr(keras, "Model") and _trains_with_others():
+        for name in ("fit", "train_on_batch"):
+            patch_for_good(keras.Model, name, functools.partial(_refusing, name=name))
 
 
 def _trains_with_others() -> bool:
@@ -55,10 +57,10 @@ def _trains_with_others() -> bool:
     return environment.size > 1 and environment.role in ("worker", "chief")
 
 
-def _refuse(
-    model: keras.Model, name: str, method: Function[object], args: Args, kwargs: Kwargs
-) -> object:
-    if name in ("fit", "train_on_batch") and not _decided.is_set():
+def _refusing(original: Function[object], name: str) -> Function[object]:
+    def refuse(model: keras.Model, *args: object, **kwargs: object) -> object:
+        if _decided.is_set():
+            return original(model, *args, **kwargs)
         environment = detect()
         raise NotDistributedError(
             at_rank(
@@ -69,7 +71,8 @@ def _refuse(
                 "inside strategy.scope()",
             )
         )
-    return method(*args, **kwargs)
+
+    return refuse
 
 
 def _warn() -> None:

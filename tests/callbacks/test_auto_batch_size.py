@@ -15,7 +15,7 @@ import dtk
 from dtk.callbacks import AutoBatchSize
 from dtk.compat import tf_replicas
 from dtk.trainer.replica import snapshot
-from dtk.trainer.shuffle_seed import ShuffleSeed
+from dtk.trainer.strategy import ShuffleSeed
 
 from callbacks.batch_size_bodies import BATCH, ROWS, train
 from callbacks.bodies import Crash, crash_at, data, fails, strategy, untried

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtk.communicators import LocalCommunicator
 from dtk.communicators.null import NullCommunicator
 from dtk.communicators.shard import Shard
-from dtk.compat.keras_shards import set_shard, shard_of
+from dtk.compat.keras_variables import set_shard, shard_of
 
 from world import communicator
 

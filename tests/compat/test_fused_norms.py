@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_BATCH_NORM
-from dtk.compat import one_pass
+from dtk.compat import fused_kernels
 
 from later import RENORM
 
@@ -55,7 +55,7 @@ def trained(shape, *, mask=None, trainable=True, training=True, dtype="float32",
 def test_equals_keras(monkeypatch, shape, options):
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
     own, without = trained(shape, **options)
-    with one_pass.norms_if_chosen():
+    with fused_kernels.patch_norms():
         fused, kinds = trained(shape, **options)
     assert FUSED in kinds and FUSED not in without
     tolerance = 1e-2 if "dtype" in options else 2e-5
@@ -79,7 +79,7 @@ def test_equals_keras(monkeypatch, shape, options):
 )
 def test_what_it_cannot_compute_stays_keras_s(monkeypatch, options):
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
-    with one_pass.norms_if_chosen():
+    with fused_kernels.patch_norms():
         found, kinds = trained((4, 5, 6, 3), **options)
     assert FUSED not in kinds
     for one, other in zip(found, trained((4, 5, 6, 3), **options)[0], strict=True):
@@ -92,9 +92,9 @@ def test_nothing_is_fused_unless_chosen(monkeypatch, chosen):
     if chosen is not None:
         monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
     before = keras.layers.BatchNormalization.call
-    with one_pass.norms_if_chosen():
+    with fused_kernels.patch_norms():
         assert keras.layers.BatchNormalization.call is before
     monkeypatch.setenv(FUSED_BATCH_NORM, "1")
-    with one_pass.norms_if_chosen():
+    with fused_kernels.patch_norms():
         assert keras.layers.BatchNormalization.call is not before
     assert keras.layers.BatchNormalization.call is before

@@ -22,8 +22,8 @@ from dtk.exchange import (
 )
 from dtk.exchange.base import BatchPart, Trained
 from dtk.exchange.state import ExchangeState
+from dtk.trainer.fit import SynchronizeWeights
 from dtk.trainer.model_scope import trainer_of
-from dtk.trainer.rank_callbacks import SynchronizeWeights
 from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
 
 from exchange.exchanged import (

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.compat.keras_shards import shard_of
+from dtk.compat.keras_variables import shard_of
 
 from world import communicator
 

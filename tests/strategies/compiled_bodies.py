@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM
-from dtk.compat import one_pass
+from dtk.compat import fused_kernels
 from dtk.strategies import start
 
 from strategies import bodies, cases
@@ -56,7 +56,8 @@ def fit(strategy=None, devices=0, jit_compile=True):
         weighted_metrics=["accuracy"],
         jit_compile=jit_compile,
     )
-    with mock.patch.object(one_pass, "_WORTH_COMPILING", 1):  # so that all updates are compiled
+    # so that all updates are compiled
+    with mock.patch.object(fused_kernels, "_WORTH_COMPILING", 1):
         history = model.fit(
             x, y, sample_weight=weight, batch_size=16, epochs=2, shuffle=False, verbose=0
         )
@@ -299,8 +300,8 @@ def fused_fit(strategy=None):
     """Fit with fused batch normalization and Adam; also whether a step was traced with it."""
     chosen = mock.patch.dict(os.environ, {FUSED_BATCH_NORM: "1", FUSED_ADAM: "1"})
     # Without a strategy nothing of dtk's is in the process.
-    alone = contextlib.nullcontext() if strategy else one_pass.norms_if_chosen()
-    counted = mock.patch.object(one_pass, "_fused", wraps=one_pass._fused)
+    alone = contextlib.nullcontext() if strategy else fused_kernels.patch_norms()
+    counted = mock.patch.object(fused_kernels, "_fused", wraps=fused_kernels._fused)
     with chosen, counted as fused, alone:
         found = fit(strategy, jit_compile=False)
     return {**found, "fused": float(fused.call_count > 0)}

@@ -16,14 +16,12 @@ import tensorflow as tf
 
 import dtk
 from dtk.compat import keras_data, tf_replicas
-from dtk.compat.replacing import replaced
 from dtk.input import digests, slicing
+from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
-from dtk.trainer.shuffle_seed import ShuffleSeed
+from dtk.trainer.strategy import ShuffleSeed
 
 from strategies import bodies, cases
-
-two_ranks = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
 
 def fit():
@@ -39,32 +37,20 @@ def fit():
         files.add(sys._getframe(1).f_code.co_filename)
         return count_rows(batch)
 
-    keras.utils.set_random_seed(1)
-    x, y = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
-    strategy = AllReduceStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = counted_build, seen_count_rows
-    try:
+    x, y = cases.rows(8)
+    model = cases.compiled(AllReduceStrategy())
+    with (
+        patch(keras_data.ArrayDataAdapter, get_tf_dataset=counted_build),
+        patch(slicing, count_rows=seen_count_rows),
+    ):
         model.fit(x, y, verbose=0, epochs=2)
-        return len(built), sorted(files)
-    finally:
-        keras_data.ArrayDataAdapter.get_tf_dataset, slicing.count_rows = build, count_rows
+    return len(built), sorted(files)
 
 
-@two_ranks
-def test_cutting_is_not_converted_by_autograph(world, backend, size):
-    """Converting took ten times as long as tracing; converted code is in files of its own."""
-    for _, files in world(backend, size).run(fit):
-        assert files == [slicing.__file__]
-
-
-@two_ranks
-def test_fit_builds_a_pipeline_once(world, backend, size):
-    """Keras builds one, which is cut as it is. dtk asked for another, and cut that."""
-    for built, _ in world(backend, size).run(fit):
-        assert built == 1
+@pytest.mark.worlds(("collective", 2))
+def test_fit_cuts_the_pipeline_that_keras_builds_without_converting_code(pool):
+    """Another was built and cut; autograph took ten times as long as tracing, and has own files."""
+    assert pool.run(fit) == [(1, [slicing.__file__])] * 2
 
 
 here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
@@ -242,7 +228,7 @@ def pipelines_of_a_fit(devices):
     made, counts = [], []
     for validation in (None, (x, y)):
         before = len(made)
-        with replaced(slicing, cut_dataset=lambda *a, **kw: made.append(1) or cut(*a, **kw)):
+        with patch(slicing, cut_dataset=lambda *a, **kw: made.append(1) or cut(*a, **kw)):
             model.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_data=validation)
         counts.append(len(made) - before)
     return counts

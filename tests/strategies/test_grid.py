@@ -12,7 +12,7 @@ import tensorflow as tf
 import dtk
 from dtk.communicators.null import NullCommunicator
 from dtk.communicators.shard import Shard
-from dtk.compat.keras_shards import set_shard
+from dtk.compat.keras_variables import set_shard
 from dtk.errors import DisagreementError
 from dtk.strategies.grid import make_grid
 

@@ -16,7 +16,7 @@ from keras.src.losses import loss
 from dtk.strategies import MirroredStrategy, undistributed
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import shared_weights
-from dtk.trainer.shuffle_seed import ShuffleSeed
+from dtk.trainer.strategy import ShuffleSeed
 
 from once import once
 from strategies import bodies, cases, graph_bodies

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import with_values
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas
-from dtk.compat.keras_shards import is_of_all
+from dtk.compat.keras_variables import is_of_all
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense
 from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables
-from dtk.nests import Gradients, Nest
+from dtk.nests import Gradients
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 
 
@@ -99,21 +99,15 @@ def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Va
 
 def clip_wholes(optimizer: keras.Optimizer) -> None:
     """Make an optimizer's `clipnorm` clip parts by the norm of the whole variable's gradient."""
-    applied = optimizer.apply
-    updated: list[keras.Variable] = []
 
-    def apply(
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> Nest:
-        variables = trainable_variables or keras_optimizers.trained_variables(optimizer)
-        updated[:] = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-        return applied(grads, trainable_variables)
-
-    def clip(gradients: Gradients, clip_each: keras_optimizers.Clip) -> Gradients:
+    def clip(
+        gradients: Gradients,
+        variables: Sequence[keras.Variable],
+        clip_each: keras_optimizers.Clip,
+    ) -> Gradients:
         clipped = list(clip_each(gradients))
         wholes: dict[int, list[int]] = {}
-        for index, variable in enumerate(updated):
+        for index, variable in enumerate(variables):
             if isinstance(variable, keras_variables.VariablePart):
                 wholes.setdefault(id(variable.whole), []).append(index)
         for indices in wholes.values():
@@ -123,8 +117,7 @@ def clip_wholes(optimizer: keras.Optimizer) -> None:
         return clipped
 
     if optimizer.clipnorm:
-        optimizer.apply = apply
-        keras_optimizers.clip_through(optimizer, clip)
+        keras_optimizers.patch_clip(optimizer, clip)
 
 
 def _clipped_together(

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers
 from dtk.compat.keras_optimizers import square_sum
-from dtk.compat.keras_shards import copy_mark, is_of_all, shard_of
+from dtk.compat.keras_variables import copy_mark, is_of_all, shard_of
 from dtk.errors import at_rank
 from dtk.nests import Gradients
 from dtk.trainer.gradients.partitioned_variables import members, needs_whole
@@ -32,10 +32,10 @@ def take_shards(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         return
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         everywhere = functools.partial(strategy.model_communicator.allreduce, op="min")
-        keras_optimizers.finite_through(optimizer, everywhere)
+        keras_optimizers.patch_check_finite(optimizer, everywhere)
         return
     shards = _Shards(optimizer, strategy)
-    keras_optimizers.clip_variables_through(optimizer, shards.clip)
+    keras_optimizers.patch_clip(optimizer, shards.clip)
 
 
 class _Shards:

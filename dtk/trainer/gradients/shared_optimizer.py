@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_optimizers, one_pass, tf_replicas
+from dtk.compat import fused_kernels, keras_optimizers, tf_replicas
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import at_rank
 from dtk.nests import Gradients, Nest
@@ -85,7 +85,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         return
     outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
     bond.exchange = exchange = GradientExchange(outer, inner, strategy)
-    keras_optimizers.scale_loss_through(outer, _weighed)
+    keras_optimizers.patch_scale_loss(outer, _weighed)
     if inner.gradient_accumulation_steps:
         _reduce_windows(outer, inner, strategy, exchange)
     else:
@@ -106,7 +106,7 @@ def _own(optimizer: keras.Optimizer, strategy: Strategy) -> _Bond:
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
             shards.take_shards(member, strategy)
-            one_pass.update_in_one_pass(member)
+            fused_kernels.fuse_updates(member)
             keras_optimizers.set_note(member, _Bond(strategy))
     return _bond_of(optimizer)
 
@@ -136,7 +136,8 @@ def _reduce_windows(
     # Holds the variables that the running step changes; replicas are traced in threads.
     running = threading.local()
 
-    def clip_reduced(grads: Gradients, clip: Clip) -> Gradients:
+    def clip_reduced(grads: Gradients, variables: _Variables, clip: Clip) -> Gradients:
+        del variables
         _note_reduction()
         if not replaced_variables.in_replica(strategy):
             return clip(grads)
@@ -158,10 +159,10 @@ def _reduce_windows(
             gradient_exchange.count(running.changed)
         return result
 
-    keras_optimizers.clip_through(inner, clip_reduced)
-    keras_optimizers.apply_through(outer, accumulate)
+    keras_optimizers.patch_clip(inner, clip_reduced)
+    keras_optimizers.patch_apply(outer, accumulate)
     if outer is not inner:
-        keras_optimizers.finite_through(outer, _everywhere)
+        keras_optimizers.patch_check_finite(outer, _everywhere)
 
 
 def _reduce_each(
@@ -189,7 +190,7 @@ def _reduce_each(
         gradient_exchange.count(trained)
         return result
 
-    keras_optimizers.apply_through(outer, exchange)
+    keras_optimizers.patch_apply(outer, exchange)
 
 
 def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
@@ -281,7 +282,7 @@ def note_applies(
     bond = _take_members(outer, strategy)
     if bond.apply is not None:
         return
-    keras_optimizers.scale_loss_through(outer, _weighed)
+    keras_optimizers.patch_scale_loss(outer, _weighed)
     built_for: list[keras.Variable] = []
 
     def note(grads: Gradients, variables: _Variables | None, apply: Apply) -> Nest:
@@ -301,8 +302,8 @@ def note_applies(
         built_for[:] = variables
         _take_members(outer, strategy)  # a MultiOptimizer may make members while it is built
 
-    bond.apply = keras_optimizers.apply_through(outer, note)
-    keras_optimizers.build_through(outer, expanded, built)
+    bond.apply = keras_optimizers.patch_apply(outer, note)
+    keras_optimizers.patch_build(outer, expanded, built)
 
 
 def _take_members(outer: keras.Optimizer, strategy: Strategy) -> _Bond:

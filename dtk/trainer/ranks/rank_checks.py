@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_shards, tf_replicas
+from dtk.compat import keras_variables, tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
@@ -217,7 +217,7 @@ def _shapes(trainer: ModelState) -> list[tuple[str, object]]:
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
     """Return the shape of a variable; of the whole where each rank holds a part."""
-    shard = keras_shards.shard_of(variable)
+    shard = keras_variables.shard_of(variable)
     return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 

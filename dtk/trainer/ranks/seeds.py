@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from dtk.compat import keras_shards
+from dtk.compat import keras_variables
 from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
 
@@ -36,7 +36,7 @@ def _derive_seeds(trainer: ModelState, derive: Callable[[Array, int], Array]) ->
     strategy = trainer.strategy
     for state in trainer.seed_states():
         base = keras.ops.convert_to_tensor(state).numpy()
-        holders = strategy.world if keras_shards.is_of_all(state) else strategy.communicator
+        holders = strategy.world if keras_variables.is_of_all(state) else strategy.communicator
         base = holders.broadcast_object(base)
         strategy.set_per_replica(state, [derive(base, rank) for rank in strategy.local_ranks()])
 

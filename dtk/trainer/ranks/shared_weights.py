@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_shards
+from dtk.compat import keras_variables
 from dtk.errors import DisagreementError, at_rank
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
@@ -48,8 +48,8 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differ
     """
     world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
-    shared = [i for i, v in enumerate(variables) if keras_shards.is_of_all(v)]
-    own = [i for i, v in enumerate(variables) if not keras_shards.is_of_all(v)]
+    shared = [i for i, v in enumerate(variables) if keras_variables.is_of_all(v)]
+    own = [i for i, v in enumerate(variables) if not keras_variables.is_of_all(v)]
     prints = [mine[i] for i in shared], [mine[i] for i in own]
     agreed = all(len(one) == 1 for one in mine)
     numbers = [number_of(one) for one in prints] if agreed else [world.rank] * 2
@@ -97,8 +97,8 @@ def start_from(
     variables = trainer.shared_variables() if variables is None else variables
     strategy = trainer.strategy
     wanted = [variables[index] for index in differing(variables, strategy).mine]
-    parts = [v for v in wanted if not keras_shards.is_of_all(v)]
-    _broadcast([v for v in wanted if keras_shards.is_of_all(v)], root, strategy.world)
+    parts = [v for v in wanted if not keras_variables.is_of_all(v)]
+    _broadcast([v for v in wanted if keras_variables.is_of_all(v)], root, strategy.world)
     _broadcast(parts, root // strategy.model_communicator.size, strategy.communicator)
     return [variable.path for variable in wanted]
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_variables, tf_variables
+from dtk.compat import keras_variables
 from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
 from dtk.trainer.replica import step_logs
@@ -203,7 +203,7 @@ class CompiledStep:
             handles = {
                 inside[id(copy.handle)]: v.path
                 for v in changed
-                for copy in tf_variables.components(keras_variables.stored(v))
+                for copy in keras_variables.components(keras_variables.stored(v))
                 if id(copy.handle) in inside
             }
             for op in graph.get_operations()[mark:]:

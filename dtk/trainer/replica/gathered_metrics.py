@@ -17,7 +17,7 @@ from dtk.trainer.tracing import traced_step
 
 def on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
     """Return a context in which traced steps gather the rows of these metrics."""
-    return keras_steps.updates_through(metrics, _update)
+    return keras_steps.patch_updates(metrics, _update)
 
 
 def _update(

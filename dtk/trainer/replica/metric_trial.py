@@ -76,7 +76,7 @@ class Calls:
         """Return a context in which a step is traced and its calls are noted."""
         self._seen.clear()
         self._graph = tf.compat.v1.get_default_graph()
-        with keras_steps.updates_through(self._metrics, self._note):
+        with keras_steps.patch_updates(self._metrics, self._note):
             yield
 
     def _note(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtk.cluster import progress
 from dtk.input import slicing
 from dtk.nests import Leaf, Nest
-from dtk.trainer import epoch_data
+from dtk.trainer import feed
 from dtk.trainer.replica import replica_step
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups
@@ -49,7 +49,7 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
 def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: Strategy) -> Nest:
     """Predict one global batch."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    batch = slicing.cut_exactly(epoch_data.as_tensors((x,)), ranks, size)
+    batch = slicing.cut_exactly(feed.as_tensors((x,)), ranks, size)
     outputs = predict([strategy.per_replica(batch)])
     return tf.nest.map_structure(
         lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs

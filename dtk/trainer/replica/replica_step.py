@@ -34,8 +34,8 @@ def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
     with (
         progress.inside(f"{name} step"),
         traced_step.in_shares(),
-        keras_steps.results_through(keras_models.metrics_of(model), result_of),
-        keras_steps.moments_through(sync_batch_norm.of_all_replicas),
+        keras_steps.patch_results(keras_models.metrics_of(model), result_of),
+        keras_steps.patch_moments(sync_batch_norm.of_all_replicas),
         lookups.in_place(),
         gathered_metrics.on_all_rows(gathered),
     ):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_variables, tf_variables
+from dtk.compat import keras_variables
 from dtk.nests import Array
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step
@@ -37,7 +37,7 @@ class Snapshot:
 
     def keep(self, variable: keras.Variable | tf.Variable) -> None:
         """Keep the value of one more variable; a value kept before stays."""
-        for copy in tf_variables.components(_stored(variable)):
+        for copy in keras_variables.components(_stored(variable)):
             self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
     def restore(self) -> None:

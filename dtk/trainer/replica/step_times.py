@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
-from dtk.compat import keras_models, keras_optimizers, one_pass
+from dtk.compat import fused_kernels, keras_models, keras_optimizers
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.strategy import Loop, Strategy
@@ -92,7 +92,7 @@ def _idle(model: keras.Model) -> list[str]:
     optimizers = keras_optimizers.chain(model.optimizer)
     has = {
         FUSED_BATCH_NORM: any(isinstance(x, keras.layers.BatchNormalization) for x in layers),
-        FUSED_ADAM: any(map(one_pass.has_fused_adam, optimizers)),
+        FUSED_ADAM: any(map(fused_kernels.has_fused_adam, optimizers)),
     }
     return [name for name, it_has in has.items() if not it_has]
 

@@ -20,7 +20,6 @@ from dtk.compat import (
     keras_variables,
     random_draws,
     tf_replicas,
-    tf_variables,
 )
 from dtk.input import slicing
 from dtk.nests import Array, Function, Leaf, Nest
@@ -108,9 +107,9 @@ class Trial:
         assigned: list[keras.Variable] = []
         made = Snapshot([])
         with (
-            tf_variables.created_at_once(made.keep),
+            keras_variables.created_at_once(made.keep),
             self._global_numbers(),
-            keras_steps.moments_through(self._moments),
+            keras_steps.patch_moments(self._moments),
             random_draws.by_row(self.layouts) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
@@ -139,7 +138,7 @@ class Trial:
     def _move_weights(self) -> None:
         weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
         for i, variable in enumerate(weights if self._seed else []):
-            for copy in tf_variables.components(variable):
+            for copy in keras_variables.components(variable):
                 value = copy.numpy().astype("float32")
                 # Move zeros, too, such as a bias before a ReLU.
                 most = self._distance * (0.1 + np.sqrt(np.mean(np.square(value))))
@@ -150,7 +149,7 @@ class Trial:
     def _global_numbers(self) -> Iterator[None]:
         """Return a context in which a step's losses and metrics are over all replicas."""
         metrics = keras_models.metrics_of(self.model)
-        with traced_step.in_shares(), keras_steps.results_through(metrics, replica_step.result_of):
+        with traced_step.in_shares(), keras_steps.patch_results(metrics, replica_step.result_of):
             yield
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
@@ -175,7 +174,7 @@ class Trial:
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)
-            for copy in tf_variables.components(keras_variables.stored(v))
+            for copy in keras_variables.components(keras_variables.stored(v))
         }
         return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
 

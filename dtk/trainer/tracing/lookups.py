@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_steps, keras_variables, tf_variables
+from dtk.compat import keras_steps, keras_variables
 from dtk.nests import Function
 
 
 def in_place() -> AbstractContextManager[None]:
     """Return a context in which `keras.ops.take` gathers rows from the variable itself."""
-    return keras_steps.takes_through(_take)
+    return keras_steps.patch_take(_take)
 
 
 def _take(
@@ -40,5 +40,5 @@ def _take(
         return original(x, indices, axis)
     rows = tf.constant(variable.shape[0], indices.dtype)
     return tf.gather(
-        tf_variables.local_value(variable), tf.where(indices < 0, indices + rows, indices)
+        keras_variables.local_value(variable), tf.where(indices < 0, indices + rows, indices)
     )

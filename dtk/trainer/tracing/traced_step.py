@@ -25,7 +25,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, keras_variables, one_pass, tf_functions
+from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -126,12 +126,12 @@ def in_shares() -> Iterator[None]:
     Outside it nothing is patched.
     """
     with (
-        keras_steps.losses_through(_scale, _unscale, _weigh),
-        keras_steps.assigns_through(_note_assign),
-        keras_steps.means_through(_update_mean),
-        keras_steps.tapes_through(_differentiate),
-        tf_functions.inlined_if(lambda: current() is not None),
-        one_pass.norms_if_chosen(),
+        keras_steps.patch_losses(_scale, _unscale, _weigh),
+        keras_steps.patch_assign(_note_assign),
+        keras_steps.patch_means(_update_mean),
+        keras_steps.patch_tapes(_differentiate),
+        keras_steps.patch_tf_functions(lambda: current() is not None),
+        fused_kernels.patch_norms(),
     ):
         yield
 
@@ -142,7 +142,7 @@ def whole_outside() -> contextlib.AbstractContextManager[None]:
     Keras would divide them: `loss_fn(y, model(x))` in the scope of two workers would return half
     the loss.
     """
-    return keras_steps.losses_through(_scale, _unscale, _unweighed)
+    return keras_steps.patch_losses(_scale, _unscale, _unweighed)
 
 
 def _unweighed(*args: object, original: Function[tf.Tensor], **kwargs: object) -> tf.Tensor:
@@ -223,18 +223,17 @@ def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
 
 
 def _differentiate(
-    tape: tf.GradientTape,
+    gradient: keras_steps.Gradient,
+    values: keras_steps.Values,
     target: Nest,
     sources: Nest,
     output_gradients: Nest,
-    *,
-    original: Function[Nest],
-    **more: object,
 ) -> Nest:
     """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
+    del values
     step = current()
     if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
-        return original(tape, target, sources, output_gradients=output_gradients, **more)
+        return gradient(target, sources, output_gradients)
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
@@ -252,7 +251,7 @@ def _differentiate(
         target, output_gradients = targets, seeds
     step.weighed_later = True
     try:
-        return original(tape, target, sources, output_gradients=output_gradients, **more)
+        return gradient(target, sources, output_gradients)
     finally:
         step.weighed_later = False
 

@@ -4,6 +4,9 @@ SGD                    same bits: always used
 Adam, AdamW            last digits differ: used if the user or `dtk tune` has chosen it
 any, under XLA         compiled by XLA, as in Keras
 BatchNormalization     used if chosen, as for Adam
+
+    of one optimizer     update_step                 fuse_updates
+    while steps trace    BatchNormalization.call     patch_norms
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ from typing import TypeAlias
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import values
-from tensorflow.python.ops import resource_variable_ops
 
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM
-from dtk.compat.replacing import replaced
+from dtk.patches import patch
 
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 _Operation: TypeAlias = Callable[[keras.Optimizer, list[tf.Tensor], tf.Tensor, tf.Tensor], None]
+_DISTRIBUTED = tf.distribute.DistributedValues
 # Elements of a variable: with fewer, compiling saves little, and each variable is compiled by
 # itself.
 _WORTH_COMPILING = 1 << 14
@@ -82,7 +84,7 @@ class _Update:
         update(gradient, tf.convert_to_tensor(learning_rate))
 
 
-def update_in_one_pass(optimizer: keras.Optimizer) -> None:
+def fuse_updates(optimizer: keras.Optimizer) -> None:
     """Make an optimizer update each variable by one TensorFlow operation, where one exists.
 
     Keras's own update runs an operation for each product and sum, and each passes over the memory
@@ -122,11 +124,11 @@ def has_fused_adam(optimizer: keras.Optimizer) -> bool:
 
 
 def _is_plain(variable: tf.Variable) -> bool:
-    return isinstance(variable, resource_variable_ops.BaseResourceVariable)
+    return isinstance(variable, tf.Variable) and not isinstance(variable, _DISTRIBUTED)
 
 
 def _local(variable: tf.Variable) -> tf.Variable:
-    return variable._get() if isinstance(variable, values.DistributedVariable) else variable
+    return variable._get() if isinstance(variable, _DISTRIBUTED) else variable
 
 
 def _update_sgd(
@@ -171,7 +173,7 @@ def _update_adam(
 
 
 @contextlib.contextmanager
-def norms_if_chosen() -> Iterator[None]:
+def patch_norms() -> Iterator[None]:
     """Return a context in which batch normalization trains by the fused operation, if chosen.
 
     Keras still computes what that operation cannot: masked, renormalized and synchronized layers,
@@ -193,7 +195,7 @@ def norms_if_chosen() -> Iterator[None]:
             return _fused(layer, inputs)
         return original(layer, inputs, training=training, mask=mask)
 
-    with replaced(keras.layers.BatchNormalization, call=call):
+    with patch(keras.layers.BatchNormalization, call=call):
         yield
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import keras
 
-from dtk.compat import keras_models, keras_shards, saving_calls
+from dtk.compat import keras_models, keras_variables
 
 # A SavedModel has this folder for the files of other tools.
 _STAMP = Path("assets.extra", "dtk-model-hash")
@@ -28,7 +28,7 @@ _STAMP = Path("assets.extra", "dtk-model-hash")
 
 def install() -> None:
     """Make everything that writes a model go through `write`."""
-    saving_calls.through(write)
+    keras_models.patch_saving(write)
 
 
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
@@ -52,7 +52,7 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
 
 def _check_whole(model: keras.Model) -> None:
     weights = getattr(model, "weights", ())  # a FeatureSpace has none
-    part = next((v for v in weights if not keras_shards.is_of_all(v)), None)
+    part = next((v for v in weights if not keras_variables.is_of_all(v)), None)
     if part is not None:
         raise ValueError(
             f"model {model.name!r}: this process holds only a part of it (for example, a part of "

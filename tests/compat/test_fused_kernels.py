@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_ADAM
-from dtk.compat import one_pass
+from dtk.compat import fused_kernels
 
 SHAPES = ((7, 5), (64, 33), (129,), ())
 ONE_OP = {"ResourceApplyGradientDescent", "ResourceApplyKerasMomentum"}
@@ -62,7 +62,7 @@ def test_one_operation_computes_the_same_bits(options, dtype):
         return keras.optimizers.SGD(**options)
 
     parts, _ = trained(make, dtype=dtype)
-    whole, graph = trained(make, one_pass.update_in_one_pass, dtype)
+    whole, graph = trained(make, fused_kernels.fuse_updates, dtype)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     if "gradient_accumulation_steps" not in options:  # there inside a branch
@@ -73,7 +73,7 @@ def test_rows_of_a_table_are_updated_alone():
     table = keras.Variable(np.ones((5, 2), "float32"))
     optimizer = keras.optimizers.SGD(0.5)
     optimizer.build([table])
-    one_pass.update_in_one_pass(optimizer)
+    fused_kernels.fuse_updates(optimizer)
     rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
     optimizer.apply([rows], [table])
     np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0.5, 1, 0.5, 1])
@@ -91,9 +91,9 @@ def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
     monkeypatch, make, dtype, tolerance
 ):
     monkeypatch.setenv(FUSED_ADAM, "0")
-    parts, without = trained(make, one_pass.update_in_one_pass, dtype)
+    parts, without = trained(make, fused_kernels.fuse_updates, dtype)
     monkeypatch.setenv(FUSED_ADAM, "1")
-    whole, graph = trained(make, one_pass.update_in_one_pass, dtype)
+    whole, graph = trained(make, fused_kernels.fuse_updates, dtype)
     assert "ResourceApplyAdam" in kinds(graph) - kinds(without)
     for ours, theirs in zip(whole, parts, strict=True):
         assert ours.dtype == theirs.dtype
@@ -102,7 +102,7 @@ def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
 
 def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
     monkeypatch.setenv(FUSED_ADAM, "1")
-    _, graph = trained(lambda: keras.optimizers.Adam(amsgrad=True), one_pass.update_in_one_pass)
+    _, graph = trained(lambda: keras.optimizers.Adam(amsgrad=True), fused_kernels.fuse_updates)
     assert "ResourceApplyAdam" not in kinds(graph)
     found = []
     for chosen in ("0", "1"):
@@ -110,7 +110,7 @@ def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
         table = keras.Variable(np.ones((5, 2), "float32"))
         optimizer = keras.optimizers.Adam(0.5)
         optimizer.build([table])
-        one_pass.update_in_one_pass(optimizer)
+        fused_kernels.fuse_updates(optimizer)
         rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
         optimizer.apply([rows], [table])
         found.append(table.numpy())
@@ -127,7 +127,7 @@ def test_amsgrad_and_rows_of_a_table_stay_keras_s(monkeypatch):
 )
 def test_other_optimizers_are_left_as_they_are(made):
     parts, before = trained(made)
-    whole, graph = trained(made, one_pass.update_in_one_pass)
+    whole, graph = trained(made, fused_kernels.fuse_updates)
     assert kinds(graph) == kinds(before)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -139,8 +139,8 @@ def test_xla_compiles_updates_of_large_variables(name):
         return getattr(keras.optimizers, name)(0.01)
 
     def prepare(optimizer):
-        one_pass.update_in_one_pass(optimizer)
-        one_pass.compile_updates(optimizer, True)
+        fused_kernels.fuse_updates(optimizer)
+        fused_kernels.compile_updates(optimizer, True)
 
     shapes = ((128, 128), (127, 129))
     parts, _ = trained(make, shapes=shapes)
@@ -154,9 +154,9 @@ def test_xla_compiles_updates_of_large_variables(name):
 
 def test_updates_are_not_compiled_any_more_when_the_model_is_not():
     def prepare(optimizer):
-        one_pass.update_in_one_pass(optimizer)
-        one_pass.compile_updates(optimizer, True)
-        one_pass.compile_updates(optimizer, False)
+        fused_kernels.fuse_updates(optimizer)
+        fused_kernels.compile_updates(optimizer, True)
+        fused_kernels.compile_updates(optimizer, False)
 
     _, graph = trained(keras.optimizers.Adam, prepare, shapes=((128, 128),))
     assert not graph.as_graph_def().library.function

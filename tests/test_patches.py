@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dtk.compat.replacing import replaced
+from dtk.patches import patch
 
 
 class Plain:
@@ -23,8 +23,8 @@ class Derived(Plain):
 
 
 def test_a_context_that_was_entered_first_may_be_left_first():
-    first = replaced(Plain, name=lambda self: "first")
-    second = replaced(Plain, name=lambda self: "second")
+    first = patch(Plain, name=lambda self: "first")
+    second = patch(Plain, name=lambda self: "second")
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -33,12 +33,12 @@ def test_a_context_that_was_entered_first_may_be_left_first():
     assert Plain().name() == "plain"
 
 
-def test_threads_that_replace_at_once_leave_nothing_replaced():
+def test_threads_that_replace_at_once_leave_nothing_patch():
     both_inside = threading.Barrier(2, timeout=10)
 
     def enter_and_leave(name: str) -> None:
         for _ in range(200):
-            with replaced(Plain, name=lambda self: name):
+            with patch(Plain, name=lambda self: name):
                 both_inside.wait()
 
     threads = [threading.Thread(target=enter_and_leave, args=[name]) for name in "ab"]
@@ -52,6 +52,6 @@ def test_threads_that_replace_at_once_leave_nothing_replaced():
 @pytest.mark.parametrize("owner, name", [(Derived, "name"), (Plain, "fixed"), (Plain(), "name")])
 def test_what_an_owner_has_itself_is_as_before(owner, name):
     before = dict(vars(owner))
-    with replaced(owner, **{name: lambda *args: "replaced"}):
+    with patch(owner, **{name: lambda *args: "replaced"}):
         assert getattr(owner, name)() == "replaced"
     assert dict(vars(owner)) == before

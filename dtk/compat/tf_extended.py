@@ -1,0 +1,430 @@
+"""Make variables, reduce values and split data under dtk's strategies of replicas.
+
+A `tf.distribute.Strategy` is a thin public face over an "extended" object, which decides how
+variables are made, how values are reduced and how datasets are split. dtk derives its extended
+objects from TensorFlow's, for one device and for several, and overrides what moves bytes between
+replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_utils,
+    mirrored_strategy,
+    one_device_strategy,
+    values,
+)
+from tensorflow.python.framework import auto_control_deps_utils
+
+from dtk.communicators import collective
+from dtk.communicators.base import Communicator
+from dtk.compat.keras_variables import (
+    VARIABLE_CLASSES,
+    MirroredVariable,
+    SyncOnReadVariable,
+    components,
+    local_value,
+)
+from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_in_order, take_apart
+from dtk.compat.tf_replicas import (
+    all_reduce,
+    if_present,
+    is_whole,
+    op_name,
+    replica_index,
+    undivided,
+)
+from dtk.input import digests, row_maps, slicing
+from dtk.input.pipelines import in_time
+from dtk.input.row_maps import RowMaps
+from dtk.nests import Function, Nest
+
+_Reduced = TypeVar("_Reduced", bound=Nest)
+
+
+class AllReduceExtended(one_device_strategy.OneDeviceExtended):
+    """Extended object of processes that hold one replica each; a communicator reduces values."""
+
+    def __init__(
+        self, container_strategy: tf.distribute.Strategy, device: str, communicator: Communicator
+    ):
+        super().__init__(container_strategy, device)
+        self._communicator = communicator
+        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
+        self._reads_are_local = False
+        self._observe: Callable[[tf.Tensor], None] | None = None
+        self._reasons: set[str] = set()  # already printed by `row_maps`
+
+    # Replicas.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if is_whole() else self._communicator.size
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0
+
+    def _use_merge_call(self) -> bool:
+        # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
+        # gradient accumulation and steps_per_execution > 1 work.
+        return False
+
+    @property
+    def _container(self) -> tf.distribute.Strategy:
+        return self._container_strategy()
+
+    # Scripts may ask TensorFlow which process writes. The evaluator has no rank and trains nothing.
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this is rank 0."""
+        return self._communicator.rank == 0 and not self._container.is_evaluator
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this is rank 0."""
+        return self.should_checkpoint
+
+    # Variables are plain TensorFlow ones, equal on all ranks by induction. Only variables that are
+    # summed when read (Keras's metric state) need a special class.
+
+    def _create_variable(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            return super()._create_variable(next_creator, **kwargs)
+        kwargs.pop("colocate_with", None)
+
+        def create_one(**inner: object) -> list[tf.Variable]:
+            with tf.device(self._device):
+                return [next_creator(**inner)]
+
+        return distribute_utils.create_mirrored_variable(
+            self._container_strategy(),
+            create_one,
+            VARIABLE_CLASSES,
+            distribute_utils.VARIABLE_POLICY_MAPPING,
+            **kwargs,
+        )
+
+    def variable_created_in_scope(self, v: tf.Variable) -> bool:
+        """Return whether a variable belongs to this strategy; plain ones belong to every strategy.
+
+        So a model may be built outside the scope.
+        """
+        owner = getattr(v, "_distribute_strategy", None)
+        return owner is None or owner is self._container_strategy()
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                f"variable {colocate_with_variable.name!r} belongs to another strategy; create the "
+                "model and its optimizer under the strategy that trains them"
+            )
+
+    # Running and reducing.
+
+    def _call_for_each_replica(
+        self, fn: Function[Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]
+    ) -> Nest:
+        replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
+        with tf.device(self._device), replica:
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
+    ) -> Nest:
+        del options
+        if is_whole():
+            return value
+        return all_reduce(self._communicator, reduce_op, if_present(value), self.divide_slices)
+
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Reduce tensors over the replicas, in a replica context."""
+        return values if is_whole() else self._communicator.allreduce(values, op)
+
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
+    ) -> Nest:
+        del destinations, options
+        value = tf.nest.map_structure(local_value, value)
+        if self._reads_are_local:
+            return tf.nest.map_structure(tf.convert_to_tensor, value)
+        return self._replica_ctx_all_reduce(reduce_op, value)
+
+    def _batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
+        options: object,
+    ) -> Nest:
+        del options
+        return self._replica_ctx_all_reduce(
+            reduce_op, [local_value(value) for value, _ in value_destination_pairs]
+        )
+
+    def _gather_to_implementation(
+        self, value: tf.Tensor, destinations: object, axis: int, options: object
+    ) -> tf.Tensor:
+        del destinations, options
+        return self.gather(value, axis)
+
+    def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
+        """Concatenate the values of all replicas, in rank order."""
+        value = tf.convert_to_tensor(local_value(value))
+        if axis == 0:
+            return self._communicator.allgather(value)
+        order = [axis, *(d for d in range(value.shape.rank) if d != axis)]
+        back = [order.index(d) for d in range(value.shape.rank)]
+        gathered = self._communicator.allgather(tf.transpose(value, order))
+        return tf.transpose(gathered, back)
+
+    @contextlib.contextmanager
+    def local_reads(self) -> Iterator[None]:
+        """Return a context in which reading a variable never communicates.
+
+        For code that runs on one rank only, such as a checkpoint writer.
+        """
+        before, self._reads_are_local = self._reads_are_local, True
+        try:
+            yield
+        finally:
+            self._reads_are_local = before
+
+    # Data.
+
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: object
+    ) -> tf.data.Dataset:
+        del options
+        if self._communicator.size == 1:
+            return in_time(dataset)
+        slicing.check_rows(dataset.element_spec)
+        rank, size = self._communicator.rank, self._communicator.size
+        digest = None if self._observe is None else digests.digest_of
+
+        def cut(given: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+            maps = self.row_maps(given)
+            if maps is not None:
+                return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
+            if digest is None:
+                only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
+                return slicing.cut_dataset_exactly(given, (rank,), size, ahead).map(only)
+            own = digests.with_digest(lambda batch: slicing.cut_exactly(batch, (rank,), size)[0])
+            return slicing.mapped(given.enumerate(), own, ahead)
+
+        local = functools.partial(cut_in_order, dataset, cut)
+        return PerRankDataset(local, whole=dataset, on_read=self._observe)
+
+    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
+        """Take apart a pipeline that maps rows before it puts them into batches; None if it cannot.
+
+        Rank 0 prints each reason once.
+        """
+        if self._communicator.size == 1:  # a grid in which every rank reads all rows
+            return None
+        found = take_apart(dataset)
+        if not isinstance(found, str):
+            return found
+        if self._communicator.rank == 0 and found not in self._reasons:
+            self._reasons.add(found)
+            print(f"dtk: every worker maps all rows of a dataset, not only its own: {found}")
+        return None
+
+    @contextlib.contextmanager
+    def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
+        """Return a context in which datasets report the digest of each batch they read."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = None
+
+    def _distribute_datasets_from_function(
+        self, dataset_fn: MakesDataset, options: object
+    ) -> tf.data.Dataset:
+        del options
+        size, rank = self._communicator.size, self._communicator.rank
+        input_context = tf.distribute.InputContext(
+            num_input_pipelines=size, input_pipeline_id=rank, num_replicas_in_sync=size
+        )
+        return PerRankDataset(in_time(dataset_fn(input_context)), whole=None)
+
+    def _experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
+    ) -> Nest:
+        return value_fn(
+            tf.distribute.experimental.ValueContext(
+                self._communicator.rank, self._communicator.size
+            )
+        )
+
+
+class MirroredExtended(mirrored_strategy.MirroredExtended):
+    """Extended object of several devices of one process, with TensorFlow's mirrored variables.
+
+    TensorFlow's strategy reduces by merging its replica threads. That is impossible inside
+    `tf.cond` or `tf.while_loop`, so gradient accumulation, loss scaling and several steps per
+    execution fail. Here each replica calls collective ops, as ranks in different processes do.
+    """
+
+    def __init__(self, container_strategy: tf.distribute.Strategy, devices: Sequence[str]):
+        # TensorFlow numbers a process's device groups from here; each strategy needs its own start.
+        container_strategy._collective_key_base = id(container_strategy) % 2**30
+        super().__init__(container_strategy, devices=devices)
+        # Replicas share lookup tables. Tell TensorFlow that a lookup changes nothing, or it makes
+        # one replica's step wait for the end of another's.
+        for op in ("LookupTableFindV2", "LookupTableSizeV2"):
+            auto_control_deps_utils.register_read_only_resource_op(op)
+        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
+        # Each strategy in this process needs its own group key.
+        self._replicas = collective.replicas(self._devices, group=id(container_strategy))
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def replica_communicator(self) -> Communicator:
+        """Return the communicator of the running replica."""
+        return self._replicas[replica_index()]
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if is_whole() else super()._num_replicas_in_sync
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
+    ) -> Nest:
+        if is_whole():
+            return value
+        if tf.executing_eagerly():
+            return self._merge(reduce_op, if_present(value))
+        return all_reduce(
+            self.replica_communicator(), reduce_op, if_present(value), self.divide_slices
+        )
+
+    def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
+        # Eager replicas take turns, so a collective op would wait forever: merge the values.
+        return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value)
+
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Reduce tensors over the replicas, in a replica context."""
+        if is_whole():
+            return values
+        if not tf.executing_eagerly():
+            return self.replica_communicator().allreduce(values, op)
+        if op == "sum":
+            return self._merge(tf.distribute.ReduceOp.SUM, values)
+
+        def largest(_: object, merged: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [tf.reduce_max(components(value), axis=0) for value in merged]
+
+        return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
+
+    def _create_variable(
+        self, next_creator: Function[tf.Variable], **kwargs: object
+    ) -> tf.Variable:
+        # Each replica updates its own copy with the same value, so TensorFlow's aggregation on
+        # assignment, which would merge threads, is not needed.
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        made = super()._create_variable(next_creator, **kwargs)
+        # TensorFlow has no parameter for the class. A variable without copies keeps its class.
+        if isinstance(made, values.MirroredVariable):
+            made.__class__ = MirroredVariable
+        elif isinstance(made, values.SyncOnReadVariable):
+            made.__class__ = SyncOnReadVariable
+        return made
+
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
+    ) -> Nest:
+        # Outside replicas this process has all values: add them up here, without collectives.
+        del destinations, options
+        return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
+
+    def _batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
+        options: object,
+    ) -> Nest:
+        del options
+        return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
+
+    def _gather_to_implementation(
+        self, value: tf.Tensor, destinations: object, axis: int, options: object
+    ) -> tf.Tensor:
+        del destinations, options
+        if isinstance(value, tf.distribute.DistributedValues):
+            return tf.concat(value.values, axis)
+        return value
+
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: object
+    ) -> tf.data.Dataset:
+        del options
+        size = self._num_replicas_in_sync
+        if size == 1:
+            return in_time(dataset)
+        slicing.check_rows(dataset.element_spec)
+
+        def cut() -> tf.data.Dataset:
+            return cut_in_order(
+                dataset,
+                lambda given, ahead: slicing.cut_dataset_exactly(given, range(size), size, ahead),
+            )
+
+        return PerRankDataset(cut, whole=dataset, regrouped=True)
+
+    def _distribute_datasets_from_function(
+        self, dataset_fn: MakesDataset, options: object
+    ) -> tf.data.Dataset:
+        distributed = super()._distribute_datasets_from_function(dataset_fn, options)
+        # Custom loops use TensorFlow's dataset unchanged. `fit` would call its `map` first.
+        distributed.map = _refuse_per_replica_batches
+        return distributed
+
+
+def _reduce_components(
+    reduce_op: tf.distribute.ReduceOp, value: Nest, extended: tf.distribute.StrategyExtended
+) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(value, tf.distribute.DistributedValues) and isinstance(
+        value.values[0], tf.IndexedSlices
+    ):
+        return _add_slices(value.values, op_name(reduce_op))
+    if isinstance(value, tf.distribute.DistributedValues):
+        parts = [tf.convert_to_tensor(part) for part in value.values]
+    else:
+        # Every replica holds a plain value.
+        parts = [tf.convert_to_tensor(value)] * extended._num_replicas_in_sync
+    total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
+    if op_name(reduce_op) == "mean":
+        total = total / tf.cast(len(parts), total.dtype)
+    return total
+
+
+def _add_slices(parts: Sequence[tf.IndexedSlices], op: str) -> tf.IndexedSlices:
+    rows = tf.concat([part.values for part in parts], 0)
+    if op == "mean":
+        rows = rows / tf.cast(len(parts), rows.dtype)
+    return tf.IndexedSlices(
+        rows, tf.concat([part.indices for part in parts], 0), parts[0].dense_shape
+    )
+
+
+def _refuse_per_replica_batches(function: Function[Nest]) -> NoReturn:
+    raise ValueError(
+        "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
+        "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "
+        "of several processes"
+    )

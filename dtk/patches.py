@@ -1,0 +1,66 @@
+"""Replace attributes of other packages: every patch of dtk goes through these two functions.
+
+Contexts of several threads may overlap and end in any order, so each attribute has a stack:
+
+    A in    original, A        A acts
+    B in    original, A, B     B acts
+    A out   original, B        B acts
+    B out   original           nothing is left behind
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+from dtk.nests import Function
+
+_ABSENT = object()
+_lock = threading.Lock()
+# {(owner's id, name): {None: original, context: its replacement ...}}; open contexts keep the owner
+# alive.
+_stacks: dict[tuple[int, str], dict[object, object]] = {}
+
+
+@contextlib.contextmanager
+def patch(owner: object, **replacements: object) -> Iterator[None]:
+    """Return a context in which attributes of a module, class or object are replaced."""
+    context = object()
+    with _lock:
+        for name, value in replacements.items():
+            own: dict[object, object] = {None: vars(owner).get(name, _ABSENT)}
+            _stacks.setdefault((id(owner), name), own)[context] = value
+            setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        with _lock:
+            for name in replacements:
+                stack = _stacks[id(owner), name]
+                del stack[context]
+                last = next(reversed(stack.values()))
+                if last is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, last)
+                if len(stack) == 1:
+                    del _stacks[id(owner), name]
+
+
+def patch_for_good(
+    owner: object, name: str, make: Callable[[Function[object]], Function[object]]
+) -> None:
+    """Replace a function by `make(original)` from now on; a later call replaces the replacement."""
+    with _lock:
+        current = getattr(owner, name)
+        original = getattr(current, "_dtk_original", current)
+        replacement = functools.wraps(original)(make(original))
+        vars(replacement)["_dtk_original"] = original
+        setattr(owner, name, replacement)
+
+
+def definer(cls: type, name: str) -> type:
+    """Return the class that defines an attribute: `cls` or one of its bases."""
+    return next(base for base in cls.__mro__ if name in vars(base))

@@ -1,0 +1,389 @@
+"""The checks around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
+
+Ranks compare the data and callbacks they were given; the progress bar and callbacks that write
+files run on rank 0 only. dtk's callbacks run around the script's: before the first step all ranks
+take rank 0's weights; after it and after every epoch they compare every weight bit for bit. If
+ranks have diverged, `fit` stops and names the first variable that differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import SupportsIndex, cast
+
+import keras
+import tensorflow as tf
+
+from dtk.errors import at_rank, check_number
+from dtk.nests import Args, Function, Kwargs, Logs
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.exchange_selection import ExchangeSelection
+from dtk.trainer.ranks import rank_checks, seeds, shared_weights
+from dtk.trainer.strategy import Strategy
+
+# Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
+WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+# The expected value in words, the least value, and the arguments that it is expected of.
+_COUNTS = (
+    ("rows of all ranks, 1 or more", 1, ("batch_size", "validation_batch_size")),
+    ("a number of steps, 1 or more", 1, ("steps_per_epoch", "validation_steps", "steps")),
+    ("a number of epochs, 0 or more", 0, ("epochs", "initial_epoch")),
+)
+
+
+def call(
+    trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
+) -> object:
+    """Call one of Keras's own methods with the checks between ranks around it."""
+    if name not in ("fit", "evaluate", "predict"):
+        if name == "predict_on_batch" and trainer.takes_over:
+            method = trainer.predict_on_batch
+        return _on_batch(method, name, trainer, args, kwargs)
+    given, strategy = inspect.signature(method).bind(*args, **kwargs), trainer.strategy
+    _check_numbers(name, given.arguments, strategy)
+    _check_callbacks(name, given.arguments.get("callbacks"), strategy)
+    _tell_of_idle(given.arguments.get("batch_size"), strategy)
+    strategy.meet(f"{name} begins")
+    if name != "fit":
+        return _evaluate_or_predict(method, name, trainer, given)
+    trainer.before_fit(method, args, kwargs)
+    return _fit(method, trainer, given)
+
+
+def _tell_of_idle(rows: object, strategy: Strategy) -> None:
+    """Print once that a batch has fewer rows than there are replicas."""
+    whole, replicas = _whole(rows), strategy.num_replicas_in_sync
+    idle = 0 if whole is None else replicas - whole
+    if idle > 0 and strategy.is_chief and not strategy.told_of_idle:
+        strategy.told_of_idle = True
+        text = f"batch_size={whole} leaves {idle} of {replicas} workers without rows in every step"
+        print(f"dtk: {text}; use {replicas} or more", file=sys.stderr, flush=True)
+
+
+def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
+    """Refuse numbers that would make Keras fail later, or train nothing."""
+    for expected, least, arguments in _COUNTS:
+        for argument in arguments:
+            value = asked.get(argument)
+            if argument not in asked or (value is None and argument != "epochs"):
+                continue
+            whole = _whole(value)
+            if whole is None or whole < least:
+                told = f"{name} got {argument}={value!r}; expected {expected}"
+                raise ValueError(at_rank(strategy.rank, told))
+    if asked.get("validation_split"):
+        expected = "a part of the rows, 0.0 up to but below 1.0"
+        told = at_rank(strategy.rank, f"{name} got validation_split")
+        check_number(told, asked["validation_split"], expected, lambda part: 0.0 <= part < 1.0)
+
+
+def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
+    """Refuse objects that are not callbacks, such as a class in place of an instance."""
+    for one in keras.tree.flatten(given or []):
+        if not hasattr(type(one), "set_model"):
+            cure = f"; write {one.__name__}(...)" if isinstance(one, type) else ""
+            told = (
+                f"{name} got {one!r} in callbacks; expected instances of keras.callbacks.Callback"
+            )
+            raise ValueError(at_rank(strategy.rank, told + cure))
+
+
+def _whole(value: object) -> int | None:
+    """Return a whole number (Python's, NumPy's or a tensor) as an int; None for all else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+    except (TypeError, AttributeError):  # AttributeError: tensors of other types
+        return None
+
+
+def _fit(
+    method: Function[object], trainer: DistributedTrainer, given: inspect.BoundArguments
+) -> object:
+    """Call Keras's `fit` with the checks between ranks around it."""
+    given.apply_defaults()
+    asked, strategy = given.arguments, trainer.strategy
+    if trainer.leaves_validation(asked):
+        asked["validation_data"] = None
+    callbacks = asked["callbacks"]
+    listed = isinstance(callbacks, keras.callbacks.CallbackList)
+    every_batch = rank_checks.check_same_call(
+        strategy,
+        {"training data": data_of(asked), "validation data": asked["validation_data"]},
+        callbacks.callbacks if listed else keras.tree.flatten(callbacks or []),
+    )
+    trainer.synchronize_weights()
+    first, last = SynchronizeWeights(trainer), RankChecks(trainer, every_batch)
+    if listed:  # built by the script
+        ours = (RankChecks, SynchronizeWeights)
+        mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
+        for callback in (first, last):
+            callback.set_model(trainer.model)
+        callbacks.callbacks[:] = [first, *_on_this_rank(mine, strategy), last]
+        params = {"epochs": asked["epochs"], "steps": None, "verbose": 0}
+        callbacks.set_params({**params, **(callbacks.params or {})})
+    else:
+        shown = asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
+        mine = _on_this_rank(callbacks, strategy)
+        if not any(isinstance(callback, keras.callbacks.History) for callback in mine):
+            mine = [*mine, keras.callbacks.History()]  # it runs before `last`
+        callbacks = keras.callbacks.CallbackList(
+            [first, *mine, last, *_bar(callbacks, trainer, shown != 0)],
+            add_history=True,
+            add_progbar=shown != 0,
+            model=trainer.model,
+            verbose=shown,
+            epochs=asked["epochs"],
+            steps=None,
+        )
+    asked["callbacks"] = trainer.callbacks = callbacks
+    try:
+        history = method(*given.args, **given.kwargs)
+        seeds.share_seeds(trainer)
+        return history
+    finally:
+        notify(callbacks.callbacks, "on_fit_left")
+        trainer.callbacks = None
+        trainer.feed.end()
+        trainer.release()
+
+
+def _bar(
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
+    trainer: DistributedTrainer,
+    shown: bool,
+) -> list[keras.callbacks.Callback]:
+    """Return dtk's progress bar where Keras would add one and several replicas train."""
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if any(isinstance(one, keras.callbacks.ProgbarLogger) for one in given):
+        return []
+    several = trainer.strategy.num_replicas_in_sync > 1
+    return [ProgressBar(trainer)] if shown and several else []
+
+
+def data_of(asked: Mapping[str, object]) -> object:
+    """Return the data that a call was given."""
+    x = asked.get("x")
+    others = [asked.get("y"), asked.get("sample_weight")]
+    return x if all(other is None for other in others) else [x, *others]
+
+
+def _evaluate_or_predict(
+    method: Function[object],
+    name: str,
+    trainer: DistributedTrainer,
+    given: inspect.BoundArguments,
+) -> object:
+    """Call `evaluate` or `predict` with the checks between ranks around it."""
+    asked, strategy = given.arguments, trainer.strategy
+    if not strategy.is_chief:
+        asked["verbose"] = 0
+    if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
+        asked["callbacks"] = _on_this_rank(asked.get("callbacks"), strategy)
+    trainer.synchronize_weights()
+    # `fit` has compared the validation data, and compares the weights in every epoch.
+    if trainer.callbacks is None:
+        rank_checks.check_same_call(strategy, {"data": data_of(asked)})
+        if trainer.model.built:
+            shared_weights.agree_on_weights(trainer)
+    try:
+        with trainer.reading_of(name):
+            result = method(*given.args, **given.kwargs)
+        if trainer.callbacks is None:
+            seeds.share_seeds(trainer)
+        return result
+    finally:
+        trainer.end_call()
+
+
+def _on_batch(
+    method: Function[object], name: str, trainer: DistributedTrainer, args: Args, kwargs: Kwargs
+) -> object:
+    """Take a single step: compare ranks before the first, and after steps 1, 2, 4, 8, ..."""
+    trains = name == "train_on_batch"
+    calls = trainer.calls[name] + 1
+    looks = calls & (calls - 1) == 0
+    if looks and trainer.takes_over:
+        batch = [*args, *kwargs.values()]
+        rank_checks.check_same_call(trainer.strategy, {f"batch of {name}": batch})
+    if calls == 1 or not trains:
+        trainer.synchronize_weights()
+    if calls == 1 and trainer.model.built:
+        shared_weights.agree_on_weights(trainer)
+    try:
+        result = method(*args, **kwargs)
+    finally:
+        trainer.end_call()
+    trainer.calls[name] = calls
+    if looks and trainer.strategy.num_replicas_in_sync > 1 and not trainer.has_local_steps:
+        shared_weights.check_same_weights(trainer, f"after call {calls} of {name}")
+    return result
+
+
+def _on_this_rank(
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
+    strategy: Strategy,
+) -> list[keras.callbacks.Callback]:
+    """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print."""
+    flat = keras.tree.flatten(callbacks) if callbacks else []
+    if strategy.is_chief:
+        return flat
+    silent = (*WRITERS, keras.callbacks.ProgbarLogger)
+    return [callback for callback in flat if not isinstance(callback, silent)]
+
+
+# Callbacks around the script's.
+
+
+def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: object) -> None:
+    """Call a method of the callbacks that define it."""
+    for callback in callbacks:
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(*args)
+
+
+class SynchronizeWeights(keras.callbacks.Callback):
+    """Callback before the user's, so that theirs see the weights and logs of all ranks."""
+
+    def __init__(self, trainer: DistributedTrainer):
+        super().__init__()
+        self.trainer = trainer
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Average the weights of replicas with local steps, and logged numbers that differ."""
+        if not self.trainer.has_local_steps:
+            return
+        self.trainer.synchronize_weights()
+        logs = {} if logs is None else logs
+        # Callbacks may have added other objects, which perhaps cannot be sent.
+        numbers = {name: value for name, value in logs.items() if isinstance(value, float | int)}
+        gathered = self.trainer.strategy.world.allgather_object(numbers)
+        for name in numbers:
+            values = [one[name] for one in gathered]
+            if isinstance(values[0], float) and len(set(values)) > 1:
+                logs[name] = sum(values) / len(values)
+
+
+class RankChecks(keras.callbacks.Callback):
+    """Callback after the user's: if one of them stops training on one rank, all ranks stop.
+
+    A callback that must run after all others, such as one that saves their state, defines
+
+        on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
+        on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
+        on_end_agreed(logs)             every on_train_end has run: training ended without exception
+        on_fit_left()                   `fit` is over, or was left by an exception
+    """
+
+    def __init__(self, trainer: DistributedTrainer, every_batch: bool = False):
+        super().__init__()
+        self.trainer = trainer
+        self._every_batch = every_batch
+        self._stepped = False
+        self._steps = 0
+        self._selection = ExchangeSelection(trainer)
+
+    @property
+    def _alone(self) -> bool:
+        return self.trainer.strategy.world.size == 1
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Compare ranks, then start from rank 0's weights, optimizer state and epoch."""
+        trainer = self.trainer
+        trainer.strategy.meet("training begins")
+        if not self._alone:
+            rank_checks.check_same_run(trainer, self.params)
+            shared_weights.start_from(0, trainer, trainer.agreed_variables())
+            shared_weights.start_from_epoch_of_rank_0(trainer)
+        seeds.spread_seeds(trainer)
+        notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
+        self._selection.begin()
+        self._stepped = False
+        self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Shuffle the data anew, in the same order on every rank."""
+        self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
+        self.trainer.feed.show_learned_steps()
+        self.trainer.new_epoch(epoch)
+        self.trainer.feed.shuffle(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Read the clocks after all other callbacks, to leave their time out."""
+        self._selection.begin_step(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Check after the first step that all ranks have the same weights; agree on stopping."""
+        self._selection.end_step(batch, logs)
+        if not self._stepped:
+            self._stepped = True
+            if not self.trainer.has_local_steps:
+                self._check("after the first step")
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0 and self._steps > 1:
+            self.trainer.check_same_reading("train", f"after step {self._steps}")
+        if self._every_batch and not self._alone:
+            self._agree_on_stopping()
+        if self.model.stop_training:
+            self.trainer.flush()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Compare weights and batches; stop all ranks if one wants to stop."""
+        self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
+        self.trainer.flush()
+        self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
+        self._check(f"after epoch {epoch + 1}")
+        if not self._alone:
+            self._agree_on_stopping()
+        self._selection.end_epoch()
+        notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Tell callbacks that training is over and weights no longer change."""
+        notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
+
+    def _check(self, when: str) -> None:
+        if self.trainer.takes_over:
+            shared_weights.check_same_weights(self.trainer, when)
+
+    def _agree_on_stopping(self) -> None:
+        # This may run after every batch, so it sends one small number, not an object.
+        wish = tf.constant(int(self.model.stop_training))
+        self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))
+
+
+class ProgressBar(keras.callbacks.ProgbarLogger):
+    """Keras's progress bar with the samples per second of all replicas after the step time."""
+
+    def __init__(self, trainer: DistributedTrainer):
+        super().__init__()
+        self.trainer = trainer
+        self._first: tuple[int, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin to count anew."""
+        self._first = None
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count the step, except an epoch's first, which is traced or waits for data."""
+        now, steps = time.perf_counter(), batch + 1
+        if self._first is None:
+            self._first = steps, now
+        before, since = self._first
+        first, last = (self.trainer.feed.rows_in(count) for count in (before, steps))
+        if first is not None and last is not None and now > since:
+            self.progbar.unit_name = f"step, {(last - first) / (now - since):,.0f} samples/s"
+        super().on_train_batch_end(batch, logs)

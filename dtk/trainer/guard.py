@@ -1,0 +1,220 @@
+"""Decide for each call of `fit`, and each update of a script's own loop: distributed or refused.
+
+In a job of several processes, a model that was compiled outside `strategy.scope()` would silently
+train alone in each process. So the calls of all models go through here, from the first strategy on:
+
+    compiled in a scope                  with the checks of `fit`
+    built, or called, in a scope         gets a trainer now, then the same
+    others, in a job of one process      plain Keras
+    others, training                     NotDistributedError, except inside `undistributed()`
+    others, evaluating and predicting    plain Keras: every rank computes all rows
+
+And optimizers applied outside `strategy.run`:
+
+    rank 0   all rows -> gradients -> apply        the same N times, or N models that drift apart:
+    rank 1   all rows -> gradients -> apply        nothing has summed the gradients
+
+In a job of one process a script's own loop runs as without dtk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import textwrap
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_optimizers
+from dtk.errors import NotDistributedError, at_rank
+from dtk.nests import Args, Function, Kwargs
+from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.replica import self_test, step_times
+from dtk.trainer.strategy import Strategy
+
+_CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
+_DTK = str(Path(__file__).parents[1])
+_LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).parent))
+
+# One flag per thread: models that other threads train are not affected.
+_alone = threading.local()
+
+
+@contextlib.contextmanager
+def undistributed() -> Iterator[None]:
+    """Return a context in which models without a strategy train in this process alone.
+
+    In a job of several processes, dtk refuses `fit` of a model that was not compiled inside
+    `strategy.scope()`: every process would train its own model. Use this context where you want
+    that, for example to train a reference on rank 0:
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer="sgd", loss="mse")
+        >>> with undistributed():
+        ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    """
+    undistributed_jobs.made_strategy()  # the script trains alone on purpose
+    before = is_alone()
+    _alone.flag = True
+    try:
+        yield
+    finally:
+        _alone.flag = before
+
+
+def is_alone() -> bool:
+    """Return whether this thread is inside `undistributed()`."""
+    return getattr(_alone, "flag", False)
+
+
+class _Guard:
+    """Decides for the calls of all models; holds the strategy that joins the processes."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+
+    def __call__(
+        self, model: keras.Model, name: str, method: Function[object], args: Args, kwargs: Kwargs
+    ) -> object:
+        trainer = model_scope.trainer_of(model) or _distributed_now(model, name)
+        if trainer is not None:
+            return fit.call(trainer, name, method, args, kwargs)
+        strategy = self.strategy
+        trains = name in ("fit", "train_on_batch")
+        if not trains or is_alone() or strategy.processes == 1:
+            return method(*args, **kwargs)
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
+                f"each of the {strategy.processes} processes would train a model of its own. Call "
+                "model.compile(...) (or load the model) inside `with strategy.scope():`; to train "
+                "in this process alone, call fit inside `with dtk.strategies.undistributed():`",
+            )
+        )
+
+
+def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None:
+    """Make the trainer of a model that was built, or is called, in a scope."""
+    owner = keras_models.owner_of(model)
+    strategy = tf.distribute.get_strategy() if owner is None else owner
+    compiled_enough = model.compiled or name.startswith("predict")
+    if not hasattr(strategy, "make_trainer") or not compiled_enough:
+        return None
+    if owner is None and is_alone():
+        return None
+    asked = model.jit_compile if model.compiled else "auto"
+    settled = model_scope.check_and_own(model, asked, strategy)
+    if not model.compiled:
+        model.jit_compile = settled
+    return model_scope.distribute(model, strategy)
+
+
+def joining_strategy() -> Strategy | None:
+    """Return the strategy with the most processes; None before the first is made."""
+    handler = keras_models.handler()
+    return handler.strategy if isinstance(handler, _Guard) else None
+
+
+def install(strategy: Strategy) -> None:
+    """Check all models and optimizers from now on. Every new strategy calls this."""
+    if strategy.processes > 1:
+        model_files.install()
+    self_test.fail_if_nothing_is_tried()
+    step_times.fail_if_nothing_is_timed()
+    before = joining_strategy()
+    # The strategy with the most processes and replicas decides what is refused.
+    if before is None or _joins(strategy) >= _joins(before):
+        keras_models.patch_calls(_Guard(strategy))
+    keras_optimizers.patch_every_apply(_check_update)
+
+
+def _joins(strategy: Strategy) -> tuple[int, int]:
+    return strategy.processes, strategy.size
+
+
+# Updates of a script's own loop.
+
+
+def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    strategy, current = joining_strategy(), tf.distribute.get_strategy()
+    in_scope = tf.distribute.has_strategy()
+    in_run = in_scope and not tf.distribute.in_cross_replica_context()
+    if strategy is None or in_run:
+        return
+    owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
+    if strategy.size > 1 and strategy.processes > 1 and not alone:
+        _refuse_update(
+            optimizer,
+            f"in a job of {strategy.processes} processes: each would compute all rows of every "
+            "batch, and nothing would sum their gradients",
+            strategy,
+        )
+    if in_scope and owner is not current:
+        _refuse_update(optimizer, "inside strategy.scope(), and was made outside it", strategy)
+    if owner is current or optimizer.built or not variables:
+        return
+    replicas = owner.num_replicas_in_sync
+    if replicas > 1 and not alone:
+        _refuse_update(optimizer, f"with {replicas} replicas: one would compute all rows", strategy)
+    with owner.scope():  # its variables must be made here; `apply` would build it outside
+        optimizer.build(list(variables))
+
+
+def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
+    raise NotDistributedError(
+        at_rank(
+            strategy.rank,
+            f"optimizer {optimizer.name!r} was applied outside strategy.run, {why}. Make model, "
+            "optimizer and metrics inside `with strategy.scope():`, and let strategy.run call the "
+            f"step on each rank's rows:\n\n{_lines()}\n\n"
+            "docs/strategies.md has a whole loop, and says what the loss is to be divided by. To "
+            "train in this process alone, or where the script has summed the gradients itself, "
+            "apply them inside `with dtk.strategies.undistributed():`",
+        )
+    )
+
+
+def _lines() -> str:
+    """Return the lines to write around the script's step."""
+    found = _step(inspect.currentframe())
+    step, arguments = found or ("train_step", ["batch"])
+    name, given = step.rpartition(".")[2], ", ".join(arguments)
+    packed = f"({given})" if len(arguments) > 1 else f"({given},)"
+    lines = f"""
+        train_set = strategy.experimental_distribute_dataset(train_set)
+
+        @tf.function
+        def distributed_{name}({given}):
+            return strategy.run({step}, args={packed})
+
+        for {given} in train_set:
+            distributed_{name}({given})
+        """
+    lines = textwrap.dedent(lines).strip("\n")
+    return lines if found else f"def {step}({given}): ...  # from the tape to apply\n\n{lines}"
+
+
+def _step(frame: FrameType | None) -> tuple[str, list[str]] | None:
+    """Return the outermost function of the script that was given a tensor, and its arguments."""
+    found = None
+    while frame is not None and frame.f_code.co_name != "<module>":
+        code, values = frame.f_code, frame.f_locals
+        arguments = list(code.co_varnames[: code.co_argcount])
+        name = code.co_name.removeprefix(_CONVERTED)
+        converted = "__autograph_generated_file" in code.co_filename
+        own = name != code.co_name if converted else not code.co_filename.startswith(_LIBRARIES)
+        given = tf.nest.flatten([values.get(argument) for argument in arguments])
+        if own and name.isidentifier() and any(map(tf.is_tensor, given)):
+            method = arguments[0] == "self"
+            found = (f"self.{name}", arguments[1:]) if method else (name, arguments)
+        frame = frame.f_back
+    return found
