@@ -15,6 +15,7 @@ from typing import TypeVar, cast, overload
 import numpy as np
 import tensorflow as tf
 
+from dtk import placement
 from dtk.cluster.environment import Environment
 from dtk.communicators import determinism, objects
 from dtk.communicators.costs import Costs
@@ -118,7 +119,7 @@ class Communicator(abc.ABC):
 
         Every rank differentiates what is computed from it, see `dtk.layers.collectives`.
         """
-        with tf.init_scope(), tf.device("CPU:0"):
+        with tf.init_scope(), tf.device(placement.messages()):
             return tf.Variable(0.0, trainable=True, name="watched")
 
     @overload

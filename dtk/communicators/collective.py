@@ -132,7 +132,7 @@ class CollectiveCommunicator(PackedCommunicator):
         members: Sequence[int],
         group_key: int,
         runtime: tf.distribute.Strategy | None,
-        device: str = "CPU:0",
+        device: str | None = None,
     ) -> None:
         super().__init__(rank, hosts, device=device)
         self._members = tuple(members)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtk import placement
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs, fit_allreduces
 
@@ -50,7 +51,7 @@ def measure(communicator: Communicator, device: str) -> Costs:
 
 
 def _allreduces(communicator: Communicator, size: int) -> Callable[[], object]:
-    with tf.device("CPU:0"):
+    with tf.device(placement.messages()):
         values = tf.zeros(size // 4)
 
     @tf.function(autograph=False, jit_compile=False)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from dtk import placement
 from dtk.communicators import buckets, wire
 from dtk.communicators.base import AlignedSlices, Communicator, with_values
 from dtk.communicators.bucket_reduction import BucketReduction, mean
@@ -58,14 +59,14 @@ class PackedCommunicator(Communicator):
         rank: int,
         hosts: Sequence[str],
         bucket_bytes: int = buckets.DEFAULT_LIMIT,
-        device: str = "CPU:0",
+        device: str | None = None,
     ) -> None:
         self.rank = rank
         self.size = len(hosts)
         self.set_hosts(hosts)
         self.bucket_bytes = bucket_bytes
-        self._sequencer = CollectiveSequencer(device)
-        self._device = device
+        self._device = device or placement.messages()
+        self._sequencer = CollectiveSequencer(self._device)
         self._concurrent: dict[str, CollectiveSequencer] = {}
         self._sequence: _Sequence | None = None
         self._traced = 0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from dtk import placement
 from dtk.cluster import progress
 from dtk.communicators import determinism
 
@@ -29,11 +30,11 @@ _FROM_0, _TO_END = np.array([0]), np.array([-1])
 class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds."""
 
-    def __init__(self, device: str = "CPU:0", timed: bool = True) -> None:
+    def __init__(self, device: str | None = None, timed: bool = True) -> None:
         self._timed = timed
         self._eager_bytes = 0
         self._eager_seconds = 0.0
-        self._device = device
+        self._device = device = device or placement.messages()
         self._lanes: dict[int, tf.Tensor] = {}
         self._handle = lane(device)
         with tf.init_scope(), tf.device(device):
@@ -101,7 +102,7 @@ class CollectiveSequencer:
         return outputs
 
 
-def lane(device: str = "CPU:0") -> tf.Tensor:
+def lane(device: str) -> tf.Tensor:
     """Make a resource by which the graph orders ops.
 
     It is not a tf.Variable, so that no active strategy or scope mirrors or tracks it. An op that
