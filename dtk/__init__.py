@@ -7,9 +7,9 @@
 
 Importing dtk costs next to nothing; TensorFlow is loaded by the first part that needs it. The
 import changes nothing in a process except defaults of environment variables, and a job of several
-processes that makes no strategy gets a warning at its end. In processes started by `dtk run`, dtk
-also makes the imports of TensorFlow and Keras faster and quieter, refuses to train before a
-strategy is made, and begins to report the progress of the process.
+processes that makes no strategy gets a warning at its end. Ranks of `dtk run` begin with code of
+the launcher's, which also makes the imports of TensorFlow and Keras faster and quieter, refuses to
+train before a strategy is made, and begins to report the progress of the process.
 """
 
 from __future__ import annotations
@@ -58,20 +58,12 @@ __all__ = [
 ]
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-if os.environ.get("DTK_RUN") == "1":
-    from dtk import garbage, importing, quiet
-    from dtk.cluster import progress
-
-    progress.start()
-    importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
-    # Keras imports TensorFlow, and its other objects also live as long as the process.
-    importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
 if os.environ.get("OPAL_PREFIX"):  # an mpirun that brought its own MPI: Horovod may not load
     from dtk import importing
-    from dtk.cluster import mpi_installs, mpi_refusals
+    from dtk.cluster import mpi_installs
 
     if mpi_installs.mpirun_of_python_started(os.environ):
-        importing.inside("horovod.tensorflow.mpi_ops", mpi_refusals.horovod_import)
+        importing.inside("horovod.tensorflow.mpi_ops", mpi_installs.horovod_import)
 undistributed_jobs.watch()
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from dtk import garbage, importing
+from dtk.launch.job_processes import bootstrapped
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +77,14 @@ def test_import_is_without_the_collector(tmp_path, script, expected):
             "-c",
             f"{script}\nimport gc\nprint(said, gc.isenabled(), gc.get_freeze_count() > 0)",
         ],
-        env={
-            **os.environ,
-            "DTK_RUN": "1",
-            "TF_CONFIG": ALONE,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
-        },
+        env=bootstrapped(
+            {
+                **os.environ,
+                "DTK_RUN": "1",
+                "TF_CONFIG": ALONE,
+                "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
+            }
+        ),
         capture_output=True,
         text=True,
         timeout=60,

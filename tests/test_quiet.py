@@ -10,6 +10,7 @@ import time
 import pytest
 
 from dtk import quiet
+from dtk.launch.job_processes import bootstrapped
 
 PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 LINE = "{}0000 00:00:1795249997.071550   13725 port.cc:153] {}"
@@ -50,7 +51,7 @@ def run(tmp_path):
             capture_output=True,
             text=True,
             timeout=60,
-            env=env,
+            env=bootstrapped(env),
             **options,
         )
 
@@ -254,13 +255,15 @@ def test_importing_dtk_changes_nothing_in_a_process_of_the_users_own():
         import dtk
         print(state() == before, sorted(set(os.environ.items()) - set(variables.items())))
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("TF_CPP_MIN_LOG_LEVEL", "DTK_RUN")}
+    env = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    env |= {"DTK_RUN": "1", "TF_CONFIG": ALONE, "DTK_STALL_TIMEOUT": "5"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=60,
         env=env,
+        start_new_session=True,  # as of a rank
         check=False,
     )
     assert done.stdout == "True [('TF_CPP_MIN_LOG_LEVEL', '2')]\n", done.stderr

@@ -14,12 +14,11 @@ from pathlib import Path
 import click
 
 from dtk.cli.preflight import Preflight
-from dtk.cluster import Host, progress, saving
+from dtk.cluster import Host, progress
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import (
     Job,
-    Process,
     check_plan,
     job_options,
     machines,
@@ -28,7 +27,7 @@ from dtk.launch import (
     screen,
     step_settings,
 )
-from dtk.launch.attempts import Attempts, StartJob, Supervisor
+from dtk.launch.attempts import Attempt, Attempts
 
 _MAX_RESTARTS = 3
 # Packages that ranks import. Each is a folder, so a file with the same name is another module.
@@ -104,7 +103,7 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "--save-grace",
     metavar="S",
     type=float,
-    default=saving.DEFAULT_GRACE,
+    default=progress.DEFAULT_SAVE_GRACE,
     show_default=True,
     help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
     "when Ctrl-C or SIGTERM ends the job.",
@@ -152,31 +151,30 @@ def run(
     """
     screen.hold_standard_descriptors()
     command = command_of(script, module, args)
-    job_options.check_known(communicator)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
     if not 1.0 <= save_grace <= 1e6:
         raise ClusterError(f"--save-grace {save_grace:g}: expected 1 second or more")
     if not (stall_timeout == 0.0 or 1.0 <= stall_timeout <= 1e6):
         raise ClusterError(f"--stall-timeout {stall_timeout:g}: expected 1 second or more, or 0")
+    if max_restarts is not None and max_restarts < 0:
+        raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
     job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
-    _check_workers(workers, where)
-    _check_servers(ps, max_restarts)
+    check_plan(command, workers, where, communicator, ps, evaluator)
     _check_fewest(min_workers, workers, where, ps)
     if isolate and where:
         raise ClusterError(
             "--isolate is for a job on this machine: one on several hosts needs the network "
             "between them; leave it out, and keep others from that network"
         )
-    check_plan(command, workers, where, communicator, ps, evaluator)
     job_options.check_installed(communicator)
     if isolate:
         network.isolate()
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    def planned(attempt: StartJob) -> Job:
+    def planned(attempt: Attempt) -> Job:
         preflight = Preflight(remote_shell)
         make = functools.partial(
             plan,
@@ -200,20 +198,24 @@ def run(
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
-            told[RESTARTS] = str(attempt.attempt)
-        processes = [dataclasses.replace(one, env={**one.env, **told}) for one in processes]
+            told[RESTARTS] = str(attempt.number)
+        used = None
+        for index, one in enumerate(processes):
+            env, settings = step_settings.apply(one.argv, {**one.env, **told})
+            used = used or settings
+            processes[index] = dataclasses.replace(one, env=env)
+        if used is not None and not attempt.number:
+            screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
         return Job(
-            _with_settings(processes, say=not attempt.attempt),
+            processes,
             output_dir=output_dir,
             remote_shell=remote_shell,
             grace=timeout_grace,
             save_grace=save_grace,
             max_restarts=max_restarts,
             stall_timeout=stall_timeout,
-            append=attempt.attempt > 0,
+            append=attempt.number > 0,
         )
-
-    attempts = Attempts(where, workers, min_workers, 0 if ps else max_restarts)
 
     def answers(host: str) -> bool:
         with contextlib.suppress(ClusterError):
@@ -221,22 +223,9 @@ def run(
             return True
         return False
 
-    supervisor = Supervisor(attempts, planned, answers, screen.say)
-    names = [host.name for host in where]
-    sys.exit(job_options.interruptible(lambda: supervisor.run(names), "run", supervisor.jobs))
-
-
-def _with_settings(processes: list[Process], say: bool) -> list[Process]:
-    """Add the settings that `dtk tune` found for this script; print them if `say`."""
-    used = None
-    changed = []
-    for process in processes:
-        env, settings = step_settings.apply(process.argv, process.env)
-        used = used or settings
-        changed.append(dataclasses.replace(process, env=env))
-    if used is not None and say:
-        screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
-    return changed
+    restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
+    attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
+    sys.exit(job_options.interruptible(attempts.run, "run", attempts.jobs))
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
@@ -295,23 +284,6 @@ def _module_exists(top: str) -> bool:
         return importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _check_workers(workers: int | None, hosts: tuple[Host, ...]) -> None:
-    if workers is None and not hosts:
-        raise ClusterError(
-            "the number of processes is not given; add -n, e.g. `dtk run -n 2 train.py`"
-        )
-    if workers is not None and workers < 1:
-        raise ClusterError(f"-n {workers}: expected 1 or more, e.g. `dtk run -n 2 train.py`")
-    job_options.check_slots(workers, hosts)
-
-
-def _check_servers(ps: int, max_restarts: int | None) -> None:
-    if ps < 0:
-        raise ClusterError(f"--ps {ps}: expected 0 or more, e.g. `dtk run -n 4 --ps 2 train.py`")
-    if max_restarts is not None and max_restarts < 0:
-        raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
 
 
 def _check_fewest(

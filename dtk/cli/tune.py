@@ -55,7 +55,7 @@ def tune(
     settings.
     """
     command = command_of(script, module, args)
-    job_options.check_known(communicator)
+    job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
     if rounds < 1:

@@ -2,18 +2,28 @@
 
 1. `dtk run` (DTK_RUN=1): the variables it set itself, HOROVOD_RANK or TF_CONFIG; anything else is
    inherited noise.
-2. Horovod's own launcher: HOROVOD_RANK, HOROVOD_SIZE.
-3. Open MPI: OMPI_COMM_WORLD_RANK, _SIZE. Before Slurm, because `mpirun` inside a Slurm job starts
-   its daemons with `srun`, so that every rank also sees the daemon's SLURM_PROCID.
-4. MPICH, Intel MPI: PMI_RANK, PMI_SIZE, unless they repeat Slurm's numbers: then `srun --mpi=pmi2`
-   set them (5).
+2. Horovod's own launcher.
+3. Open MPI. Before Slurm, because `mpirun` inside a Slurm job starts its daemons with `srun`, so
+   that every rank also sees the daemon's SLURM_PROCID.
+4. MPICH, Intel MPI: unless they repeat Slurm's numbers: then `srun --mpi=pmi2` set them (5).
 5. A Slurm step: SLURM_STEP_ID, SLURM_PROCID.
-6. PMIx: PMIX_RANK, PMIX_SIZE.
+6. PMIx.
 7. TF_CONFIG.
 8. One process on its own.
 
 TF_CONFIG beside 2 to 6 is not ignored: it must describe the same world, and then adds its
 addresses.
+
+| launcher | rank, size | on the same host |
+|---|---|---|
+| Horovod (Gloo) | HOROVOD_RANK, HOROVOD_SIZE | HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE |
+| Open MPI | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE |
+| MPICH, Intel MPI (Hydra) | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
+| PALS | PMI_RANK, PMI_SIZE | PMI_LOCAL_RANK, PMI_LOCAL_SIZE |
+| PMIx alone | PMIX_RANK, PMIX_SIZE | PMIX_LOCAL_RANK, PMIX_LOCAL_SIZE |
+
+Open MPI documents its four: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the size.
 """
 
 from __future__ import annotations
@@ -22,8 +32,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from dtk.cluster import mpi, slurm, tf_config
+from dtk.cluster import slurm, tf_config
 from dtk.cluster.environment import Environment
+from dtk.cluster.variables import place
 from dtk.errors import ClusterError
 
 _ALONE = Environment(
@@ -56,15 +67,15 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     environ = os.environ if environ is None else environ
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
-    config = tf_config.parse(environ.get("TF_CONFIG", ""))
+    by_config = tf_config.read(environ)
     launched = _launched(environ)
-    if launched is None:
-        return _ALONE if config is None else tf_config.to_environment(config)
-    return launched if config is None else _agree(launched, config)
+    if by_config is None:
+        return launched or _ALONE
+    return by_config if launched is None else _agree(launched, by_config, environ)
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
-    found = mpi.read_horovod(environ) or tf_config.read(environ)
+    found = _horovod(environ) or tf_config.read(environ)
     if found is None:
         raise ClusterError(
             "DTK_RUN=1 is set, but neither HOROVOD_RANK nor TF_CONFIG; unset DTK_RUN, or start "
@@ -75,19 +86,72 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
 
 
 def _launched(environ: Mapping[str, str]) -> Environment | None:
-    found = mpi.read_horovod(environ) or mpi.read(mpi.OPEN_MPI, environ)
+    ranks, local = "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_"
+    found = _horovod(environ) or _numbered("Open MPI", "mpi", ranks, (local,), environ)
     if found is not None:
         return found
-    by_pmi, by_slurm = mpi.read(mpi.PMI, environ), slurm.read(environ)
+    # The names by which Hydra tells the place on a host, and PALS.
+    local_names = (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_LOCAL_")
+    by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", local_names, environ)
+    by_slurm = slurm.read(environ)
     if by_pmi and by_slurm:
         same = (by_pmi.rank, by_pmi.size) == (by_slurm.rank, by_slurm.size)
         return by_slurm if same else by_pmi
-    return by_pmi or by_slurm or mpi.read_pmix(environ)
+    return by_pmi or by_slurm or _pmix(environ)
 
 
-def _agree(launched: Environment, config: tf_config.TFConfig) -> Environment:
+def _numbered(
+    name: str,
+    kind: str,
+    prefix: str,
+    local: tuple[str | tuple[str, str], ...],
+    environ: Mapping[str, str],
+) -> Environment | None:
+    """Read a rank and a size, and those on one host: of several ways, the first that is set."""
+    rank_name, size_name = f"{prefix}RANK", f"{prefix}SIZE"
+    if rank_name not in environ and size_name not in environ:
+        return None
+    rank, size = place(environ, rank_name, size_name)
+    pairs = [(f"{one}RANK", f"{one}SIZE") if isinstance(one, str) else one for one in local]
+    told = next((pair for pair in pairs if environ.keys() & set(pair)), None)
+    local_rank, local_size = (0, 1) if told is None else place(environ, *told)
+    return Environment(
+        kind=kind,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        reason=f"{rank_name}={rank} and {size_name}={size} were set by {name}",
+        tells_local_rank=told is not None or size == 1,
+    )
+
+
+def _horovod(environ: Mapping[str, str]) -> Environment | None:
+    local = ("HOROVOD_LOCAL_",)
+    found = _numbered("Horovod's launcher", "horovod", "HOROVOD_", local, environ)
+    host = environ.get("HOROVOD_HOSTNAME")
+    if found is not None and host and found.local_size == found.size:
+        return dataclasses.replace(found, hosts=(host,) * found.size)
+    return found
+
+
+def _pmix(environ: Mapping[str, str]) -> Environment | None:
+    if "PMIX_RANK" in environ and "PMIX_SIZE" not in environ:
+        if "SLURM_JOB_ID" in environ:
+            return None
+        raise ClusterError(
+            f"PMIX_RANK={environ['PMIX_RANK']} is set but nothing tells how many ranks there are; "
+            "start with `mpirun -np N python train.py`, or unset PMIX_RANK to run alone"
+        )
+    return _numbered("PMIx", "mpi", "PMIX_", ("PMIX_LOCAL_",), environ)
+
+
+def _agree(
+    launched: Environment, by_config: Environment, environ: Mapping[str, str]
+) -> Environment:
     """Combine a launcher's world with TF_CONFIG, or say why they cannot both be right."""
-    by_config = tf_config.to_environment(config)
+    config = tf_config.parse(environ["TF_CONFIG"])
+    assert config is not None
     starter = {"mpi": "mpirun", "horovod": "horovodrun", "slurm": "srun"}[launched.kind]
     if launched.kind == "slurm" and launched.size == 1:
         return by_config  # srun is also how one process is started
@@ -110,7 +174,6 @@ def _agree(launched: Environment, config: tf_config.TFConfig) -> Environment:
         )
     raise ClusterError(
         f"{launched.reason}: a world of {launched.size}; but TF_CONFIG describes {config.tasks} "
-        "tasks, "
-        f"{by_config.size} of them training; unset TF_CONFIG, or start with `{starter} -n "
+        f"tasks, {by_config.size} of them training; unset TF_CONFIG, or start with `{starter} -n "
         f"{config.tasks}`"
     )

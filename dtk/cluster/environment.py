@@ -1,8 +1,18 @@
-"""Facts that one process knows about the job it belongs to. No TensorFlow here."""
+"""Facts that one process knows about the job it belongs to, and its part of the host's cores.
+
+`dtk run` gives every rank its share of the cores. Under an `mpirun` or `srun` that binds nothing
+each rank would start as many threads as the host has cores, and they would take them from each
+other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
+from collections.abc import MutableMapping
+
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,3 +47,31 @@ class Environment:
     reason: str = ""
     roles: tuple[str, ...] = ()
     tells_local_rank: bool = True
+
+
+def instructions() -> str:
+    """Return the instruction sets of the first core, and its maker's name for it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return str([line for line in lines if line.startswith(("model name", "flags", "Features"))])
+
+
+def divide_cores(environment: Environment, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give this process its part of the host's cores, before TensorFlow starts its threads.
+
+    What is set already stays, and so does TensorFlow's own setting (`tf.config.threading`). A
+    process that is bound to some of the cores keeps these.
+
+    >>> given = {"OMP_NUM_THREADS": "3"}
+    >>> divide_cores(Environment("mpi", rank=0, size=2, local_size=2), given)
+    >>> given
+    {'OMP_NUM_THREADS': '3'}
+    """
+    cores = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) < cores
+    if environment.local_size == 1 or bound or any(name in environ for name in THREADS):
+        return
+    environ.update(dict.fromkeys(THREADS, str(max(1, cores // environment.local_size))))

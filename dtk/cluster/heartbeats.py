@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
-from dtk.cluster.rank_status import RankReport, RankStatus, report_of
-from dtk.cluster.stall import STUCK, Stall
+from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import ClusterError
 
 _CODE = 32  # hexadecimal digits
@@ -100,10 +99,7 @@ class Listener:
 
     def _accept(self, end: socket.socket) -> tuple[int, Line]:
         try:
-            end.settimeout(_HANDSHAKE)
-            mine = os.urandom(16)
-            end.sendall(mine)
-            line = Line(end, self.secret, mine + _exactly(end, 16), is_listener=True)
+            line = _introduce(end, self.secret, is_listener=True)
             (hello,) = line.receive()
             return int(str(hello["rank"])), line
         except BaseException:
@@ -117,14 +113,21 @@ def connect(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Li
         with contextlib.suppress(OSError):
             end = socket.create_connection((address, port), timeout=_HANDSHAKE)
             try:
-                theirs, mine = _exactly(end, 16), os.urandom(16)
-                end.sendall(mine)
-                line = Line(end, secret, theirs + mine, is_listener=False)
+                line = _introduce(end, secret, is_listener=False)
                 line.send({"rank": rank})
                 return line
             except OSError:
                 end.close()
     return None
+
+
+def _introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
+    """Make a connection one that nobody has had before, by a number of each end."""
+    end.settimeout(_HANDSHAKE)
+    mine = os.urandom(16)
+    end.sendall(mine)
+    theirs = _exactly(end, 16)
+    return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:
@@ -209,7 +212,7 @@ class Client:
         """Send a report to rank 0."""
         self._status.take(report, time.monotonic())
         with contextlib.suppress(OSError):
-            self._line.send(report)
+            self._line.send(vars(report))
 
     def _run(self) -> None:
         """Await rank 0's word, or its silence; rank 1 speaks first of it."""
@@ -229,7 +232,7 @@ class Client:
         own = self._status
         while not (
             own.last is not None
-            and own.last["inside"]
+            and own.last.inside
             and max(own.moved, own.busy) < time.monotonic() - self._timeout
         ):
             time.sleep(_PERIOD)

@@ -15,6 +15,13 @@ them has work since when; the evaluator is inside while it evaluates; the others
 
 Under `dtk run` a rank reports from the import of dtk on, elsewhere from the strategy on.
 
+A rank also says what a SIGTERM would lead to: the launcher sends it to ranks that are ready, gives
+them `save_grace` seconds to begin, and as much again to write. All others it ends at once.
+
+    ready    a SIGTERM would be followed by a checkpoint, when the running step is over
+    begun    all ranks have agreed, and one writes
+    over     nothing would be saved any more
+
 Reports go to the launcher by `dtk.cluster.report_channel`. A rank that is stopped, swapped out or
 cut off sends none at all.
 """
@@ -25,18 +32,23 @@ import atexit
 import collections
 import contextlib
 import faulthandler
+import math
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple, TypeAlias
 
 from dtk.cluster import report_channel, usage
-from dtk.cluster.rank_status import RankReport
+from dtk.cluster.stall import RankReport
+from dtk.cluster.variables import SAVE_GRACE
+from dtk.errors import ClusterError
 
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
+DEFAULT_SAVE_GRACE = 60.0
 _PERIOD = 1.0
 _AT_LEAST = 5.0
 # Shown of a stack: the innermost calls, and the outermost, which are the script's.
@@ -46,7 +58,6 @@ _LONGEST = 3000
 _ANOTHER = "and of a thread that this one waits for:"
 # Where TensorFlow calls Python: generators, `tf.py_function` and its like.
 _BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
-
 # Where a checkpoint is written while training goes on.
 _WRITES = "/dtk/callbacks/checkpointing/background.py"
 
@@ -69,46 +80,27 @@ class _Reporter:
         self.loops = 0
         self.refused = False
         self.awaited: threading.Thread | None = None
-        self._timeout = timeout
-        self._serves = False
-        self._send = send
+        self.times: collections.Counter[str] = collections.Counter()
+        self.serves = False
+        self._timeout, self._send = timeout, send
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
-        self.times: collections.Counter[str] = collections.Counter()
-        self._reported: tuple[_Position, float] = (self.position, 0.0)
         self._main = threading.main_thread().ident or 0
         # Seconds that the main thread has computed in looking for messages, and since when it does.
-        self.polled = 0.0
-        self.polls_since: float | None = None
+        self._polled = 0.0
+        self._polls_since: float | None = None
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
         atexit.register(self.tell)  # the launcher wants to know whether anything was done
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()
 
-    def serve(self) -> None:
-        """Note that the main thread only waits for the job's end from now on."""
-        self._serves = True
-        self.position = _Position(0, 1, "service", time.monotonic())
-
-    @contextlib.contextmanager
-    def at(self, place: _Position, stays: bool = False) -> Iterator[None]:
-        """Return a context in which the main thread is at a place."""
-        before = self.position
-        self.position = place._replace(since=time.monotonic())
-        try:
-            yield
-        finally:
-            after = place._replace(depth=0) if stays else before
-            number = self.position.number
-            self.position = after._replace(number=number, since=time.monotonic())
-
     def _run(self) -> None:
+        told, when = self.position, 0.0
         while True:
             position, now = self.position, time.monotonic()
-            before, when = self._reported
-            if position is not before or now - when >= min(_AT_LEAST, self._timeout / 4):
-                self._reported = (position, now)
+            if position is not told or now - when >= min(_AT_LEAST, self._timeout / 4):
+                told, when = position, now
                 self.tell()
             time.sleep(min(_PERIOD, self._timeout / 10))
 
@@ -120,26 +112,59 @@ class _Reporter:
 
     def _report(self, position: _Position, now: float) -> RankReport:
         still = now - position.since
-        polls, main = 0.0, threading.main_thread().native_id or 0
-        if (since := self.polls_since) is not None:
-            polls = max(0.0, usage.cpu(main) - since)
-        late = still > self._timeout / 2 and not self._serves
+        polls, main = self._polled, threading.main_thread().native_id or 0
+        if (since := self._polls_since) is not None:
+            polls += max(0.0, usage.cpu(main) - since)
+        late = still > self._timeout / 2 and not self.serves
         stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
-        return {
-            "count": position.number,
-            "inside": position.depth > 0,
-            "alone": position.alone,
-            "joining": position.joining,
-            "loops": self.loops,
-            "refused": self.refused,
-            "feeds": feeds,
-            "what": position.what,
-            "still": still,
-            "cpu": time.process_time() - sum(map(usage.cpu, _polling)) - self.polled - polls,
-            "io": usage.io(),
-            "stack": stack,
-            "held": {str(worker): now - began for worker, began in self.held().items()},
-        }
+        return RankReport(
+            count=position.number,
+            inside=position.depth > 0,
+            alone=position.alone,
+            joining=position.joining,
+            loops=self.loops,
+            refused=self.refused,
+            feeds=feeds,
+            what=position.what,
+            still=still,
+            cpu=time.process_time() - sum(map(usage.cpu, _polling)) - polls,
+            io=usage.io(),
+            stack=stack,
+            held={str(worker): now - began for worker, began in self.held().items()},
+        )
+
+    @contextlib.contextmanager
+    def at(self, place: _Position, stays: bool = False, at_once: bool = False) -> Iterator[None]:
+        """Return a context in which the main thread is at a place."""
+        before = self.position
+        self.position = place._replace(since=time.monotonic())
+        if at_once:
+            self.tell()
+        try:
+            yield
+        finally:
+            after = place._replace(depth=0) if stays else before
+            number = self.position.number
+            self.position = after._replace(number=number, since=time.monotonic())
+
+    @contextlib.contextmanager
+    def awaiting(self, thread: threading.Thread) -> Iterator[None]:
+        """Return a context in which the main thread waits for another of this process."""
+        self.awaited = thread
+        try:
+            yield
+        finally:
+            self.awaited = None
+
+    @contextlib.contextmanager
+    def polling(self) -> Iterator[None]:
+        """Return a context in which the main thread asks for messages all the time."""
+        began = self._polls_since = time.thread_time()
+        try:
+            yield
+        finally:
+            self._polls_since = None
+            self._polled += time.thread_time() - began
 
 
 _reporter: _Reporter | None = None
@@ -149,7 +174,6 @@ _polling: set[int] = set()
 
 def start(serves: bool = False) -> None:
     """Begin to report, once, where the launcher has asked for it."""
-    global _reporter
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
@@ -157,9 +181,10 @@ def start(serves: bool = False) -> None:
     if is_launched() and os.getsid(0) == os.getpid():
         report_channel.keep()
         if _reporter is None and timeout > 0:
-            _reporter = _Reporter(timeout, lambda told: report_channel.tell({"progress": told}))
-    if _reporter is not None and serves:
-        _reporter.serve()
+            report_to(lambda told: report_channel.tell({"progress": vars(told)}), timeout)
+    if _reporter is not None and serves:  # its main thread only waits for the job's end
+        _reporter.serves = True
+        _reporter.position = _Position(0, 1, "service", time.monotonic())
 
 
 def report_to(send: Callable[[RankReport], None], timeout: float) -> None:
@@ -190,82 +215,54 @@ def _mine() -> _Reporter | None:
     return _reporter if is_main else None
 
 
-@contextlib.contextmanager
-def inside(what: str) -> Iterator[None]:
+def inside(what: str) -> AbstractContextManager[None]:
     """Return a context for what all ranks do together."""
     reporter = _mine()
     if reporter is None:
-        yield
-        return
+        return nullcontext()
     number, depth, _, _, is_alone, _ = reporter.position
     reporter.times[what] += 1
     place = _Position(number + 1, depth + 1, f"{what} {reporter.times[what]}")
-    with reporter.at(place, stays=not (depth or is_alone)):
-        yield
+    return reporter.at(place, stays=not (depth or is_alone))
 
 
-@contextlib.contextmanager
-def alone(what: str) -> Iterator[None]:
+def alone(what: str) -> AbstractContextManager[None]:
     """Return a context, inside of another, for what a rank does without the others."""
     reporter = _mine()
     if reporter is None or not reporter.position.depth:
-        yield
-        return
+        return nullcontext()
     number, _, where, *_ = reporter.position
-    with reporter.at(_Position(number, 0, f"{what} {where}", alone=True)):
-        yield
+    return reporter.at(_Position(number, 0, f"{what} {where}", alone=True))
 
 
-@contextlib.contextmanager
-def joining(what: str) -> Iterator[None]:
+def joining(what: str) -> AbstractContextManager[None]:
     """Return a context in which this rank waits until the others have started, too."""
     reporter = _mine()
     if reporter is None:
-        yield
-        return
+        return nullcontext()
     number, depth, *_ = reporter.position
-    with reporter.at(_Position(number, depth, what, joining=True)):
-        reporter.tell()  # while it can
-        yield
+    # At once: while it waits, it may be unable to.
+    return reporter.at(_Position(number, depth, what, joining=True), at_once=True)
 
 
-@contextlib.contextmanager
-def awaiting(thread: threading.Thread) -> Iterator[None]:
+def awaiting(thread: threading.Thread) -> AbstractContextManager[None]:
     """Return a context in which the main thread waits for another of this process."""
     reporter = _mine()
-    if reporter is None:
-        yield
-        return
-    reporter.awaited = thread
-    try:
-        yield
-    finally:
-        reporter.awaited = None
+    return nullcontext() if reporter is None else reporter.awaiting(thread)
 
 
-def end_of_data() -> None:
-    """Note that this rank has come to the end of an epoch's data, or of that of a call."""
+def polling() -> AbstractContextManager[None]:
+    """Return a context in which this thread asks for messages all the time.
+
+    What it uses of the processor does not count as computing.
+    """
     reporter = _mine()
-    if reporter is not None:
-        reporter.loops += 1
-        reporter.tell()
-
-
-def refused() -> None:
-    """Note that others take part in another collective than this rank; who watches may say why."""
-    reporter = _reporter
-    if reporter is not None:
-        reporter.refused = True
-        reporter.tell()
-        time.sleep(_PERIOD)
+    return nullcontext() if reporter is None else reporter.polling()
 
 
 @contextlib.contextmanager
 def polling_threads() -> Iterator[None]:
-    """Return a context whose new threads ask for messages all the time.
-
-    What they use of the processor does not count as computing.
-    """
+    """Return a context whose new threads ask for messages all the time; see `polling`."""
     before = _threads()
     try:
         yield
@@ -273,29 +270,54 @@ def polling_threads() -> Iterator[None]:
         _polling.update(_threads() - before)
 
 
-@contextlib.contextmanager
-def polling() -> Iterator[None]:
-    """Return a context in which this thread asks for messages all the time.
-
-    What it uses of the processor does not count as computing.
-    """
-    reporter = _mine()
-    if reporter is None:
-        yield
-        return
-    began = reporter.polls_since = time.thread_time()
-    try:
-        yield
-    finally:
-        reporter.polls_since = None
-        reporter.polled += time.thread_time() - began
-
-
 def _threads() -> set[int]:
     try:
         return set(map(int, os.listdir("/proc/self/task")))
     except OSError:
         return set()
+
+
+def end_of_data() -> None:
+    """Note that this rank has come to the end of an epoch's data, or of that of a call."""
+    if (reporter := _mine()) is not None:
+        reporter.loops += 1
+        reporter.tell()
+
+
+def refused() -> None:
+    """Note that others take part in another collective than this rank; who watches may say why."""
+    if _reporter is not None:
+        _reporter.refused = True
+        _reporter.tell()
+        time.sleep(_PERIOD)
+
+
+# What a SIGTERM would lead to.
+
+Readiness: TypeAlias = Literal["ready", "begun", "over"]
+
+
+def save_grace(environ: Mapping[str, str] = os.environ) -> float:
+    """Return how many seconds ranks may take to agree on a checkpoint, and to write it."""
+    text = environ.get(SAVE_GRACE, "")
+    if not text:
+        return DEFAULT_SAVE_GRACE
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if math.isfinite(seconds) and seconds > 0:
+            return seconds
+    raise ClusterError(f"{SAVE_GRACE}={text!r}, expected a positive number of seconds")
+
+
+def is_launcher_told_of_saving() -> bool:
+    """Return whether a launcher reads what `tell_saving` says."""
+    return is_launched() and SAVE_GRACE in os.environ
+
+
+def tell_saving(what: Readiness) -> None:
+    """Tell the launcher, if there is one, what a SIGTERM would lead to."""
+    if is_launcher_told_of_saving():
+        report_channel.tell({"saving": what})
 
 
 # Stacks as `faulthandler` writes them, shortened to what tells where a script is.

@@ -8,6 +8,7 @@ both, a script runs alone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -49,56 +50,45 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     rank, size = place(environ, "SLURM_PROCID", size_name)
     step = environ["SLURM_STEP_ID"]
     reason = f"srun set SLURM_STEP_ID={step}, SLURM_PROCID={rank} and {size_name}={size}"
-    local_rank = integer(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else None
+    names = ("SLURM_NODEID", "SLURM_LOCALID")
+    told = {name: integer(environ, name) for name in names if name in environ}
+    local_rank = told.get("SLURM_LOCALID", 0)
+    tells_local_rank = "SLURM_LOCALID" in told or size == 1
+    found = Environment("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
 
     tasks_text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     nodes_text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not tasks_text or not nodes_text:
-        local = (local_rank or 0, size if size == 1 else max(1, (local_rank or 0) + 1))
-        return Environment(
-            "slurm",
-            rank,
-            size,
-            *local,
-            reason=reason + "; it names no hosts",
-            tells_local_rank=local_rank is not None or size == 1,
-        )
+        local_size = 1 if size == 1 else local_rank + 1
+        reason += "; it names no hosts"
+        return dataclasses.replace(found, local_size=local_size, reason=reason)
 
     tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
     if len(tasks) != len(nodes) or sum(tasks) != size:
         raise ClusterError(
-            f"{len(nodes)} nodes ({nodes_text}) with {tasks_text} tasks per node and "
-            f"{size_name}={size} do not fit "
-            "together; start again with `srun -n N python train.py`, without exporting SLURM_ "
-            "variables"
+            f"{len(nodes)} nodes ({nodes_text}) with {tasks_text} tasks per node and {size_name}="
+            f"{size} do not fit together; start again with `srun -n N python train.py`, without "
+            "exporting SLURM_ variables"
         )
-    layout = _layout(tasks, environ.get("SLURM_DISTRIBUTION", "block"))
+    distribution = environ.get("SLURM_DISTRIBUTION", "block")
+    layout = _layout(tasks, distribution)
     if layout is None:
-        node = integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-        return Environment(
-            "slurm",
-            rank,
-            size,
-            local_rank or 0,
-            tasks[min(node, len(tasks) - 1)],
-            reason=f"{reason}; which host has which rank is not known with "
-            f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']}",
-            tells_local_rank=local_rank is not None,
-        )
-    node, derived_local_rank = layout[rank]
-    for name, derived in (("SLURM_NODEID", node), ("SLURM_LOCALID", derived_local_rank)):
-        if name in environ and integer(environ, name) != derived:
+        local_size = tasks[min(told.get("SLURM_NODEID", 0), len(tasks) - 1)]
+        reason += f"; which host has which rank is not known with SLURM_DISTRIBUTION={distribution}"
+        return dataclasses.replace(found, local_size=local_size, reason=reason)
+    for name, derived in zip(names, layout[rank], strict=True):
+        if told.get(name, derived) != derived:
             raise ClusterError(
                 f"SLURM_PROCID={rank} should have {name}={derived} with tasks per node "
-                f"{tasks_text}, but has "
-                f"{environ[name]}; start with `srun --distribution=block`"
+                f"{tasks_text}, but has {told[name]}; start with `srun --distribution=block`"
             )
+    node, local_rank = layout[rank]
     base = port_base(environ)
     return Environment(
         "slurm",
         rank,
         size,
-        derived_local_rank,
+        local_rank,
         tasks[node],
         hosts=tuple(nodes[n] for n, _ in layout),
         addresses=tuple(f"{nodes[n]}:{base + local}" for n, local in layout),

@@ -20,9 +20,7 @@ from collections.abc import Mapping
 
 from dtk.cluster import stall, usage
 from dtk.cluster.environment import Environment
-from dtk.cluster.mpi import OPEN_MPI
-from dtk.cluster.rank_status import RankStatus
-from dtk.cluster.stall import STUCK, Stall
+from dtk.cluster.stall import STUCK, RankStatus, Stall
 
 AFTER = 10.0  # seconds; processes of one job often start a few seconds apart
 # The same in all processes of a job, and in no other: Open MPI's, from version 4 on.
@@ -127,20 +125,17 @@ def _come(name: str) -> set[int]:
 
 def _neighbours(job: str) -> dict[int, int]:
     """Return the processes of this host's ranks, of those that could be seen to have come."""
+    import psutil  # here, since few jobs wait like that
+
     mine, found = _network("self"), dict[int, int]()
-    for entry in sorted((one for one in os.listdir("/proc") if one.isdigit()), key=int):
+    for process in psutil.process_iter(["environ"]):  # by their numbers
+        told = process.info["environ"] or {}
         with contextlib.suppress(OSError, ValueError):
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                told = dict(
-                    word.split("=", 1)
-                    for word in file.read().decode(errors="replace").split("\0")
-                    if "=" in word
-                )
-            if told.get(_JOB) == job and _network(entry) == mine:
+            if told.get(_JOB) == job and _network(process.pid) == mine:
                 # Its children have the same variables, and later numbers.
-                found.setdefault(int(told.get(OPEN_MPI.rank, "")), int(entry))
+                found.setdefault(int(told.get("OMPI_COMM_WORLD_RANK", "")), process.pid)
     return found
 
 
-def _network(process: str) -> str:
+def _network(process: int | str) -> str:
     return os.readlink(f"/proc/{process}/ns/net")

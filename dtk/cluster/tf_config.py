@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
 from dtk.errors import ClusterError
@@ -175,17 +175,6 @@ def to_environment(config: TFConfig) -> Environment:
         ),
         roles=tuple(role for role in TRAINING for _ in config.cluster.get(role, ())),
     )
-
-
-def write(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
-    """Return the value of TF_CONFIG for one task.
-
-    >>> write({"worker": ["a:1"]}, "worker", 0)
-    '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
-    """
-    return TFConfig(
-        {name: tuple(addresses) for name, addresses in cluster.items()}, role, index
-    ).dumps()
 
 
 def host_of(address: str) -> str:

@@ -16,7 +16,7 @@ SELF_TEST = "DTK_SELF_TEST"
 MPI_LEASE = "DTK_MPI_LEASE"
 # In a rank: how often its job was started before.
 RESTARTS = "DTK_RESTARTS"
-# Seconds that ranks have to save in when their job is ended; see `dtk.cluster.saving`.
+# Seconds that ranks have to save in when their job is ended; see `dtk.cluster.progress`.
 SAVE_GRACE = "DTK_SAVE_GRACE"
 # In a rank: a file to write the times of steps to, instead of training; see `dtk tune`.
 TIME_STEPS = "DTK_TIME_STEPS"

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 # that the user has set stays.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-from dtk.cluster import processor, progress, slurm
-from dtk.cluster.environment import Environment
-from dtk.cluster.mpi_installs import mpirun_of_python_started
-from dtk.cluster.mpi_refusals import horovod_refused
+from dtk.cluster import progress, slurm
+from dtk.cluster.environment import Environment, divide_cores
+from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
@@ -88,7 +87,7 @@ def create(
         )
     if name == "auto":
         name = choose(environment).name
-    processor.divide_cores(environment)
+    divide_cores(environment)
     with progress.joining(f"the start of {name}"):
         world = _world(name, environment, before_collectives)
     world.environment = environment

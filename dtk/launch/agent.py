@@ -21,8 +21,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from dtk.cluster.report_channel import pair, receive, record, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
@@ -32,51 +32,6 @@ _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
 _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
 _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
-
-
-class RankSpec(TypedDict):
-    """The launcher's order to run a rank."""
-
-    task: Literal["rank"]
-    argv: Sequence[str]  # the command
-    env: Mapping[str, str]  # added to this environment
-    cwd: str  # folder to start in
-    job: str  # A mark of this rank alone
-    grace: float  # seconds between SIGTERM and SIGKILL
-    save_grace: float  # seconds that a rank has to begin a checkpoint, and as many to write it
-    serves: bool  # whether others need it to save what they have
-    watch: float  # seconds between two looks at the rank, told to the launcher; 0 for none
-    reserve: str  # A port to hold until it ends, "host:port"; "" for none
-    cores: Sequence[int]  # those it is bound to; all when empty
-    silence: float  # seconds after which a launcher that says nothing is gone
-
-
-class GuardSpec(TypedDict):
-    """The launcher's order to end its job if the launcher dies; see `RankSpec`.
-
-    Lines that follow:
-
-        remove FOLDER   remove it after the job's end
-        ready PID       this rank would save a checkpoint if it were asked to end
-        over PID        it would not any more
-        done            all is well: leave
-    """
-
-    task: Literal["guard"]
-    job: str
-    grace: float
-    save_grace: float
-
-
-class SurveySpec(TypedDict):
-    """The launcher's order to look at this host; see `survey`."""
-
-    task: Literal["survey"]
-    host: str
-    ports: int
-
-
-Spec: TypeAlias = RankSpec | GuardSpec | SurveySpec
 
 
 # Free ports of this host, its cores, and the interface of its address, "" where there is none.
@@ -219,73 +174,95 @@ def _read_out(pipe: int) -> None:
             pass
 
 
-def run_rank(spec: RankSpec) -> int:
-    """Run one rank here until it ends, or the launcher is gone."""
-    host, _, port = spec["reserve"].rpartition(":")
-    held = None
+def run_rank(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    job: str,
+    grace: float,
+    save_grace: float,
+    serves: bool,
+    watch_every: float,
+    reserved: str,
+    cores: Sequence[int],
+    silence: float,
+) -> int:
+    """Run one rank here until it ends, or the launcher is gone; it orders by `Rank.order`'s words.
+
+    Args:
+        argv: The command.
+        env: Variables added to this environment.
+        cwd: Folder to start in.
+        job: A mark of this rank alone.
+        grace: Seconds between SIGTERM and SIGKILL.
+        save_grace: Seconds that the rank has to begin a checkpoint, and as many to write it.
+        serves: Whether others need it to save what they have.
+        watch_every: Seconds between two looks at the rank, told to the launcher; 0 for none.
+        reserved: A port to hold until it ends, "host:port"; "" for none.
+        cores: Those it is bound to; all when empty.
+        silence: Seconds after which a launcher that says nothing is gone.
+    """
+    held = contextlib.ExitStack()
+    host, _, port = reserved.rpartition(":")
     if host:
         with contextlib.suppress(OSError):  # a port in use is reported by the rank itself
-            held = reserve(host, int(port))
+            held.enter_context(reserve(host, int(port)))
     reports, end_of_rank = pair()
-    environ = {**os.environ, **spec["env"], **variables(end_of_rank)}
-    command, keeps = spec["argv"], [end_of_rank.fileno()]
+    environ = {**os.environ, **env, **variables(end_of_rank)}
     try:
         with end_of_rank:
-            rank = start(command, environ, spec["job"], spec["cores"], cwd=spec["cwd"], keeps=keeps)
+            rank = start(argv, environ, job, cores, cwd=cwd, keeps=[end_of_rank.fileno()])
     except OSError as error:
-        print(f"cannot start {spec['argv'][0]} in {spec['cwd']}: {error.strerror}", file=sys.stderr)
+        print(f"cannot start {argv[0]} in {cwd}: {error.strerror}", file=sys.stderr)
         return 127
-
-    saver = Saver(spec["job"], spec["save_grace"])
+    saver = Saver(job, save_grace)
     kills = MemoryKills(rank.pid)
 
-    def wait_for_launcher() -> None:
-        serves = spec["serves"]
-
-        def follow(word: str) -> None:
-            nonlocal serves
-            serves &= word != "over"
+    def follow_launcher() -> None:
+        is_needed = serves
+        for word in orders(silence):
+            is_needed &= word != "over"
             if word == "end":  # by itself
                 rank.terminate()
             elif word == "stack":
                 abort(rank.pid)
             else:
                 saver.note(word, rank.pid)
-
-        if not obey(follow, spec["silence"]):
-            text = f"dtk: the launcher said nothing for {spec['silence']:g} s; the rank is ended\n"
-            _say(text.encode())
-        saver.let_save([rank.pid] if serves else [])
-        end(spec["job"], spec["grace"])
+        saver.let_save([rank.pid] if is_needed else [])
+        end(job, grace)
 
     def watch() -> None:
         while rank.poll() is None:
             if seen := of(rank.pid):
                 _pass_on(json.dumps({"usage": seen}).encode())
-            time.sleep(spec["watch"])
+            time.sleep(watch_every)
 
     def hear() -> None:
         with reports:
             while message := receive(reports):
                 _pass_on(message)
 
-    threading.Thread(target=wait_for_launcher, daemon=True).start()
-    if spec["watch"]:
-        threading.Thread(target=watch, daemon=True).start()
-    hearing = threading.Thread(target=hear, daemon=True)
-    hearing.start()
+    _thread(follow_launcher)
+    if watch_every:
+        _thread(watch)
+    hearing = _thread(hear)
     code = rank.wait()
     if code == -signal.SIGKILL and kills.are_more():
         _say(record(json.dumps({"usage": NO_MEMORY}).encode()))
-    end(spec["job"], 1.0, sessions=[rank.pid])
+    end(job, 1.0, sessions=[rank.pid])
     hearing.join(_LAST_WORDS)
-    if held is not None:
-        held.close()
+    held.close()
     return shell_code(code)
 
 
-def obey(follow: Callable[[str], None], silence: float) -> bool:
-    """Follow what the launcher says on standard input, until it is gone."""
+def _thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def orders(silence: float) -> Iterator[str]:
+    """Return what the launcher says on standard input, word by word, until it is gone."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -293,7 +270,7 @@ def obey(follow: Callable[[str], None], silence: float) -> bool:
             lines.put(line)
         lines.put("")
 
-    threading.Thread(target=read, daemon=True).start()
+    _thread(read)
     looks = 0
     while looks < _LOOKS:
         try:
@@ -303,10 +280,10 @@ def obey(follow: Callable[[str], None], silence: float) -> bool:
             continue
         looks = 0
         if not line:
-            return True
+            return
         if word := line.strip():
-            follow(word)
-    return False
+            yield word
+    _say(f"dtk: the launcher said nothing for {silence:g} s; the rank is ended\n".encode())
 
 
 def _pass_on(report: bytes) -> None:
@@ -324,13 +301,18 @@ def _say(line: bytes) -> None:
             os.write(2, line)
 
 
-def guard(spec: GuardSpec) -> int:
+def guard(job: str, grace: float, save_grace: float) -> int:
     """Wait for the launcher; if it dies without saying goodbye, end its job.
 
     Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
-    end.
+    end. The launcher writes lines:
+
+        remove FOLDER   remove it after the job's end
+        ready PID       this rank would save a checkpoint if it were asked to end
+        over PID        it would not any more
+        done            all is well: leave
     """
-    saver = Saver(spec["job"], spec["save_grace"])
+    saver = Saver(job, save_grace)
     folders = []
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
@@ -341,25 +323,23 @@ def guard(spec: GuardSpec) -> int:
         else:
             saver.note(word, int(rest))
     saver.let_save()
-    end(spec["job"], spec["grace"])
-    end(spec["job"] + BESIDE, 0.0)
+    end(job, grace)
+    end(job + BESIDE, 0.0)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def main(spec: Spec) -> int:
-    """Do what the launcher asked for."""
-    if spec["task"] != "rank":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-    if spec["task"] == "rank":
-        return run_rank(spec)
-    if spec["task"] == "guard":
-        return guard(spec)
-    print(json.dumps([survey(spec["host"], spec["ports"]), versions(), time.time()]))
+def tell(host: str, ports: int) -> int:
+    """Tell the launcher about this host."""
+    print(json.dumps([survey(host, ports), versions(), time.time()]))
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.stdin.readline())))
+def main(task: str, given: Mapping[str, object]) -> int:
+    """Do what the launcher asks for."""
+    if task == "rank":
+        return run_rank(**given)  # type: ignore[arg-type]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return (guard if task == "guard" else tell)(**given)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 import traceback
@@ -28,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from dtk.cluster import stall
 from dtk.errors import ClusterError
-from dtk.launch import job_processes, machines, outcome
+from dtk.launch import job_processes, machines
+from dtk.launch.outcome import JobOutcome
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
@@ -50,7 +49,7 @@ class Job:
         grace: Seconds between SIGTERM and SIGKILL; before that, where there are parameter servers,
             what they and the workers get to end by themselves after the chief.
         save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, when the
-            job is stopped; see `dtk.cluster.saving`. 0 gives them none but `grace`.
+            job is stopped; see `dtk.cluster.progress`. 0 gives them none but `grace`.
         max_restarts: How often each worker that a signal ended is started again, where there are
             parameter servers. Without, a lost rank ends the job, and 0 says that nobody starts
             it again.
@@ -91,27 +90,21 @@ class Job:
         self.output_dir = None if output_dir is None else Path(output_dir)
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
-        self._grace, self._save_grace = grace, save_grace
-        self._restarts, self._reports = max_restarts > 0, stall_timeout > 0
-        self._ranks: list[Rank] = []
-        self._state = JobState()
-        self._outcome = outcome.choose(self.processes, self._ranks)
-        self._output = JobOutput(
-            self.processes, self.output_dir, append, stdout, stderr, self._state, self._outcome
-        )
-        self._starter = Starter(
-            self.processes, self.job_id, grace, save_grace, remote_shell, self._output, self._state
-        )
-        self._watch = Watch(
-            self._ranks,
-            self._outcome,
-            self._state,
-            self._output,
-            self._starter,
+        self._state = JobState(
+            self.processes,
+            self.job_id,
+            remote_shell,
             grace,
+            save_grace,
             max_restarts,
             stall_timeout,
         )
+        self._outcome = JobOutcome(self.processes, self._state.ranks)
+        self._output = JobOutput(
+            self._state, self._outcome, self.output_dir, append, stdout, stderr
+        )
+        self._starter = Starter(self._state, self._output)
+        self._watch = Watch(self._state, self._outcome, self._output, self._starter)
         self._done = threading.Event()
         self._started = False
         self._culprit: Rank | None = None
@@ -134,14 +127,14 @@ class Job:
             self._output.open()
             self._starter.prepare()
             for process in self.processes:
-                self._starter.start(process, self._ranks)
+                self._starter.start(process)
         except BaseException:
             self._state.stopping = self._state.hurry = True
             self._end_all()
             self._done.set()
             raise
         threading.Thread(target=self._supervise, name="dtk job", daemon=True).start()
-        if any(rank.remote for rank in self._ranks):
+        if any(rank.remote for rank in self._state.ranks):
             threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
         return self
 
@@ -162,7 +155,7 @@ class Job:
         if not self._started:
             raise ClusterError("this job was not started; call start() first")
         if not self._done.wait(timeout):
-            names = ", ".join(rank.process.name for rank in self._ranks if rank.code is None)
+            names = ", ".join(rank.process.name for rank in self._state.ranks if rank.code is None)
             raise TimeoutError(f"after {timeout} s still running: {names}; wait longer or stop()")
         return self._code
 
@@ -196,7 +189,7 @@ class Job:
     @property
     def returncodes(self) -> dict[str, int | None]:
         """Exit code of every process by name; None while it runs."""
-        return {rank.process.name: rank.code for rank in self._ranks}
+        return {rank.process.name: rank.code for rank in self._state.ranks}
 
     @property
     def failure(self) -> tuple[Process, int, str] | None:
@@ -221,21 +214,20 @@ class Job:
         return (
             culprit is not None
             and culprit.failed_by_itself
-            and self._reports
-            and not any(rank.status.worked for rank in self._ranks)
+            and self._state.stall_timeout > 0
+            and not any(rank.status.worked for rank in self._state.ranks)
         )
 
     @property
     def pids(self) -> dict[str, int]:
         """Process id by name (the remote shell's for a process on another host)."""
-        return {rank.process.name: rank.popen.pid for rank in self._ranks}
+        return {rank.process.name: rank.popen.pid for rank in self._state.ranks}
 
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(machines.HEARTBEAT):
-            for rank in self._ranks:
-                if rank.remote and rank.code is None:
-                    rank.tell_agent("")
+            for rank in self._state.ranks:
+                rank.beat()
 
     def _supervise(self) -> None:
         try:
@@ -253,72 +245,54 @@ class Job:
             self._done.set()
 
     def _see_to_the_end(self) -> None:
+        state, outcome = self._state, self._outcome
         culprit = self._watch.culprit()
         # Decided now: ending the others gives them exit codes too.
-        code = outcome.exit_code(culprit, self._outcome)
+        code = outcome.exit_code(culprit)
         self._culprit = None if culprit is None or culprit.code is None else culprit
-        self._watch.ask_missing()
-        # As they stand now: ranks that are asked to end may yet move.
-        found, short = self._watch.stall, self._watch.short
-        statuses = [rank.status for rank in self._ranks]
-        report = "" if found is None else stall.describe(found, statuses)
-        why = "" if short is None else stall.describe_cause(short, statuses)
-        if culprit is not None and culprit.is_victim and not why:
-            left = self._watch.left
-            why = "" if left is None else outcome.leaver_report(left)
+        report, why = self._watch.report(culprit)
         if self._watch.gone:
             code = self._watch.gone.code
-            report = f"\ndtk: {self._watch.gone.how}; every rank needs it. The job was ended.\n"
         if culprit is None:
-            self._watch.let_save(self._save_grace)
+            self._watch.let_save()
         # What served the chief gets time to notice that it has ended.
-        self._state.wait_for(
-            lambda: self._state.stopping or all(r.code is not None for r in self._outcome.serving),
-            self._grace,
+        state.wait_for(
+            lambda: state.stopping or all(rank.code is not None for rank in outcome.serving),
+            state.grace,
         )
         self._end_all()
-        self._code = 128 + signal.SIGPIPE if self._state.broken_pipe and not culprit else code
+        self._code = 128 + signal.SIGPIPE if state.broken_pipe and not culprit else code
+        if culprit is not None and not report:
+            may_restart = state.max_restarts > 0
+            report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
         if report:
             self._output.write_error(report)
-        elif culprit is not None:
-            told = outcome.failure_report(
-                culprit,
-                self._outcome.speaker(culprit),
-                len(self._ranks),
-                self._output.suppressed,
-                self._restarts or self._outcome.can_replace,
-            )
-            self._output.write_error(told + why)
-        if self._state.error is not None:
-            raise self._state.error
+        if state.error is not None:
+            raise state.error
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
-        if self._outcome.can_replace:
+        state, ranks = self._state, self._state.ranks
+        if self._outcome.served:
             # The chief and an evaluator end while what serves them is there. Else the chief could
             # not save any more, and would say that a server is gone.
             for rank in self._outcome.essential:
                 if not rank.remote and rank.code is None:
-                    mark, pids = self._starter.mark(rank.process), [rank.popen.pid]
-                    job_processes.end(mark, self._grace, lambda: self._state.hurry, pids)
-        for rank in self._ranks:
-            if rank.remote:
-                rank.hang_up()
-        own = [rank.popen.pid for rank in self._ranks]
-        job_processes.end(self.job_id, self._grace, lambda: self._state.hurry, own)
+                    mark, pids = state.mark(rank.process), [rank.popen.pid]
+                    job_processes.end(mark, state.grace, lambda: state.hurry, pids)
+        for rank in ranks:
+            rank.hang_up()
+        own = [rank.popen.pid for rank in ranks]
+        job_processes.end(self.job_id, state.grace, lambda: state.hurry, own)
         # Other hosts have the same grace, and some time to answer.
-        deadline = time.monotonic() + (0.5 if self._state.hurry else self._grace + 2.0)
-        for rank in self._ranks:
-            if rank.remote:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.popen.wait(max(0.0, deadline - time.monotonic()))
-                rank.popen.kill()
+        deadline = time.monotonic() + (0.5 if state.hurry else state.grace + 2.0)
+        for rank in ranks:
+            rank.await_agent(deadline - time.monotonic())
             rank.popen.wait()
-        for rank in self._ranks:
-            for reader in rank.readers:
-                reader.join(2.0)
+        for rank in ranks:
+            rank.read_out(2.0)
         self._output.close()
-        for rank in self._ranks:
+        for rank in ranks:
             if rank.file is not None:
                 rank.file.close()
         self._starter.close()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import IO, TypeAlias
 
@@ -17,10 +16,14 @@ import click
 from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, machines
+from dtk.launch.plan import check_communicator as check_communicator
+from dtk.launch.plan import check_slots as check_slots
 from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # What other launchers call -n: --np, --nproc_per_node, --num-proc.
 _OTHERS_NUMBER = re.compile(r"--(n|np|nproc.*|num.*)")
@@ -94,10 +97,6 @@ class JobCommand(click.Command):
 class _Signalled(BaseException):
     """The launcher was asked to end."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
 
 def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) -> int:
     """Do what starts jobs; Ctrl-C, SIGTERM and a closed terminal end all of them.
@@ -105,50 +104,33 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
     Interrupted, this process ignores all three from then on, and so does what it starts: it is to
     exit with the code, which one more Ctrl-C must not spoil.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    caught: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        # The first ends everything, the second at once; a third must not interrupt that.
+        if len(caught) <= 2:
+            raise _Signalled
+
+    def set_all(handlers: Iterable[_Handler]) -> list[_Handler]:
+        return [signal.signal(*one) for one in zip(_ENDING, handlers, strict=True)]
+
+    before = set_all([handle] * len(_ENDING))
     try:
-        with _signals_raise():
+        try:
             return work()
-    except _Signalled as signalled:
+        finally:
+            set_all([signal.SIG_IGN] * len(_ENDING) if caught else before)
+    except _Signalled:
         # A second signal may have come before `with` could begin to end the job.
         for job in jobs:
             job.stop(hurry=True)
         # Of two signals the first decides; a second one only made the ending quicker.
-        first: BaseException = signalled
-        while isinstance(first.__context__, _Signalled):
-            first = first.__context__
-        assert isinstance(first, _Signalled)
-        name = signal.Signals(first.number).name
+        name = signal.Signals(caught[0]).name
         click.echo(f"dtk {command}: {name}: every process was ended", err=True)
-        return 128 + first.number
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM and a closed terminal into an exception, so that `with` blocks end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    caught = 0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal caught
-        caught += 1
-        # The first ends everything, the second at once; a third must not interrupt that.
-        if caught <= 2:
-            raise _Signalled(number)
-
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    after: Mapping[signal.Signals, _Handler] = before
-    try:
-        yield
-    except _Signalled:
-        # All is ended, and so are we: one more Ctrl-C has nothing left to interrupt.
-        after = dict.fromkeys(before, signal.SIG_IGN)
-        raise
-    finally:
-        for number, handler in after.items():
-            signal.signal(number, handler)
+        return 128 + caught[0]
 
 
 def installed() -> list[str]:
@@ -159,12 +141,6 @@ def installed() -> list[str]:
     if importlib.util.find_spec("horovod") is not None:
         found.append("horovod")
     return found
-
-
-def check_known(name: str) -> None:
-    """Refuse a communicator that does not exist."""
-    if name not in COMMUNICATORS:
-        raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
 
 
 def check_installed(name: str) -> None:
@@ -196,14 +172,3 @@ def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
     if hostfile is not None:
         return read_hostfile(hostfile)
     return () if hosts is None else parse_hosts(hosts)
-
-
-def check_slots(workers: int | None, hosts: tuple[Host, ...]) -> None:
-    """Refuse more workers than the given hosts have slots for."""
-    slots = sum(host.slots for host in hosts)
-    if hosts and workers is not None and workers > slots:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise ClusterError(
-            f"-n {workers}: {listed} have {slots} slots; use -n {slots} or give the hosts more "
-            "slots"
-        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import resource
 import select
@@ -132,6 +133,20 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
+def bootstrapped(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which Python runs `bootstrap/sitecustomize.py` before a script.
+
+    Unchanged where dtk cannot be found: there, what it does begins with the strategy.
+    """
+    found = importlib.util.find_spec("dtk")
+    for folder in (found and found.submodule_search_locations) or ():
+        bootstrap = os.path.join(folder, "launch", "bootstrap")
+        if os.path.isfile(os.path.join(bootstrap, "sitecustomize.py")):
+            paths = [bootstrap, *filter(None, [environ.get("PYTHONPATH")])]
+            return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**environ}
+
+
 def start(
     argv: Sequence[str],
     environ: Mapping[str, str],
@@ -157,7 +172,7 @@ def start(
     with bound_to(cores):
         process = subprocess.Popen(
             command,
-            env={**environ, "DTK_JOB": job},
+            env={**bootstrapped(environ), "DTK_JOB": job},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

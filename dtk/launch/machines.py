@@ -33,7 +33,7 @@ BOOTSTRAP = (
     "load=lambda name,text:(sys.modules.update({name:types.ModuleType(name)}),"
     "exec(text,vars(sys.modules[name])));"
     "[load(*one) for one in told['modules'].items()];"
-    "sys.exit(sys.modules['dtk.launch.agent'].main(told['spec']))"
+    "sys.exit(sys.modules['dtk.launch.agent'].main(told['task'],told['given']))"
 )
 # What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
 # take it for its own.
@@ -98,11 +98,11 @@ def is_local(host: str) -> bool:
     return bool(addresses & own)
 
 
-def first_line(spec: agent.Spec) -> str:
-    """Return what `BOOTSTRAP` reads: the agent, and what it is to do."""
+def first_line(task: str, **given: object) -> str:
+    """Return what `BOOTSTRAP` reads: the agent, and what it is to do, see `agent.main`."""
     sent = (usage, report_channel, job_processes, agent)
     modules = {one.__name__: inspect.getsource(one) for one in sent}
-    return json.dumps({"modules": modules, "spec": spec}) + "\n"
+    return json.dumps({"modules": modules, "task": task, "given": given}) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +130,14 @@ def survey(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
         return HostFacts(tuple(free), tuple(cores), interface)
-    spec: agent.SurveySpec = {"task": "survey", "host": host, "ports": ports}
     command = remote_command(host, remote_shell, python)
     asked = time.time()
     try:
         answer = subprocess.run(
-            command, input=first_line(spec).encode(), capture_output=True, timeout=60
+            command,
+            input=first_line("tell", host=host, ports=ports).encode(),
+            capture_output=True,
+            timeout=60,
         )
         (free, cores, interface), versions, clock = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
@@ -181,18 +183,16 @@ class Guard:
             start_new_session=True,
         )
         self._lock = threading.Lock()
-        self._say(
-            first_line({"task": "guard", "job": job, "grace": grace, "save_grace": save_grace})
-        )
+        self._say(first_line("guard", job=job, grace=grace, save_grace=save_grace))
 
     def remove(self, folder: Path) -> None:
         """Have a folder removed if this process is killed before it can."""
         self._say(f"remove {folder}\n")
 
-    def note_saving(self, pid: int, ready: bool) -> None:
-        """Tell whether a rank here would save a checkpoint, if it were asked to end."""
+    def note_saving(self, word: str, pid: int) -> None:
+        """Tell whether a rank here is "ready" to save a checkpoint if asked to end, or "over"."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{'ready' if ready else 'over'} {pid}\n")
+            self._say(f"{word} {pid}\n")
 
     def _say(self, line: str) -> None:
         pipe = self._process.stdin

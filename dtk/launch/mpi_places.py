@@ -29,7 +29,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dtk.cluster import mpi_installs, mpi_refusals
+from dtk.cluster import mpi_installs
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, machines
@@ -69,22 +69,28 @@ class MPIPlaces:
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
         self._job = job + job_processes.BESIDE
         self._alone = all(map(machines.is_local, hosts))
-        self._folder = Path(tempfile.mkdtemp(prefix="dtk-mpi-"))
+        self._held = contextlib.ExitStack()
+        self._folder = self._made()
         self._memory: Path | None = None
-        self._locked: int | None = None
-        self.folders: tuple[Path, ...] = ()
         self._lease = self._folder / "lease"
         os.mkfifo(self._lease, 0o600)
-        self._held: int | None = os.open(self._lease, os.O_RDWR | os.O_CLOEXEC)
+        self._held.callback(os.close, os.open(self._lease, os.O_RDWR | os.O_CLOEXEC))
         _remove_abandoned()
         try:
             with open(self._folder / "errors", "w") as errors:
                 self._process = self._start(hosts, remote_shell, errors.fileno())
+            self._held.callback(self._end)
             self.env = self._read(len(hosts))
             self.folders = tuple(filter(None, (self._folder, self._memory)))
         except BaseException:
             self.close()
             raise
+
+    def _made(self, place: Path | None = None) -> Path:
+        """Make a folder that is there until the end."""
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        self._held.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     def _start(
         self, hosts: Sequence[str], remote_shell: str, errors: int
@@ -102,11 +108,11 @@ class MPIPlaces:
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
-            if missing := mpi_refusals.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
+            if missing := mpi_installs.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
                 raise CommunicatorError(f"communicator mpi: {missing}")
             with contextlib.suppress(OSError):  # then where MPI itself puts it
-                self._memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED_MEMORY))
-                self._locked = _lock(self._memory)
+                self._memory = self._made(_SHARED_MEMORY)
+                self._held.callback(os.close, _lock(self._memory))
         else:
             names = self._folder / "hosts"
             names.write_text("".join(f"{host.strip('[]')}\n" for host in hosts))
@@ -211,21 +217,15 @@ class MPIPlaces:
             "collective"
         )
 
+    def _end(self) -> None:
+        # At once: asked to end, it takes a quarter of a second, and removes no more than `close`.
+        self._process.kill()
+        self._process.wait()
+        job_processes.end(self._job, 0.0)
+
     def close(self) -> None:
         """End the server, and remove what it left."""
-        if hasattr(self, "_process"):
-            # At once: asked to end, it takes a quarter of a second, and removes no more than this.
-            self._process.kill()
-            self._process.wait()
-            job_processes.end(self._job, 0.0)
-        for folder in filter(None, (self._folder, self._memory)):
-            shutil.rmtree(folder, ignore_errors=True)
-        if self._locked is not None:
-            os.close(self._locked)
-            self._locked = None
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        self._held.close()
 
 
 def _remove_abandoned() -> None:

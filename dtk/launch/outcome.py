@@ -20,8 +20,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from dtk.cluster import rank_files, stall
+from dtk.cluster import stall
 from dtk.cluster.stall import STUCK
+from dtk.errors import advice_on_files
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
@@ -36,25 +37,35 @@ _NEXT = (
 
 
 class JobOutcome:
-    """Says what ends a job whose ranks all need each other."""
+    """Says what ends a job, by how its ranks have ended so far.
 
-    # The roles whose end, with exit code 0, is the job's.
-    essential_roles: tuple[str, ...] = ("chief", "worker")
-    # Whether the job goes on without some of its processes, and these can be started again.
-    can_replace = False
+    Attributes:
+        served: Whether there are parameter servers. The chief runs such a job, workers and servers
+            serve it, and some processes can be replaced; else ranks all need each other.
+    """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, processes: Sequence[Process], ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
+        self.served = {"chief", "ps"} <= {process.role for process in processes}
+
+    def _of(self, *roles: str) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.process.role in roles]
 
     @property
     def essential(self) -> list[Rank]:
-        """The processes whose end is the job's."""
-        return [rank for rank in self._ranks if rank.process.role in self.essential_roles]
+        """The processes whose end, with exit code 0, is the job's."""
+        return self._of("chief", "evaluator" if self.served else "worker")
+
+    @property
+    def chief(self) -> Rank:
+        """The process that runs a job with servers."""
+        return self._of("chief")[0]
 
     @property
     def serving(self) -> list[Rank]:
-        """The processes that end by themselves once the job is over."""
-        return []
+        """The processes that end by themselves once the chief has ended, well or not."""
+        over = self.served and self.chief.code is not None
+        return self._of("worker", "ps") if over else []
 
     @property
     def over(self) -> bool:
@@ -63,68 +74,27 @@ class JobOutcome:
 
     def failures(self) -> list[Rank]:
         """Return the processes whose failure ends the job."""
-        return [rank for rank in self._ranks if rank.failed]
+        return [rank for rank in self._ranks if rank.failed and not self._is_borne(rank)]
 
-    def failed_before(self, rank: Rank) -> bool:
-        """Return whether another process has failed, whose failure this one cannot explain."""
-        failures = self.failures()
-        if not failures:
+    def _is_borne(self, rank: Rank) -> bool:
+        """Return whether the job goes on, or ended well, although this rank failed."""
+        role = rank.process.role
+        if not self.served or role == "chief":
             return False
-        first = min(failures, key=lambda one: one.exited)
-        return rank is not first and rank is not self.speaker(first)
-
-    def lost(self) -> list[Rank]:
-        """Return the processes that are gone and can be replaced or done without."""
-        return []
-
-    def workers_left(self) -> list[Rank]:
-        """Return the workers that a job does not have to do without."""
-        return [rank for rank in self._ranks if not rank.failed]
-
-    def speaker(self, culprit: Rank) -> Rank:
-        """Return the process that can say what a failure means."""
-        return culprit
-
-    def culprit(self) -> Rank | None:
-        """Return the process whose failure came first; None without a failure.
-
-        The system reports the end of a large process some time after its peers have noticed, so
-        one that a signal struck goes before those that failed by themselves, and one that lost a
-        peer comes last.
-        """
-        return min(
-            self.failures(),
-            key=lambda rank: (not rank.was_struck, rank.is_victim, rank.failed_at),
-            default=None,
-        )
-
-
-class ServedOutcome(JobOutcome):
-    """Says what ends a job with parameter servers.
-
-    The chief runs it; workers and servers serve the chief.
-    """
-
-    essential_roles = ("chief", "evaluator")
-    can_replace = True
-
-    @property
-    def chief(self) -> Rank:
-        """The process that runs the job."""
-        return self._of("chief")[0]
-
-    @property
-    def serving(self) -> list[Rank]:
-        """Workers and servers once the chief has ended, well or not."""
-        return [] if self.chief.code is None else self._of("worker", "ps")
-
-    def failures(self) -> list[Rank]:
-        """Return the processes whose failure ends the job."""
-        return [rank for rank in super().failures() if not self._is_borne(rank)]
+        if role == "evaluator":
+            begun = rank.signal or rank.restarts or rank.status.worked
+            return bool(begun) if self.chief.code is None else self.chief.code != 0
+        if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
+            return True  # there was nothing left to serve
+        if not rank.signal or role != "worker":
+            return False
+        if not rank.given_up or self.workers_left():
+            return True
+        return rank is not max(self._of("worker"), key=lambda one: one.exited)  # the last one
 
     def lost(self) -> list[Rank]:
         """Return the tasks that are gone, and are still to be replaced or given up."""
-        if self.chief.code is not None:
+        if not self.served or self.chief.code is not None:
             return []  # no chief would give them work, or await them
         gone = [rank for rank in self._of("worker") if rank.signal]
         gone += [rank for rank in self._of("evaluator") if rank.failed and self._is_borne(rank)]
@@ -134,89 +104,76 @@ class ServedOutcome(JobOutcome):
         """Return the workers that serve, did so to their end, or can be restarted."""
         return [w for w in self._of("worker") if not w.failed or (w.signal and not w.given_up)]
 
+    def failed_before(self, rank: Rank) -> bool:
+        """Return whether another process has failed, whose failure this one cannot explain."""
+        first = min(self.failures(), key=lambda one: one.exited, default=None)
+        return first is not None and rank is not first and rank is not self.speaker(first)
+
     def speaker(self, culprit: Rank) -> Rank:
         """Return the process that can say what a failure means: of a server's, the chief."""
-        return self.chief if culprit.process.role == "ps" else culprit
+        return self.chief if self.served and culprit.process.role == "ps" else culprit
 
     def culprit(self) -> Rank | None:
-        """Return the process that failed first; None without a failure."""
+        """Return the process whose failure came first; None without a failure.
+
+        The system reports the end of a large process some time after its peers have noticed, so
+        one that a signal struck goes before those that failed by themselves, and one that lost a
+        peer comes last. Where a server is gone, others may print that sooner than the system
+        reports its end.
+        """
         failures = self.failures()
         if any(rank.process.role == "ps" for rank in failures):
-            # Others may print that a server is gone sooner than the system reports its end.
             return min(failures, key=lambda rank: rank.exited)
-        return super().culprit()
+        return min(
+            failures,
+            key=lambda rank: (not rank.was_struck, rank.is_victim, rank.failed_at),
+            default=None,
+        )
 
-    def _of(self, *roles: str) -> list[Rank]:
-        return [rank for rank in self._ranks if rank.process.role in roles]
+    def exit_code(self, culprit: Rank | None) -> int:
+        """Return the exit code of a job whose end has come; ask before the others are ended."""
+        if culprit is None:
+            stopped = any(rank.code != 0 for rank in self.essential)
+            return 128 + signal.SIGTERM if stopped else 0
+        if culprit.code is None or culprit.stuck:
+            return STUCK
+        speaker = self.speaker(culprit)
+        return (speaker.code if speaker.failed else culprit.code) or 0
 
-    def _is_borne(self, rank: Rank) -> bool:
-        """Return whether the job goes on, or ended well, although this rank failed."""
-        if rank.process.role == "evaluator":
-            begun = rank.signal or rank.restarts or rank.status.worked
-            return bool(begun) if self.chief.code is None else self.chief.code != 0
-        if rank.process.role in self.essential_roles:
-            return False
-        if self.chief.code == 0 and rank.exited > self.chief.exited - TIE:
-            return True  # there was nothing left to serve
-        if not rank.signal or rank.process.role != "worker":
-            return False
-        if not rank.given_up or self.workers_left():
-            return True
-        return rank is not max(self._of("worker"), key=lambda one: one.exited)  # the last one
-
-
-def choose(processes: Sequence[Process], ranks: Sequence[Rank]) -> JobOutcome:
-    """Return the rules for a plan."""
-    served = {"chief", "ps"} <= {process.role for process in processes}
-    return ServedOutcome(ranks) if served else JobOutcome(ranks)
-
-
-def exit_code(culprit: Rank | None, outcome: JobOutcome) -> int:
-    """Return the exit code of a job whose end has come; ask before the others are ended."""
-    if culprit is not None and (culprit.code is None or culprit.stuck):
-        return STUCK
-    if culprit is None:
-        stopped = any(rank.code != 0 for rank in outcome.essential)
-        return 128 + signal.SIGTERM if stopped else 0
-    speaker = outcome.speaker(culprit)
-    return (speaker.code if speaker.failed else culprit.code) or 0
-
-
-def failure_report(
-    rank: Rank, speaker: Rank, count: int, left_out: int = 0, restarts: bool = True
-) -> str:
-    """Return the first failing process's last output, so that it is what stands last."""
-    text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
-    text += "." if count == 1 else "; the others were ended."
-    if rank.file is not None:
-        text += f" All it wrote is in {rank.file.name}."
-    if left_out:
-        where = "beside that" if rank.file is not None else "kept by --output-dir"
-        text += f" What others said of it later is left out here: {left_out} lines, {where}."
-    words = rank.last_words()
-    if speaker is not rank:
-        # A server that was killed could not say why, but its last lines may help.
-        verdict = speaker.trace_since(rank.exited - SETTLE)
-        own = [] if verdict and rank.signal else words
-        lines = []
-        for one, said in ((speaker, verdict), (rank, own)):
-            if said:
-                lines += [f"dtk: the last output of {one.process.name}:", *said]
-        lines.append(text)
-    else:
-        text += " Its last output:" if words else " It wrote nothing."
-        lines = [text, *words]
-        if count > 1 and (told := rank_files.advice(words, rank.process.rank)):
-            lines.append(told)
-    if rank.signal == signal.SIGKILL and not restarts:
-        lines.append(_NEXT)
-    return "\n".join(["", *lines, ""])
+    def failure_report(self, rank: Rank, left_out: int = 0, restarts: bool = True) -> str:
+        """Return the first failing process's last output, so that it is what stands last."""
+        count, speaker = len(self._ranks), self.speaker(rank)
+        text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+        text += "." if count == 1 else "; the others were ended."
+        if rank.file is not None:
+            text += f" All it wrote is in {rank.file.name}."
+        if left_out:
+            where = "beside that" if rank.file is not None else "kept by --output-dir"
+            text += f" What others said of it later is left out here: {left_out} lines, {where}."
+        words = rank.last_words()
+        if speaker is not rank:
+            # A server that was killed could not say why, but its last lines may help.
+            verdict = speaker.trace_since(rank.exited - SETTLE)
+            own = [] if verdict and rank.signal else words
+            lines = []
+            for one, said in ((speaker, verdict), (rank, own)):
+                if said:
+                    lines += [f"dtk: the last output of {one.process.name}:", *said]
+            lines.append(text)
+        else:
+            text += " Its last output:" if words else " It wrote nothing."
+            lines = [text, *words]
+            if count > 1 and (told := advice_on_files(words, rank.process.rank)):
+                lines.append(told)
+        if rank.signal == signal.SIGKILL and not (restarts or self.served):
+            lines.append(_NEXT)
+        return "\n".join(["", *lines, ""])
 
 
 def leaver_report(left: Rank) -> str:
     """Return the line about a rank that left its script while others needed it."""
     last = left.status.last
-    where = f" after {last['what']}" if last else ""
+    where = f" after {last.what}" if last else ""
     return (
         f"dtk: {left.process.name}, host {left.process.host}, left its script{where}, with exit "
         f"code 0, and the others failed because of it: {stall.ADVICE}\n"

@@ -49,8 +49,9 @@ Given = TypeVarTuple("Given")
 class _Stream:
     """One stream of one process, while it is read."""
 
-    def __init__(self, rank: Rank, sink: Sink, stderr: bool) -> None:
-        self.rank, self.sink, self.stderr = rank, sink, stderr
+    def __init__(self, rank: Rank, sink: Sink, prefix: str, stderr: bool, drawn: bool) -> None:
+        self.rank, self.sink, self.prefix, self.stderr = rank, sink, prefix, stderr
+        self.drawn = drawn  # whether its unfinished rows are drawn
         self.text = ShownText()
         self.in_file, self.on_screen = Pace(_LINE), Pace(_LINE)
         self.lock = threading.Lock()
@@ -82,7 +83,7 @@ class EqualLines:
         """Whether so many lines are held that the first must be shown."""
         return len(self._held) > _MOST
 
-    def add(self, writer: int, text: str, now: float) -> None:
+    def add(self, writer: str, text: str, now: float) -> None:
         with self._lock:
             equal = self._equal.setdefault(text, [])
             # Those that it wrote, too, come first.
@@ -94,7 +95,7 @@ class EqualLines:
             self.late += line.is_shown
             line.writers.append(writer)
 
-    def due(self, now: float | None = None) -> list[tuple[str, list[int]]]:
+    def due(self, now: float | None = None) -> list[tuple[str, list[str]]]:
         """Return the lines that were held for long enough, or are too many, and who wrote them."""
         found = []
         with self._lock:
@@ -117,7 +118,7 @@ class EqualLines:
 class _Line:
     def __init__(self, text: str, when: float) -> None:
         self.text, self.when = text, when
-        self.writers: list[int] = []
+        self.writers: list[str] = []
         self.is_shown = False
 
 
@@ -126,26 +127,17 @@ class JobOutput:
 
     def __init__(
         self,
-        processes: Sequence[Process],
+        state: JobState,
+        outcome: JobOutcome,
         directory: Path | None,
         append: bool,
         stdout: TextIO | None,
         stderr: TextIO | None,
-        state: JobState,
-        outcome: JobOutcome,
     ) -> None:
         self.suppressed = 0
-        self._outcome = outcome
-        self._processes = processes
-        self._indices = {id(process): i for i, process in enumerate(processes)}
-        width = max((len(process.label) for process in processes), default=0)
-        self._labels = [f"[{process.label:>{width}}] " for process in processes]
-        self._colored = [
-            click.style(label, fg=_COLORS[i % len(_COLORS)]) for i, label in enumerate(self._labels)
-        ]
-        self._directory = directory
-        self._append = append
-        self._state = state
+        self._state, self._outcome = state, outcome
+        self._directory, self._append = directory, append
+        self._width = max((len(process.label) for process in state.processes), default=0)
         streams = (stdout or sys.stdout, stderr or sys.stderr)
         self._sinks = [
             self._sink(stream, f"standard {name}")
@@ -161,9 +153,11 @@ class JobOutput:
         self._closed = threading.Event()
 
     def _sink(self, target: TextIO | int | None, name: str) -> Sink:
+        is_file = isinstance(target, int)
+
         def failed(why: str) -> None:
             what = f"{name} takes nothing: {why}. The job goes on without"
-            if self._directory is not None and not isinstance(target, int):
+            if self._directory is not None and not is_file:
                 what += f"; all that ranks write is in {self._directory}"
             self._beside(sink, what)
 
@@ -173,8 +167,7 @@ class JobOutput:
                 end = "the job is ended, with exit code 141"
                 self._beside(sink, f"nobody reads {name} any more, as after `| head`: {end}")
 
-        reader = None if isinstance(target, int) else gone
-        sink = Sink(target, name, failed, reader, lambda: self._state.stopping)
+        sink = Sink(target, name, failed, None if is_file else gone, lambda: self._state.stopping)
         return sink
 
     def _beside(self, sink: Sink, text: str) -> None:
@@ -218,22 +211,45 @@ class JobOutput:
         not save any more.
         """
         sink = self._sinks[0]
-        if process is not self._processes[0] or not self._screen.draws(sink):
+        if not self._is_drawn(process, sink):
             return {}
         columns, lines = sink.size
-        width = columns - 1 - len(self._labels[0])
+        width = columns - 1 - len(f"[{'':{self._width}}] ")
         return {"TTY_COMPATIBLE": "1", "COLUMNS": f"{width}", "LINES": f"{lines}"}
+
+    def _is_drawn(self, process: Process, sink: Sink) -> bool:
+        """Return whether unfinished rows are drawn: bars of others would hide the first's."""
+        return process is self._state.processes[0] and self._screen.draws(sink)
+
+    def _prefix(self, process: Process, sink: Sink) -> str:
+        label = f"[{process.label:>{self._width}}] "
+        if not sink.is_terminal or os.environ.get("NO_COLOR"):
+            return label
+        number = next(i for i, one in enumerate(self._state.processes) if one is process)
+        return click.style(label, fg=_COLORS[number % len(_COLORS)])
 
     def relay(self, rank: Rank, reports: socket.socket | None) -> None:
         """Start the threads that read what a process writes and reports."""
-        popen = rank.popen
+        popen, process = rank.popen, rank.process
         if reports is not None:
             self._start_reader(rank, self._listen, rank, popen, reports)
         for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
             assert pipe is not None
-            source = _Stream(rank, sink, stderr=pipe is popen.stderr)
+            drawn, prefix = self._is_drawn(process, sink), self._prefix(process, sink)
+            source = _Stream(rank, sink, prefix, pipe is popen.stderr, drawn)
             self._sources.append(source)
             self._start_reader(rank, self._read, source, pipe)
+
+    def _start_reader(self, rank: Rank, read: Callable[[*Given], None], *given: *Given) -> None:
+        reader = threading.Thread(target=self._guarded, args=(read, *given), daemon=True)
+        rank.readers.append(reader)
+        reader.start()
+
+    def _guarded(self, work: Callable[[*Given], None], *given: *Given) -> None:
+        try:
+            work(*given)
+        except Exception as error:  # whatever it is, nobody reads any more
+            self._state.stop(error)
 
     def write_error(self, text: str) -> None:
         """Write to the standard error."""
@@ -257,6 +273,22 @@ class JobOutput:
         if self._equal.late:
             what = "lines of standard error were not shown again, as another rank had written them"
             self.say(f"{self._equal.late} {what}")
+
+    # --- reading a process ---
+
+    def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
+        with reports:
+            while message := report_channel.receive(reports):
+                rank.hear(message)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(_ENDS)
+            return
+        if rank.popen is popen and progress.VARIABLE in rank.env:
+            rank.status = rank.new_status()
+            self.say(
+                f"{rank.process.name} has closed the descriptor of its reports "
+                f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
+            )
 
     def _read(self, source: _Stream, pipe: IO[bytes]) -> None:
         rank, torn = source.rank, b""
@@ -295,27 +327,21 @@ class JobOutput:
                 rank.remember(line, stderr)
                 if stderr and self._outcome.failed_before(rank):
                     self.suppressed += 1
+                elif stderr and len(self._state.processes) > 1:
+                    self._equal.add(source.prefix, line, time.monotonic())
+                    if self._equal.is_full:
+                        self._write_equal(time.monotonic())
                 else:
-                    self._pass_on(source, line)
+                    self._screen.write(source.sink, f"{source.prefix}{line}\n")
 
-    def _pass_on(self, source: _Stream, line: str) -> None:
-        process, sink = source.rank.process, source.sink
-        if source.stderr and len(self._processes) > 1:
-            self._equal.add(self._indices[id(process)], line, time.monotonic())
-            if self._equal.is_full:
-                self._write_equal(time.monotonic())
-        else:
-            self._screen.write(sink, f"{self._prefix(process, sink)}{line}\n")
+    # --- writing ---
 
     def _write_equal(self, now: float | None = None) -> None:
         """Write the lines of standard error that were held, of several processes once."""
-        sink = self._sinks[1]
         with self._writing:
             for line, writers in self._equal.due(now):
-                prefix = f"[on {len(writers)} ranks] "
-                if len(writers) == 1:
-                    prefix = self._prefix(self._processes[writers[0]], sink)
-                self._screen.write(sink, f"{prefix}{line}\n")
+                prefix = writers[0] if len(writers) == 1 else f"[on {len(writers)} ranks] "
+                self._screen.write(self._sinks[1], f"{prefix}{line}\n")
 
     def _draw(self) -> None:
         """Show what is being written, until the job is over."""
@@ -329,51 +355,17 @@ class JobOutput:
             self._screen.draw()
 
     def _show(self, source: _Stream, now: float) -> None:
-        process, sink = source.rank.process, source.sink
         if source.rank.file is not None:
             for row in source.in_file.due(source.text, now):
                 source.rank.file.write(plain(row) + "\n")
-        if process is not self._processes[0]:
-            return  # bars of others would hide that of the first
-        if self._screen.draws(sink):
-            self._show_rows(source)
-            return
-        for row in source.on_screen.due(source.text, now):
-            self._screen.write(sink, f"{self._prefix(process, sink)}{row}\n")
+        self._show_rows(source)
+        if not source.drawn and source.rank.process is self._state.processes[0]:
+            for row in source.on_screen.due(source.text, now):
+                self._screen.write(source.sink, f"{source.prefix}{row}\n")
 
     def _show_rows(self, source: _Stream) -> None:
         """Have what the first process is writing drawn, where it can be."""
-        process, sink = source.rank.process, source.sink
-        if process is self._processes[0] and self._screen.draws(sink):
+        if source.drawn:
             suppressed = source.stderr and self._outcome.failed_before(source.rank)
             rows = [] if suppressed else source.rows
-            self._screen.show(source, [f"{self._prefix(process, sink)}{row}" for row in rows])
-
-    def _start_reader(self, rank: Rank, read: Callable[[*Given], None], *given: *Given) -> None:
-        reader = threading.Thread(target=self._guarded, args=(read, *given), daemon=True)
-        rank.readers.append(reader)
-        reader.start()
-
-    def _guarded(self, work: Callable[[*Given], None], *given: *Given) -> None:
-        try:
-            work(*given)
-        except Exception as error:  # whatever it is, nobody reads any more
-            self._state.stop(error)
-
-    def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
-        with reports:
-            while message := report_channel.receive(reports):
-                rank.hear(message)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(_ENDS)
-            return
-        if rank.popen is popen and progress.VARIABLE in rank.env:
-            rank.status = rank.new_status()
-            self.say(
-                f"{rank.process.name} has closed the descriptor of its reports "
-                f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
-            )
-
-    def _prefix(self, process: Process, sink: Sink) -> str:
-        colored = sink.is_terminal and not os.environ.get("NO_COLOR")
-        return (self._colored if colored else self._labels)[self._indices[id(process)]]
+            self._screen.show(source, [f"{source.prefix}{row}" for row in rows])

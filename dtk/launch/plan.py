@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig
-from dtk.cluster.processor import THREADS
+from dtk.cluster.environment import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
@@ -159,18 +159,15 @@ def check(
     """
     if not command:
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
-    if communicator not in COMMUNICATORS:
-        raise ClusterError(
-            f"communicator {communicator!r} is unknown, expected {', '.join(COMMUNICATORS)}"
-        )
+    check_communicator(communicator)
     if workers is None and not hosts:
         raise ClusterError(
-            "the number of workers is not given, and no hosts that tell it; give one of them"
+            "the number of processes is not given; add -n, e.g. `dtk run -n 2 train.py`"
         )
     if workers is not None and workers < 1:
-        raise ClusterError(f"{workers} workers, expected 1 or more")
+        raise ClusterError(f"-n {workers}: expected 1 or more, e.g. `dtk run -n 2 train.py`")
     if ps < 0:
-        raise ClusterError(f"{ps} parameter servers, expected 0 or more")
+        raise ClusterError(f"--ps {ps}: expected 0 or more, e.g. `dtk run -n 4 --ps 2 train.py`")
     if communicator in ("horovod", "mpi") and (ps or evaluator):
         raise ClusterError(
             f"parameter servers and evaluators need the collective communicator, not {communicator}"
@@ -190,17 +187,29 @@ def check(
                 f"{count} {of} on {max(1, len(hosts))} host(s), each of which takes "
                 f"{MOST_ON_A_HOST} at most; give fewer, or more hosts"
             )
-    if hosts and workers is not None and workers > slots:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise ClusterError(
-            f"{workers} workers do not fit the {slots} slots of {listed}; ask for {slots} or add "
-            "slots"
-        )
+    check_slots(workers, hosts)
     loopback = {host.name for host in hosts if machines.is_loopback(host.name)}
     if loopback and len(hosts) > len(loopback):
         raise ClusterError(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
             "name or address"
+        )
+
+
+def check_communicator(name: str) -> None:
+    """Refuse a communicator that does not exist."""
+    if name not in COMMUNICATORS:
+        raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
+
+
+def check_slots(workers: int | None, hosts: Sequence[Host]) -> None:
+    """Refuse more workers than the given hosts have slots for."""
+    slots = sum(host.slots for host in hosts)
+    if hosts and workers is not None and workers > slots:
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise ClusterError(
+            f"-n {workers}: {listed} have {slots} slots; use -n {slots} or give the hosts more "
+            "slots"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 import re
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from dtk.cluster import usage
-from dtk.cluster.rank_status import RankStatus, report_of
+from dtk.cluster.stall import RankStatus, report_of
 from dtk.launch import agent, job_processes
 from dtk.launch.machines import Guard
 from dtk.launch.plan import Process
@@ -33,21 +34,35 @@ _PEER_LOST = re.compile(
 )
 # First lines of what a rank dies of: an exception of Python's, or a crash of Python itself.
 _DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # Signals that do not follow from the failure of another rank. Aborts are left out: libraries abort
 # when a peer is gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_NO_MEMORY = ", probably by the kernel's out-of-memory killer"
 # Exit code of ssh where it could not connect, or has lost the connection.
 _SSH_FAILED = 255
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
+@dataclasses.dataclass
 class JobState:
-    """State of a job that its threads share, and the condition they wait on."""
+    """What the parts of the launcher share of a job, and the condition its threads wait on.
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.stopping = self.hurry = self.broken_pipe = False
-        self.error: Exception | None = None
+    The settings are those of `dtk.launch.Job`.
+    """
+
+    processes: tuple[Process, ...]
+    job_id: str = ""
+    remote_shell: str = ""
+    grace: float = 5.0
+    save_grace: float = 0.0
+    max_restarts: int = 0
+    stall_timeout: float = 0.0
+    ranks: list[Rank] = dataclasses.field(default_factory=list)
+    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    stopping: bool = False
+    hurry: bool = False
+    broken_pipe: bool = False
+    error: Exception | None = None
 
     def stop(self, error: Exception | None = None, broken_pipe: bool = False) -> None:
         """Ask for the end of the job."""
@@ -61,6 +76,10 @@ class JobState:
         """Wait until something that threads note is true, or the time is over."""
         with self.changed:
             self.changed.wait_for(condition, seconds)
+
+    def mark(self, process: Process) -> str:
+        """Return the mark of one process and its children: they end at different times."""
+        return f"{self.job_id}/{process.name.replace(' ', '-')}"
 
 
 class Rank:
@@ -77,10 +96,7 @@ class Rank:
         popen: subprocess.Popen[bytes],
         guard: Guard | None = None,
     ) -> None:
-        self.process = process
-        self.env = env
-        self.remote = remote
-        self.guard = guard
+        self.process, self.env, self.remote, self.guard = process, env, remote, guard
         self.file: Sink | None = None
         self.readers: list[threading.Thread] = []
         self.restarts = 0
@@ -109,6 +125,8 @@ class Rank:
         """Return the status of a rank of which nothing is known."""
         return RankStatus(self.process.name, self.process.host, self.process.role)
 
+    # --- what it says, and is told ---
+
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
@@ -116,7 +134,9 @@ class Rank:
             if "progress" in told:
                 self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
-                self._note_saving(str(told["saving"]))
+                if self.saving != (saving := str(told["saving"])):
+                    self.saving = saving
+                    self.order("ready" if self.would_save else "over")
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
@@ -124,43 +144,33 @@ class Rank:
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total))
                 self.status.observe(seen, time.monotonic())
 
-    def _note_saving(self, saving: str) -> None:
-        """Tell the guard, or the agent on another host, whether it would save a checkpoint."""
-        if saving == self.saving:
-            return
-        self.saving = saving
-        if self.remote:
-            self.tell_agent("ready" if self.would_save else "over")
-        elif self.guard is not None:
-            self.guard.note_saving(self.popen.pid, self.would_save)
-
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
             self.status.observe(usage.of(self.popen.pid), time.monotonic())
 
-    def ask_for_stack(self) -> None:
-        """End its process such that it writes its stack first; one that is stopped does, too."""
-        self.dump = []
-        if not self.remote:
-            job_processes.abort(self.popen.pid)
-        else:
-            self.tell_agent("stack")
+    def order(self, word: str) -> None:
+        """Have something done with its process: by its agent, where it is on another host.
 
-    @property
-    def would_save(self) -> bool:
-        """Whether it runs, and would save a checkpoint when it is asked to end."""
-        return self.code is None and self.saving in ("ready", "begun")
-
-    def ask_to_end(self) -> None:
-        """Send SIGTERM to its process, but not to its children."""
-        if not self.remote:
+        end            ask it to end, but not its children
+        stack          end it such that it writes its stack first, also if it is stopped
+        ready, over    note whether it would save a checkpoint if the launcher were gone
+        """
+        if self.remote:
+            self._tell_agent(word)
+        elif word == "end":
             self.popen.terminate()
-        else:
-            self.tell_agent("end")
+        elif word == "stack":
+            job_processes.abort(self.popen.pid)
+        elif self.guard is not None:
+            self.guard.note_saving(word, self.popen.pid)
 
-    def tell_agent(self, line: str) -> None:
-        """Send a line to the agent on another host; a rank on this machine has none."""
+    def beat(self) -> None:
+        """Tell its agent, if it has one, that the launcher is alive."""
+        if self.remote and self.code is None:
+            self._tell_agent("")
+
+    def _tell_agent(self, line: str) -> None:
         pipe = self.popen.stdin
         # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
         # falls silent.
@@ -171,24 +181,23 @@ class Rank:
 
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
-        self.tell_agent("over")
-        if self.popen.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.popen.stdin.close()
-
-    def ended(self, returncode: int) -> None:
-        """Note how it ended."""
-        self.exited = time.monotonic()
-        self.signal = max(0, -returncode)
         if self.remote:
-            # The agent over there reports codes as a shell does. A signal to the remote shell on
-            # this side says nothing about the rank.
-            self.signal = returncode - 128 if signal_name(returncode) else 0
-        self.code = agent.shell_code(returncode)
-        if self.stuck:
-            self.signal = signal.SIGKILL
-        elif self.signal == signal.SIGKILL and not self.remote:
-            self.was_short_of_memory = self._kills.are_more()
+            self._tell_agent("over")
+            if self.popen.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.popen.stdin.close()
+
+    def await_agent(self, seconds: float) -> None:
+        """Give the agent on another host time to end, then end the connection to it."""
+        if self.remote:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(max(0.0, seconds))
+            self.popen.kill()
+
+    def read_out(self, seconds: float) -> None:
+        """Wait until all is read that it has written."""
+        for reader in self.readers:
+            reader.join(seconds)
 
     def remember(self, line: str, stderr: bool) -> None:
         """Keep the last lines, and everything from the start of the last traceback on."""
@@ -203,6 +212,37 @@ class Rank:
                 self.trace, self.trace_began = [], None
         if line.strip():
             self.chained = line.startswith(_CHAINED)
+
+    def last_words(self) -> list[str]:
+        """Return the traceback it died of, or else its last lines."""
+        recent = self.trace_began is not None and self.failed_at == self.trace_began
+        return list(self.trace if recent else self.tail)
+
+    def trace_since(self, moment: float) -> list[str]:
+        """Return the last traceback if it began after a moment, else nothing."""
+        began = self.trace_began
+        return list(self.trace) if began is not None and began > moment else []
+
+    @property
+    def would_save(self) -> bool:
+        """Whether it runs, and would save a checkpoint when it is asked to end."""
+        return self.code is None and self.saving in ("ready", "begun")
+
+    # --- how it ended ---
+
+    def ended(self, returncode: int) -> None:
+        """Note how it ended."""
+        self.exited = time.monotonic()
+        self.signal = max(0, -returncode)
+        if self.remote:
+            # The agent over there reports codes as a shell does. A signal to the remote shell on
+            # this side says nothing about the rank.
+            self.signal = returncode - 128 if signal_name(returncode) else 0
+        self.code = agent.shell_code(returncode)
+        if self.stuck:
+            self.signal = signal.SIGKILL
+        elif self.signal == signal.SIGKILL and not self.remote:
+            self.was_short_of_memory = self._kills.are_more()
 
     @property
     def failed(self) -> bool:
@@ -227,12 +267,8 @@ class Rank:
     @property
     def is_victim(self) -> bool:
         """Whether it failed because another rank was gone, by its own last words."""
-        return (
-            self.failed
-            and not self.signal
-            and not self.lost_connection
-            and any(_PEER_LOST.search(line) for line in self.last_words())
-        )
+        by_itself = self.failed and not (self.signal or self.lost_connection)
+        return by_itself and any(_PEER_LOST.search(line) for line in self.last_words())
 
     @property
     def failed_by_itself(self) -> bool:
@@ -255,27 +291,29 @@ class Rank:
         code = self.code or 0
         if self.stuck:
             return f"by the launcher, as it {self.stuck}"
-        name = signal_name(code)
-        if not name:
+        if not (name := signal_name(code)):
             return f"with exit code {code}"
-        why = ", probably by the kernel's out-of-memory killer"
-        return f"by {name} (exit code {code}){why if self.was_short_of_memory else ''}"
+        return f"by {name} (exit code {code}){_NO_MEMORY if self.was_short_of_memory else ''}"
 
-    def last_words(self) -> list[str]:
-        """Return the traceback it died of, or else its last lines."""
-        recent = self.trace_began is not None and self.failed_at == self.trace_began
-        return list(self.trace if recent else self.tail)
-
-    def trace_since(self, moment: float) -> list[str]:
-        """Return the last traceback if it began after a moment, else nothing."""
-        began = self.trace_began
-        return list(self.trace) if began is not None and began > moment else []
+    @property
+    def how_lost(self) -> str:
+        """How a task was lost that may be replaced: a sentence without its end."""
+        name = self.process.name
+        if self.process.role == "worker":
+            name += f" (worker {self.process.rank - 1})"  # the chief is rank 0
+        if self.stuck:
+            return f"{name} {self.stuck}, and was ended"
+        if not self.signal:
+            return f"{name} ended {self.how}"
+        why = _NO_MEMORY if self.was_short_of_memory else ""
+        return f"{name} was killed by {killer(self.signal)}{why}"
 
 
 def signal_name(code: int) -> str:
     """Return the name of the signal in a shell's exit code; "" when there is none."""
-    known = {int(one): one.name for one in signal.Signals}
-    return known.get(code - 128, "")
+    with contextlib.suppress(ValueError):
+        return signal.Signals(code - 128).name
+    return ""
 
 
 def killer(number: int) -> str:

@@ -49,22 +49,9 @@ class Starter:
     ports.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[Process],
-        job_id: str,
-        grace: float,
-        save_grace: float,
-        remote_shell: str,
-        output: JobOutput,
-        state: JobState,
-    ) -> None:
-        self._processes = processes
-        self._served = any(process.role == "ps" for process in processes)
-        self._job_id = job_id
-        self._grace, self._save_grace = grace, save_grace
-        self._remote_shell = remote_shell
-        self._output, self._state = output, state
+    def __init__(self, state: JobState, output: JobOutput) -> None:
+        self._state, self._output = state, output
+        self._served = any(process.role == "ps" for process in state.processes)
         self._held = contextlib.ExitStack()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
@@ -74,13 +61,13 @@ class Starter:
 
     def prepare(self) -> None:
         """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
-        self._guard = machines.Guard(self._job_id, self._grace, self._save_grace)
+        self._guard = machines.Guard(self._state.job_id, self._state.grace, self._state.save_grace)
         self._held.callback(self._guard.close)
-        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._processes):
-            self._shared = _start_rendezvous(self._processes, self._held)
+        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._state.processes):
+            self._shared = _start_rendezvous(self._state.processes, self._held)
         self._start_mpi()
-        self._local_hosts = {p.host for p in self._processes if machines.is_local(p.host)}
-        for process in self._processes:
+        self._local_hosts = {p.host for p in self._state.processes if machines.is_local(p.host)}
+        for process in self._state.processes:
             if process.address and process.host in self._local_hosts:
                 host, _, port = process.address.rpartition(":")
                 try:
@@ -104,11 +91,7 @@ class Starter:
         self._held.close()
         self._thread.shutdown()
 
-    def mark(self, process: Process) -> str:
-        """Return the mark of one process and its children: they end at different times."""
-        return f"{self._job_id}/{process.name.replace(' ', '-')}"
-
-    def start(self, process: Process, ranks: list[Rank]) -> None:
+    def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
         place = self._places[process.rank] if self._places else {}
         given = {**process.env, **self._shared, **place}
@@ -116,7 +99,7 @@ class Starter:
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Rank(process, env, remote, popen, self._guard)
-        ranks.append(rank)
+        self._state.ranks.append(rank)
         self._output.open_file(rank)
         self._attend(rank, reports)
 
@@ -145,7 +128,7 @@ class Starter:
         try:
             return self._thread.submit(start, process, env).result()
         except OSError as error:
-            program = process.argv[0] if here else self._remote_shell.split()[0]
+            program = process.argv[0] if here else self._state.remote_shell.split()[0]
             raise ClusterError(
                 f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
             ) from None
@@ -159,7 +142,7 @@ class Starter:
                 popen = job_processes.start(
                     process.argv,
                     {**own, **env, **report_channel.variables(end)},
-                    self.mark(process),
+                    self._state.mark(process),
                     process.cores,
                     output=subprocess.PIPE,
                     serves=self._served and process.role != "chief",
@@ -183,22 +166,22 @@ class Starter:
             for name, value in os.environ.items()
             if name.startswith(_FORWARDED) and not machines.is_foreign(name)
         }
-        spec: agent.RankSpec = {
-            "task": "rank",
-            "argv": process.argv,
-            "env": {**forwarded, **env},
-            "cwd": os.getcwd(),
-            "job": self.mark(process),
-            "grace": self._grace,
-            "save_grace": self._save_grace,
-            "serves": self._served and process.role != "chief",
-            "watch": min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
-            "reserve": process.address,
-            "cores": list(process.cores),
-            "silence": machines.SILENCE,
-        }
+        order = machines.first_line(
+            "rank",
+            argv=process.argv,
+            env={**forwarded, **env},
+            cwd=os.getcwd(),
+            job=self._state.mark(process),
+            grace=self._state.grace,
+            save_grace=self._state.save_grace,
+            serves=self._served and process.role != "chief",
+            watch_every=min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
+            reserved=process.address,
+            cores=list(process.cores),
+            silence=machines.SILENCE,
+        )
         popen = subprocess.Popen(
-            machines.remote_command(process.host, self._remote_shell),
+            machines.remote_command(process.host, self._state.remote_shell),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -207,19 +190,21 @@ class Starter:
         assert popen.stdin is not None
         # Where the remote shell has failed already, its exit code and output say why.
         with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(machines.first_line(spec).encode())
+            popen.stdin.write(order.encode())
             popen.stdin.flush()
         return popen, None
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""
-        asked = {process.env.get(COMMUNICATOR) for process in self._processes}
+        asked = {process.env.get(COMMUNICATOR) for process in self._state.processes}
         must = "mpi" in asked
         if not must and ("auto" not in asked or mpi_installs.mpirun() is None):
             return
         try:
             places = mpi_places.MPIPlaces(
-                [process.host for process in self._processes], self._job_id, self._remote_shell
+                [process.host for process in self._state.processes],
+                self._state.job_id,
+                self._state.remote_shell,
             )
         except CommunicatorError as error:
             if must:

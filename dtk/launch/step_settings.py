@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtk import cache
-from dtk.cluster import processor
+from dtk.cluster import environment
 from dtk.cluster.variables import (
     COMMUNICATOR,
     FUSED_ADAM,
@@ -64,7 +64,7 @@ def file_of(command: Sequence[str], threads: str) -> Path:
     """Return where the settings of a script are kept."""
     words = list(command[1:])
     name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
-    told = [name, platform.machine(), processor.instructions(), threads, tensorflow_version()]
+    told = [name, platform.machine(), environment.instructions(), threads, tensorflow_version()]
     key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
     return cache.folder() / "step-settings" / f"{key}.json"
 

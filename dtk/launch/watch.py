@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 
 from dtk.cluster import progress, stall
-from dtk.cluster.rank_status import RankStatus
-from dtk.cluster.stall import Stall
+from dtk.cluster.stall import RankStatus, Stall
 from dtk.errors import ClusterError
 from dtk.launch import job_processes
 from dtk.launch.mpi_places import Loss
-from dtk.launch.outcome import SETTLE, TIE, JobOutcome
+from dtk.launch.outcome import SETTLE, TIE, JobOutcome, leaver_report
 from dtk.launch.output import JobOutput
-from dtk.launch.rank import JobState, Rank, killer
+from dtk.launch.rank import JobState, Rank
 from dtk.launch.starter import Starter
 
 _START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
@@ -31,96 +28,93 @@ class Watch:
     """Watches a job's processes until it is over."""
 
     def __init__(
-        self,
-        ranks: Sequence[Rank],
-        outcome: JobOutcome,
-        state: JobState,
-        output: JobOutput,
-        starter: Starter,
-        grace: float,
-        max_restarts: int,
-        stall_timeout: float,
+        self, state: JobState, outcome: JobOutcome, output: JobOutput, starter: Starter
     ) -> None:
-        self.stall: Stall | None = None
         self.gone: Loss | None = None
-        self._ranks, self._outcome, self._state = ranks, outcome, state
-        self._output, self._starter = output, starter
-        self._grace, self._max_restarts, self._stall_timeout = grace, max_restarts, stall_timeout
+        self._stall: Stall | None = None
+        self._state, self._outcome, self._output, self._starter = state, outcome, output, starter
         self._looked = 0.0
         self._told_alone = False
         self._notice = ""
 
     def culprit(self) -> Rank | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
+        state, outcome, ranks = self._state, self._outcome, self._state.ranks
         culprit = None
         while culprit is None:
             self._wait()
-            if self.stall is not None:
-                concerned = [self._ranks[i] for i in self.stall.missing + self.stall.waiting]
+            if self._stall is not None:
+                concerned = [ranks[i] for i in self._stall.missing + self._stall.waiting]
                 # The missing one may have left with 0.
                 return next((rank for rank in concerned if rank.code is None), concerned[0])
             if self._starter.lost():
                 # Ranks get time to fail: a loss may be the cause of failures, or follow from one.
-                self._state.wait_for(lambda: self._state.stopping or self._outcome.over, LATE)
-                if not self._outcome.over:
+                state.wait_for(lambda: state.stopping or outcome.over, LATE)
+                if not outcome.over:
                     self.gone = self._starter.lost()
-            if self._state.stopping or not (self._outcome.failures() or self.gone):
+            if state.stopping or not (outcome.failures() or self.gone):
                 return None
             if self.gone:
-                return self._ranks[0]
+                return ranks[0]
             self._settle()
-            culprit = self._outcome.culprit()
-            if culprit is not None and culprit.is_victim and not self._state.stopping:
+            culprit = outcome.culprit()
+            if culprit is not None and culprit.is_victim and not state.stopping:
                 self.gone = self._starter.lost()
-                if not (self.gone or self._outcome.can_replace) and (
-                    timeout := self._stall_timeout
-                ):
+                if state.stall_timeout and not (self.gone or outcome.served):
                     # Others may have lost a rank that still runs, and is only cut off.
-                    self.stall = stall.find_cut_off(self._tasks(), time.monotonic(), timeout)
-                if self.stall is not None:
-                    return self._ranks[self.stall.missing[0]]
+                    now = time.monotonic()
+                    self._stall = stall.find_cut_off(self._tasks(), now, state.stall_timeout)
+                if self._stall is not None:
+                    return ranks[self._stall.missing[0]]
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
-        return None if self._state.stopping else culprit
+        return None if state.stopping else culprit
 
-    @property
-    def short(self) -> Stall | None:
-        """Whose data has ended before that of others, where a rank has failed of it."""
-        return stall.find_short([rank.status for rank in self._ranks])
+    def report(self, culprit: Rank | None) -> tuple[str, str]:
+        """Return why the job is ended where that is nobody's failure, and what caused a failure.
 
-    @property
-    def left(self) -> Rank | None:
-        """The rank that left first, with exit code 0, where others have failed as it was gone."""
+        Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
+        before others are asked to end: they may yet move.
+        """
+        ranks = self._state.ranks
+        statuses = [rank.status for rank in ranks]
+        # Whose data has ended before that of others, where a rank has failed of it.
+        short = stall.find_short(statuses)
+        if found := self._stall or short:
+            missing = [ranks[i] for i in found.missing]
+            self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
+        if self.gone:
+            return f"\ndtk: {self.gone.how}; every rank needs it. The job was ended.\n", ""
+        if self._stall:
+            return stall.describe(self._stall, statuses), ""
+        if short:
+            return "", stall.describe_cause(short, statuses)
+        # The rank that left first, where others have failed as it was gone.
         left = [rank for rank in self._outcome.essential if rank.code == 0]
-        if self.stall or self.gone or self._outcome.can_replace:
-            return None
-        return min(left, key=lambda rank: rank.exited, default=None)
-
-    def ask_missing(self) -> None:
-        """Have the missing ranks of a stall say where they are, if they have not; it ends them."""
-        found = self.stall or self.short
-        missing = [] if found is None else [self._ranks[i] for i in found.missing]
-        self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
+        if left and culprit is not None and culprit.is_victim and not self._outcome.served:
+            return "", leaver_report(min(left, key=lambda rank: rank.exited))
+        return "", ""
 
     def _ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
         """Have ranks say where they are in the script; it ends them."""
         asked = [rank for rank in ranks if rank.code is None]
         for rank in asked:
-            rank.ask_for_stack()
+            rank.dump = []
+            rank.order("stack")
         self._state.wait_for(
             lambda: self._state.hurry or all(rank.code is not None for rank in asked), _STACK
         )
         for rank in asked:
-            for reader in rank.readers:
-                reader.join(_STACK)
+            rank.read_out(_STACK)
             rank.status.stack = progress.stack_of_main_thread(rank.dump or [])
 
-    def let_save(self, grace: float) -> None:
+    def let_save(self) -> None:
         """Ask the ranks that would save a checkpoint to end, and wait until they have.
 
         A rank that fails, or an interrupt, cuts it short.
         """
-        saving = [rank for rank in self._ranks if rank.would_save]
+        state, grace = self._state, self._state.save_grace
+        saving = [rank for rank in state.ranks if rank.would_save]
         if not (saving and grace):
             return
         names = ", ".join(rank.process.name for rank in saving)
@@ -128,10 +122,10 @@ class Watch:
             f"waiting up to {grace:g} s for a checkpoint of {names}; once more ends them now"
         )
         for rank in saving:
-            rank.ask_to_end()
+            rank.order("end")
         began, writing = time.monotonic(), None
-        with self._state.changed:
-            while any(rank.code is None for rank in saving) and not self._state.hurry:
+        with state.changed:
+            while any(rank.code is None for rank in saving) and not state.hurry:
                 now = time.monotonic()
                 if writing is None and any(rank.saving == "begun" for rank in saving):
                     writing = now
@@ -143,47 +137,43 @@ class Watch:
                         what += "; the one before it is the newest"
                     self._output.say(f"{what}: give --save-grace more seconds")
                     return
+                sigterm = 128 + signal.SIGTERM
                 if writing is None and any(
-                    rank.failed and rank.code != 128 + signal.SIGTERM for rank in self._ranks
+                    one.failed and one.code != sigterm for one in state.ranks
                 ):
                     return
-                self._state.changed.wait(0.1)
+                state.changed.wait(0.1)
 
     # --- until something ends the job ---
 
     def _wait(self) -> None:
         """Wait for the end, and meanwhile replace what can be."""
-        changed = self._state.changed
+        state, outcome = self._state, self._outcome
+        # Nothing notifies of a job that does not move.
+        period = min(1.0, state.stall_timeout / 10) or 1.0
         while True:
             stuck: dict[int, str] = {}
-            with changed:
-                # Nothing notifies of a job that does not move.
-                period = min(1.0, self._stall_timeout / 10) or 1.0
+            with state.changed:
                 while not (
-                    self._is_over()
-                    or self._notice
-                    or self._outcome.lost()
-                    or (stuck := self._stuck())
+                    self._is_over() or self._notice or outcome.lost() or (stuck := self._stuck())
                 ):
-                    changed.wait(period)
+                    state.changed.wait(period)
                 # Where many die at once, the chief may be among them: hence the moment.
-                if changed.wait_for(self._is_over, TIE):
+                if state.changed.wait_for(self._is_over, TIE):
                     return
-                lost = self._outcome.lost()
+                lost = outcome.lost()
             # Outside of the lock, which noting their ends needs, and which no slow reader may keep.
             if self._notice:
                 self._output.say(self._notice)
                 self._notice = ""
             for index, why in stuck.items():
-                self._ranks[index].stuck = why
-                self._end_stuck(self._ranks[index])
+                state.ranks[index].stuck = why
+                self._end_stuck(state.ranks[index])
             for rank in lost:
                 self._replace(rank)
-            if lost:
+            if lost and (heard := outcome.chief.status.heard) is not None:
                 # The chief may be silent while TensorFlow looks for the successor.
-                for rank in self._ranks:
-                    if rank.process.role == "chief" and rank.status.heard is not None:
-                        rank.status.delay(time.monotonic() - rank.status.heard)
+                outcome.chief.status.delay(time.monotonic() - heard)
 
     def _is_over(self) -> bool:
         over = self._state.stopping or self._outcome.over or self._is_stuck()
@@ -191,73 +181,75 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
-        if not self._stall_timeout:
+        if not (timeout := self._state.stall_timeout):
             return False
         now = time.monotonic()
         self._allow_for_sleep(now)
-        for rank in self._ranks:
+        for rank in self._state.ranks:
             rank.status.left = rank.code == 0
             if rank.code is None:
                 rank.observe()
-        if self._outcome.can_replace:
-            self.stall = stall.find_served(self._tasks(), now, self._stall_timeout)
+        if self._outcome.served:
+            self._stall = stall.find_served(self._tasks(), now, timeout)
         else:
-            statuses = [rank.status for rank in self._ranks]
+            statuses = [rank.status for rank in self._state.ranks]
             self._note_alone(statuses, now)
             held_up = self._not_started(statuses, now)
-            self.stall = held_up or stall.find(statuses, now, self._stall_timeout)
-        return self.stall is not None
+            self._stall = held_up or stall.find(statuses, now, timeout)
+        return self._stall is not None
 
     def _allow_for_sleep(self, now: float) -> None:
         """Count no time in which this process itself was stopped, or could not write."""
-        slept = now - self._looked - self._stall_timeout / 4
-        if self._output.waits:  # as of a terminal after Ctrl-S, or a pager
-            slept = now - self._looked
+        slept = now - self._looked
+        if not self._output.waits:  # as of a terminal after Ctrl-S, or a pager
+            slept -= self._state.stall_timeout / 4
         if self._looked and slept > 0:
-            for rank in self._ranks:
+            for rank in self._state.ranks:
                 rank.status.delay(slept)
         self._looked = now
 
     def _note_alone(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Note once in which bound a rank must rejoin the others, while it computes alone."""
-        timeout = self._stall_timeout
+        timeout = self._state.stall_timeout
         # Half as long again: a rank that does nothing is named for that by then, also where it was
         # seen reading at first, as of memory that the system had taken.
-        found = stall.find_alone(statuses, now - timeout / 2, timeout)
-        if found and any(statuses[i].is_idle(now - timeout / 2) for i in found.missing):
+        since = now - timeout / 2
+        found = stall.find_alone(statuses, since, timeout)
+        if found and any(statuses[i].is_idle(since) for i in found.missing):
             return
         if found and not self._told_alone:
-            lines = stall.describe_missing(found, statuses)
             self._notice = (
-                f"{lines[0]} The others wait, and the job is ended after "
-                f"{timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives it more"
+                f"{stall.describe_missing(found, statuses)[0]} The others wait, and the job is "
+                f"ended after {timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives "
+                "it more"
             )
         self._told_alone = found is not None
 
     def _not_started(self, statuses: Sequence[RankStatus], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
-        since = now - min(_START, self._stall_timeout)
-        if all(one.last and one.last["joining"] and one.moved < since for one in statuses):
+        since = now - min(_START, self._state.stall_timeout)
+        if all(one.last and one.last.joining and one.moved < since for one in statuses):
             why = self._starter.held_up()
             return Stall((), why, tuple(range(len(statuses)))) if why else None
         return None
-
-    def _stuck(self) -> dict[int, str]:
-        """Return the tasks that hold others up and can be replaced, and why."""
-        if not self._stall_timeout or not self._outcome.can_replace:
-            return {}
-        found = stall.find_replaceable(self._tasks(), time.monotonic(), self._stall_timeout)
-        return {index: why for index, why in found.items() if not self._ranks[index].stuck}
 
     def _tasks(self) -> list[RankStatus]:
         """Return what tasks have said, of those that the job still needs."""
         idle = [id(rank) for rank in self._outcome.serving]
         return [
             rank.status if rank.code is None and id(rank) not in idle else rank.new_status()
-            for rank in self._ranks
+            for rank in self._state.ranks
         ]
 
     # --- replacing workers and the evaluator ---
+
+    def _stuck(self) -> dict[int, str]:
+        """Return the tasks that hold others up and can be replaced, and why."""
+        timeout = self._state.stall_timeout
+        if not timeout or not self._outcome.served:
+            return {}
+        found = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
+        return {index: why for index, why in found.items() if not self._state.ranks[index].stuck}
 
     def _end_stuck(self, rank: Rank) -> None:
         """End one process that is stuck, and show its stack."""
@@ -266,22 +258,21 @@ class Watch:
         if stack := rank.status.calls:
             name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
+        self._end(rank)
+        rank.await_agent(self._state.grace + 2.0)
+
+    def _end(self, rank: Rank) -> None:
+        """End one process at once, and its children."""
         sessions = [] if rank.remote else [rank.popen.pid]
-        job_processes.end(self._starter.mark(rank.process), 0.0, sessions=sessions)
-        if rank.remote:
-            rank.hang_up()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.popen.wait(self._grace + 2.0)
-            rank.popen.kill()
+        job_processes.end(self._state.mark(rank.process), 0.0, sessions=sessions)
+        rank.hang_up()
 
     def _replace(self, rank: Rank) -> None:
         """Start a lost task again, or say that the job goes on without it."""
         # Its children may hold its port, or memory that its successor needs.
-        job_processes.end(self._starter.mark(rank.process), 0.0, sessions=[rank.popen.pid])
-        rank.hang_up()
-        for reader in rank.readers:
-            reader.join(2.0)
-        say, lost, most = self._output.say, _how_lost(rank), self._max_restarts
+        self._end(rank)
+        rank.read_out(2.0)
+        say, lost, most = self._output.say, rank.how_lost, self._state.max_restarts
         # One that failed by itself would do so again.
         if rank.signal and rank.restarts < most:
             rank.restarts += 1
@@ -294,7 +285,7 @@ class Watch:
         elif rank.signal and most:
             lost += f" ({rank.restarts} of {most} restarts used)"
         rank.given_up = True
-        workers = sum(one.process.role == "worker" for one in self._ranks)
+        workers = sum(one.process.role == "worker" for one in self._state.ranks)
         left = len(self._outcome.workers_left())
         if rank.process.role == "evaluator":
             say(f"{lost}; training goes on without it, and its exit code will be the job's")
@@ -311,11 +302,11 @@ class Watch:
         That rank may still be shutting down when its peers have already died of the broken
         connection; it gets the moment it needs to be recognised.
         """
-        began = time.monotonic()
-        self._state.wait_for(lambda: self._state.stopping, TIE)
-        with self._state.changed:
-            while not self._state.stopping:
-                if any(rank.in_trouble for rank in self._ranks):
+        state, began = self._state, time.monotonic()
+        state.wait_for(lambda: state.stopping, TIE)
+        with state.changed:
+            while not state.stopping:
+                if any(rank.in_trouble for rank in state.ranks):
                     until = began + SETTLE
                 elif all(one.is_victim for one in self._outcome.failures()) and not (
                     self._starter.lost()
@@ -325,27 +316,14 @@ class Watch:
                     return
                 if (left := until - time.monotonic()) <= 0:
                     return
-                self._state.changed.wait(left)
+                state.changed.wait(left)
 
     def _hear_chief(self, lost: Rank) -> None:
         """Give the chief time to notice that a parameter server is gone, and to say so."""
         chief = self._outcome.speaker(lost)
-        if chief.code is not None:
-            return
-        self._output.say(
-            f"{lost.process.name} ended {lost.how}; the chief has {_FAREWELL:g} s to end by itself"
-        )
-        self._state.wait_for(lambda: self._state.stopping or chief.code is not None, _FAREWELL)
-
-
-def _how_lost(rank: Rank) -> str:
-    """Say how a task was lost, for a sentence."""
-    name = rank.process.name
-    if rank.process.role == "worker":
-        name += f" (worker {rank.process.rank - 1})"  # the chief is rank 0
-    if rank.stuck:
-        return f"{name} {rank.stuck}, and was ended"
-    if not rank.signal:
-        return f"{name} ended {rank.how}"
-    why = ", probably by the kernel's out-of-memory killer" if rank.was_short_of_memory else ""
-    return f"{name} was killed by {killer(rank.signal)}{why}"
+        if chief.code is None:
+            self._output.say(
+                f"{lost.process.name} ended {lost.how}; the chief has {_FAREWELL:g} s to end by "
+                "itself"
+            )
+            self._state.wait_for(lambda: self._state.stopping or chief.code is not None, _FAREWELL)

@@ -14,13 +14,14 @@ from types import TracebackType
 import keras
 import tensorflow as tf
 
-from dtk.cluster import progress, rank_files
-from dtk.cluster.processor import instructions
+from dtk.cluster import progress
+from dtk.cluster.environment import instructions
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
+from dtk.errors import advice_on_files
 from dtk.strategies import devices, watching
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
@@ -137,7 +138,7 @@ def end_at_once(name: str, rank: int = 0) -> None:
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()
         before(kind, error, trace)
-        advice = rank_files.advice(traceback.format_exception_only(error), rank)
+        advice = advice_on_files(traceback.format_exception_only(error), rank)
         if advice and not progress.is_launched():  # `dtk run` prints the advice itself, at the end
             print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dtk.cluster import detect, tf_config
+from dtk.cluster import detect
 from dtk.errors import ClusterError
 
 
@@ -218,11 +218,6 @@ def test_mpirun_really_sets_what_is_read(tmp_path):
         timeout=60,
     )
     assert sorted(out.stdout.split("\n")) == ["", "mpi 0 2 2", "mpi 1 2 2"], out.stderr
-
-
-def test_write_is_what_the_launcher_gives():
-    text = tf_config.write({"worker": ["a:1", "b:2"]}, "worker", 1)
-    assert detect({"TF_CONFIG": text}).addresses == ("a:1", "b:2")
 
 
 @pytest.mark.parametrize("module", ["dtk.cluster", "dtk.launch", "dtk.cli.main", "dtk.cli.run"])

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dtk.cluster import processor
+from dtk.cluster import environment as processor
 from dtk.cluster.environment import Environment
 from dtk.communicators import create
 

@@ -1,7 +1,8 @@
-"""Starting a job again after it failed: what is decided, in any order, and with real processes."""
+"""Starting a job again after it failed: in any history, and with real processes."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -9,129 +10,101 @@ import sys
 import time
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, plan
-from dtk.launch.attempts import (
-    LONGEST_WAIT,
-    PATIENCE,
-    Attempts,
-    AwaitHosts,
-    Over,
-    StartJob,
-    Supervisor,
-)
+from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
 from dtk.launch.plan import Process
 
 
-class AnyHistory(RuleBasedStateMachine):
-    """A job that fails, loses hosts and is stopped at any moment."""
+class FakeJob(contextlib.nullcontext):
+    """A job that ends at once; by itself, by its user, or because of a mistake."""
 
-    @initialize(
-        slots=st.lists(st.integers(1, 3), max_size=4),
-        most=st.integers(0, 3),
-        data=st.data(),
-    )
-    def begin(self, slots, most, data):
-        self.hosts = tuple(Host(f"node{i}", n) for i, n in enumerate(slots))
-        total = sum(slots) or 3
-        self.wanted = data.draw(st.integers(1, total))
-        self.fewest = data.draw(st.integers(1, self.wanted)) if slots else self.wanted
-        self.most = most
-        self.attempts = Attempts(self.hosts, self.wanted, self.fewest, most)
-        self.failures = self.runs = 0
-        self.waited, self.stopped = 0.0, False
-        self.take(self.attempts.begin())
-        assert (self.action.workers, self.action.hosts) == (self.wanted, self.hosts)
+    def __init__(self, code, how):
+        super().__init__(self)
+        self.code, self.stopped = code, how == "stopped"
+        self.failed_before_working_together = how == "mistake"
 
-    def take(self, action):
-        self.action = action
-        if isinstance(action, StartJob):
-            assert action.attempt == self.runs
-            self.runs += 1
+    def start(self):
+        return self
 
-    @precondition(lambda self: isinstance(self.action, StartJob))
-    @rule(code=st.sampled_from([0, 1, 124, 137]), mistake=st.booleans(), stopped=st.booleans())
-    def ends(self, code, mistake, stopped):
-        first, self.stopped = self.runs == 1, stopped
-        self.take(self.attempts.ended(code, stopped, mistake))
-        self.waited = 0.0
-        if code == 0 or stopped or (mistake and first) or self.failures == self.most:
-            assert isinstance(self.action, Over) and self.action.code == code
-        else:
-            self.failures += 1
-            assert isinstance(self.action, AwaitHosts)
-            assert self.action.seconds == min(LONGEST_WAIT, 2 ** (self.failures - 1))
-
-    @precondition(lambda self: isinstance(self.action, AwaitHosts))
-    @rule(data=st.data())
-    def looks(self, data):
-        names = data.draw(st.sets(st.sampled_from([h.name for h in self.hosts] or ["none"])))
-        there = [host for host in self.hosts if host.name in names]
-        slots = sum(host.slots for host in there) if self.hosts else self.wanted
-        self.take(self.attempts.looked(names))
-        if slots >= self.fewest:
-            assert self.action == StartJob(tuple(there), min(self.wanted, slots), self.runs - 1)
-        elif self.waited < PATIENCE:
-            assert isinstance(self.action, AwaitHosts)
-            self.waited += self.action.seconds
-        else:
-            assert isinstance(self.action, Over) and self.action.code != 0
-
-    @precondition(lambda self: isinstance(self.action, StartJob) and self.attempts.missing)
-    @rule()
-    def missing_hosts_return(self):
-        before = self.attempts.restarts
-        self.take(self.attempts.looked([host.name for host in self.hosts]))
-        assert self.action.workers == self.wanted and self.attempts.restarts == before
-
-    @precondition(lambda self: isinstance(self.action, Over))
-    @rule()
-    def nothing_follows(self):
-        asked_for = self.action.code == 0 or not self.most
-        assert self.action.why or asked_for or self.stopped
-
-    @invariant()
-    def bounds_hold(self):
-        assert self.attempts.restarts == self.failures <= self.most
-        if isinstance(self.action, StartJob):
-            assert self.fewest <= self.action.workers <= self.wanted
-            full = self.action.workers == self.wanted
-            assert bool(self.attempts.missing) == (not full)
+    def wait(self, timeout=None):
+        return self.code
 
 
-def test_any_history_keeps_the_bounds():
-    run_state_machine_as_test(AnyHistory)
+ENDS = st.tuples(
+    st.sampled_from([0, 1, 124, 137]), st.sampled_from(["itself", "itself", "stopped", "mistake"])
+)
 
 
-def supervised(tmp_path, code, attempts, monkeypatch, **options):
+@given(
+    slots=st.lists(st.integers(1, 3), max_size=4),
+    most=st.integers(0, 3),
+    ends=st.lists(ENDS, min_size=5, max_size=5),
+    data=st.data(),
+)
+def test_any_history_keeps_the_bounds(slots, most, ends, data):
+    hosts = tuple(Host(f"node{i}", n) for i, n in enumerate(slots))
+    wanted = data.draw(st.integers(1, sum(slots) or 3))
+    fewest = data.draw(st.integers(1, wanted)) if slots else wanted
+    looks = data.draw(st.lists(st.sets(st.sampled_from(hosts or [None])), min_size=1, max_size=4))
+    started, said, slept, looked = [], [], [], []
+
+    def make(attempt):
+        started.append(attempt)
+        return FakeJob(*ends[len(started) - 1])
+
+    attempts = Attempts(make, None, said.append, hosts, wanted, fewest, most)
+
+    def answering(names):
+        names = list(names)
+        if not names:
+            return set()
+        looked.append(looks[min(len(looked), len(looks) - 1)])
+        return {host.name for host in looked[-1]}
+
+    attempts._answering = answering
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", slept.append)
+        code = attempts.run()
+    last, how = ends[len(started) - 1]
+    assert started[0] == Attempt(hosts, wanted, 0)
+    assert [one.number for one in started] == list(range(len(started)))
+    for one in started[1:]:
+        assert fewest <= one.workers <= wanted
+        assert one.workers == wanted or sum(host.slots for host in one.hosts) == one.workers
+        assert not hosts or set(one.hosts) in looked
+    restarts = [float(line.split(" in ")[1].split()[0]) for line in said if "(restart" in line]
+    assert restarts == [min(LONGEST_WAIT, 2.0**n) for n in range(len(restarts))]
+    assert len(started) - 1 <= len(restarts) <= most
+    gave_up = len(restarts) == len(started)  # a restart was used, and too few hosts answered
+    assert code == (last or 1 if gave_up else last)
+    assert not gave_up or sum(slept) - sum(restarts) >= PATIENCE
+    is_mistake = how == "mistake" and len(started) == 1
+    asked_for = last == 0 or how == "stopped" or is_mistake or len(restarts) == most
+    assert gave_up or asked_for
+    assert said or code == 0 or not most or how == "stopped"
+
+
+def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, most=1, **options):
     """Run ranks of plain Python, each told the attempt; returns code, stdout and what was said."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     out, err, said = io.StringIO(), io.StringIO(), []
 
-    def make(run):
-        hosts = [host.name for host in run.hosts for _ in range(host.slots)] or ["localhost"] * 9
-        env = {"ATTEMPT": str(run.attempt)}
-        processes = [
-            Process(f"rank {r}", "worker", r, hosts[r], (sys.executable, "-c", code), env)
-            for r in range(run.workers)
-        ]
-        shell = str(tmp_path / "shell")
+    def make(attempt):
+        names = [host.name for host in attempt.hosts for _ in range(host.slots)] or ["localhost"]
+        env = {"ATTEMPT": str(attempt.number)}
         return Job(
-            processes,
+            [
+                Process(f"rank {r}", "worker", r, names[r], (sys.executable, "-c", code), env)
+                for r in range(attempt.workers)
+            ],
             output_dir=tmp_path / "out",
-            append=run.attempt > 0,
-            remote_shell=shell,
+            append=attempt.number > 0,
+            remote_shell=str(tmp_path / "shell"),
             grace=1.0,
             stdout=out,
             stderr=err,
@@ -140,20 +113,20 @@ def supervised(tmp_path, code, attempts, monkeypatch, **options):
     (tmp_path / "shell").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     (tmp_path / "shell").chmod(0o755)
     answers = options.pop("answers", lambda host: True)
-    supervisor = Supervisor(attempts, make, answers, said.append, **options)
-    given = supervisor.run(options.pop("hosts", [host.name for host in attempts._hosts]))
-    assert all(job_processes.members(job.job_id) == [] for job in supervisor.jobs)
+    attempts = Attempts(make, answers, said.append, hosts, workers, fewest, most, **options)
+    given = attempts.run()
+    assert all(job_processes.members(job.job_id) == [] for job in attempts.jobs)
     return given, out.getvalue(), said
 
 
 FAILS = (
     "import os; a = int(os.environ['ATTEMPT']); print('attempt', a); os._exit(0 if a > {} else 3)"
 )
+HOSTS = (Host("node1.invalid", 1), Host("node2.invalid", 1))
 
 
 def test_a_job_that_fails_is_started_again(tmp_path, monkeypatch):
-    attempts = Attempts((), 1, None, 3)
-    code, out, said = supervised(tmp_path, FAILS.format(1), attempts, monkeypatch)
+    code, out, said = supervised(tmp_path, FAILS.format(1), monkeypatch, most=3)
     assert (code, out) == (0, "[0] attempt 0\n[0] attempt 1\n[0] attempt 2\n")
     assert said == [
         "starting the job again in 1 s (restart 1 of 3)",
@@ -161,29 +134,6 @@ def test_a_job_that_fails_is_started_again(tmp_path, monkeypatch):
     ]
     # what an earlier attempt wrote is kept
     assert (tmp_path / "out" / "rank-0.log").read_text().count("attempt") == 3
-
-
-def test_restarts_end_with_the_code_of_the_last_failure(tmp_path, monkeypatch):
-    attempts = Attempts((), 1, None, 1)
-    code, out, said = supervised(tmp_path, FAILS.format(5), attempts, monkeypatch)
-    assert (code, out.count("attempt")) == (3, 2)
-    assert said[-1] == "no restart is left of 1"
-
-
-HOSTS = (Host("node1.invalid", 1), Host("node2.invalid", 1))
-
-
-def test_a_job_goes_on_without_a_lost_host(tmp_path, monkeypatch):
-    attempts = Attempts(HOSTS, 2, 1, 2)
-    code, out, said = supervised(
-        tmp_path,
-        FAILS.format(0),
-        attempts,
-        monkeypatch,
-        answers=lambda host: host != "node1.invalid",
-    )
-    assert (code, out.count("attempt 1")) == (0, 1)
-    assert said[-1] == "going on with 1 workers, without node1.invalid, until it answers again"
 
 
 def test_a_job_is_whole_again_when_its_host_answers(tmp_path, monkeypatch):
@@ -202,21 +152,17 @@ def test_a_job_is_whole_again_when_its_host_answers(tmp_path, monkeypatch):
         "os._exit(3 if a == 0 else 0)"
     )
     code, out, said = supervised(
-        tmp_path,
-        serves,
-        Attempts(HOSTS, 2, 1, 1),
-        monkeypatch,
-        answers=answers,
-        probe_every=0.5,
+        tmp_path, serves, monkeypatch, HOSTS, 2, 1, 1, answers=answers, probe_every=0.5
     )
     assert code == 0
     assert [out.count(f"attempt {a}") for a in range(3)][1:] == [1, 2] and "saved" in out
+    assert said[1] == "going on with 1 workers, without node1.invalid, until it answers again"
     assert said[-1] == "node1.invalid answers again: the job is ended, to go on with it"
 
 
 def test_too_few_hosts_are_waited_for_and_then_named(tmp_path, monkeypatch):
     code, _, said = supervised(
-        tmp_path, FAILS.format(0), Attempts(HOSTS, 2, 2, 1), monkeypatch, answers=lambda host: False
+        tmp_path, FAILS.format(0), monkeypatch, HOSTS, 2, 2, 1, answers=lambda host: False
     )
     assert code == 3
     assert said[1] == "waiting until node1.invalid, node2.invalid can be reached"
@@ -224,28 +170,24 @@ def test_too_few_hosts_are_waited_for_and_then_named(tmp_path, monkeypatch):
     assert len(said) == 3
 
 
-def test_a_first_attempt_that_cannot_start_is_an_error(tmp_path, monkeypatch):
-    def make(run):
+def test_a_first_attempt_that_cannot_start_is_an_error():
+    def make(attempt):
         return Job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
 
-    supervisor = Supervisor(Attempts((), 1, None, 3), make, lambda host: True, print)
+    attempts = Attempts(make, lambda host: True, print, (), 1, None, 3)
     with pytest.raises(ClusterError, match="cannot start /no/such"):
-        supervisor.run()
-    assert len(supervisor.jobs) == 1
+        attempts.run()
+    assert len(attempts.jobs) == 1
 
 
-def test_a_mistake_before_the_first_step_is_not_made_again():
+@pytest.mark.parametrize(("timeout", "wanted"), [(5.0, True), (0.0, False)])
+def test_a_mistake_before_the_first_step_is_not_made_again(timeout, wanted):
     """Without reports of ranks it cannot be told, and the job is started again."""
-    for timeout, wanted in ((5.0, True), (0.0, False)):
-        job = Job(
-            plan([sys.executable, "-c", "import no_such_module"], workers=1),
-            stall_timeout=timeout,
-            stdout=io.StringIO(),
-            stderr=io.StringIO(),
-        )
-        with job:
-            assert job.wait(60) == 1 and not job.stopped
-        assert job.failed_before_working_together is wanted
+    processes = plan([sys.executable, "-c", "import no_such_module"], workers=1)
+    out = io.StringIO()
+    with Job(processes, stall_timeout=timeout, stdout=out, stderr=out) as job:
+        assert job.wait(60) == 1 and not job.stopped
+    assert job.failed_before_working_together is wanted
 
 
 TRAINS = """

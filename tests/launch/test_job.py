@@ -1,7 +1,6 @@
 """Real processes: whatever happens, all of them end, in time, and the user sees why."""
 
 import io
-import json
 import os
 import platform
 import re
@@ -24,35 +23,44 @@ RANK = (
     "import json, os, sys, time, signal; r = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
 )
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+SLEEPS_DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
 def python(code, workers=2, **options):
     return plan([sys.executable, "-c", RANK + code], workers, **options)
 
 
-def test_output_is_prefixed_by_rank_without_colours(run):
-    code, out, err, _ = run(python("print('hello', r); print('oops', r, file=sys.stderr)"))
-    assert code == 0
+def test_output_is_prefixed_by_rank_without_colours_and_kept_in_files(run, tmp_path):
+    code = "print('hello', r); print('oops', r, file=sys.stderr)"
+    given, out, err, _ = run(python(code), output_dir=tmp_path / "logs")
+    assert given == 0
     assert sorted(out.splitlines()) == ["[0] hello 0", "[1] hello 1"]
     assert sorted(err.splitlines()) == ["[0] oops 0", "[1] oops 1"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert sorted((tmp_path / "logs/rank-1.log").read_text().splitlines()) == ["hello 1", "oops 1"]
 
 
-def test_a_directory_that_every_rank_makes(run, tmp_path):
-    """The rank that failed of it is named, and rank 0 and `strategy.is_chief` with it."""
-    code = f"time.sleep(r)\nos.mkdir({str(tmp_path / 'logs')!r})\ntime.sleep(60)\n"
-    ended, _, err, _ = run(python(code))
-    assert ended == 1
-    assert "rank 1, host localhost failed first, with exit code 1" in err
-    assert "FileExistsError" in err
-    assert "rank 0 make it or unpack it, `if strategy.is_chief: os.mkdir(path)`" in err
+def test_colours_on_a_terminal_only(run, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Terminal()
+    run(python("os.write(1, b'hello\\n')", 1), stdout=screen)
+    assert screen.getvalue() == "\x1b[36m[0] \x1b[0mhello\n"
 
 
-def test_each_rank_has_cores_of_its_own(run):
+def test_each_rank_has_cores_of_its_own_and_none_of_another_launcher(run, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "PMIX_RANK"):
+        monkeypatch.setenv(name, "5")
     here = sorted(os.sched_getaffinity(0))
-    if len(here) < 2:
-        pytest.skip("there is one core only")
-    _, out, _, _ = run(python("print(*os.sched_getaffinity(0))"))
-    assert sorted(int(core) for line in out.splitlines() for core in line[4:].split()) == here
+    code = "from dtk.cluster import detect; print(detect().size, os.environ.get('PMI_RANK'), "
+    _, out, err, _ = run(python(f"{code} *os.sched_getaffinity(0))"))
+    told = [line.split()[1:] for line in out.splitlines()]
+    assert [one[:2] for one in told] == [["2", "None"]] * 2, err
+    if len(here) > 1:
+        assert sorted(int(core) for one in told for core in one[2:]) == here
     assert sorted(os.sched_getaffinity(0)) == here, "the launcher keeps all of them"
 
 
@@ -79,24 +87,6 @@ def test_large_tensors_get_huge_pages(run):
     assert run(python(code, 1))[1] == "[0] True\n"
 
 
-def test_colours_on_a_terminal_only(run, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    screen = Terminal()
-    with Job(python("os.write(1, b'hello\\n')", 1), stdout=screen) as job:
-        job.wait(timeout=60)
-    assert screen.getvalue() == "\x1b[36m[0] \x1b[0mhello\n"
-
-
-def test_one_file_per_rank_holds_everything_it_wrote(run, tmp_path):
-    run(python("print('hello', r); print('oops', file=sys.stderr)"), output_dir=tmp_path / "logs")
-    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
-    assert sorted((tmp_path / "logs/rank-1.log").read_text().splitlines()) == ["hello 1", "oops"]
-
-
 def test_bytes_that_are_no_text_and_progress_bars_do_not_break_the_output(run):
     code, out, _, _ = run(
         python(r"os.write(1, b'\xff 1%\r 2%\r\n' + b'x' * 200000 + b'\nend\n')", 1)
@@ -106,53 +96,121 @@ def test_bytes_that_are_no_text_and_progress_bars_do_not_break_the_output(run):
     assert out.endswith("\n[0] end\n")
 
 
-def test_the_first_failing_rank_is_seen_last_and_all_end(run):
-    code, _, err, seconds = run(
-        python(DEAF + "if r == 1:\n    raise ValueError('boom')\ntime.sleep(600)", workers=3)
-    )
-    assert code == 1
+KILL = "os.kill(os.getpid(), 9)"
+LOSES = "if r == 1: sys.exit(0)\ntime.sleep(1)\nraise OSError("
+LEFT = "dtk: rank 1, host localhost, left its script, with exit code 0, and"
+# What ranks do, the job's exit code, what is said of the first failure, and how the last line ends.
+ENDINGS = {
+    "an exit code": ("if r == 1: sys.exit(7)\ntime.sleep(600)", 7, "rank 1", "It wrote nothing."),
+    "a signal": (f"if r == 1: {KILL}\ntime.sleep(600)", 137, "by SIGKILL (exit code 137)", ""),
+    "an abort": ("if r == 1: os.abort()\ntime.sleep(600)", 134, "by SIGABRT (exit code 134)", ""),
+    "an exception, beside deaf ranks": (
+        f"{DEAF}if r == 1: raise ValueError('boom')\ntime.sleep(600)",
+        1,
+        "rank 1, host localhost failed first, with exit code 1",
+        "ValueError: boom",
+    ),
+    # Its peer notices, and its process is gone first.
+    "an exception of a rank that takes its time": (
+        "import atexit\nif r == 1:\n    atexit.register(time.sleep, 0.6)\n"
+        "    raise ValueError('the cause')\ntime.sleep(0.3)\nos.environ['x'] = 1",
+        1,
+        "rank 1,",
+        "ValueError: the cause",
+    ),
+    "chained exceptions": (
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('boom') from e",
+        1,
+        "ZeroDivisionError",
+        "ValueError: boom",
+    ),
+    # Rank 0 has lost its peer, and ends before the system says that the peer is dead.
+    "a kill that is reported late": (
+        f"if r == 0: raise ConnectionError('Socket closed')\ntime.sleep(1.5); {KILL}",
+        137,
+        "rank 1, host localhost failed first, by SIGKILL",
+        "",
+    ),
+    "a rank that leaves": (f"{LOSES}'Socket closed')", 1, "OSError: Socket closed", LEFT),
+    # Over MPI rank 0 was said to have failed first.
+    "a rank that leaves MPI": (
+        f"{LOSES}'x waits for rank 1, whose script has ended; see what rank 1 wrote')",
+        1,
+        "OSError: x waits for",
+        LEFT,
+    ),
+    "a failure after another has left well": (
+        f"{LOSES}'the disk is full')",
+        1,
+        "rank 0, host localhost failed first",
+        "OSError: the disk is full",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "ends", "said", "last"), ENDINGS.values(), ids=ENDINGS)
+def test_the_first_failure_is_seen_last_and_all_end(run, monkeypatch, code, ends, said, last):
+    if last == LEFT:
+        monkeypatch.setattr(watch, "LATE", 1.0)  # no other rank comes late
+    given, _, err, seconds = run(python(code), max_restarts=3)
+    assert given == ends
     assert seconds < 10
-    last = err.split("dtk: ")[-1]
-    assert last.startswith("rank 1, host localhost failed first, with exit code 1")
-    assert last.endswith("ValueError: boom\n")
+    assert said in err[err.index("\ndtk: ") :]
+    assert last in err.splitlines()[-1]
 
 
-def test_a_peer_that_dies_sooner_of_the_broken_connection_is_not_blamed(run):
-    # Rank 1 raises but takes its time to shut down; rank 0 notices, and its process is gone first.
-    code, _, err, _ = run(
-        python(
-            "import atexit\n"
-            "if r == 1:\n    atexit.register(time.sleep, 0.6)\n    raise ValueError('the cause')\n"
-            "time.sleep(0.3)\nos.environ['x'] = 1"
-        )
-    )
-    assert err.split("dtk: ")[-1].startswith("rank 1,")
-    assert err.endswith("ValueError: the cause\n")
-    assert code == 1
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        "Socket closed",
-        # Over MPI rank 0 was said to have failed first.
-        "the collective 'x' waits for rank 1, whose script has ended; see what rank 1 wrote",
-    ],
-)
-def test_a_rank_that_leaves_with_0_is_named_where_others_fail_of_that(run, monkeypatch, told):
-    monkeypatch.setattr(watch, "LATE", 1.0)  # nobody comes late
-    code = f"if r == 1:\n    sys.exit(0)\ntime.sleep(1)\nraise OSError({told!r})"
-    code, _, err, _ = run(python(code))
-    assert code == 1
-    assert f"OSError: {told}" in err
-    last = err.splitlines()[-1]
-    assert last.startswith("dtk: rank 1, host localhost, left its script, with exit code 0, and")
-
-
-def test_a_rank_that_ends_well_before_another_fails_by_itself_is_not_named(run):
-    code = "if r == 1:\n    sys.exit(0)\ntime.sleep(1)\nraise OSError('the disk is full')"
+def test_a_directory_that_every_rank_makes(run, tmp_path):
+    """The rank that failed of it is named, and rank 0 and `strategy.is_chief` with it."""
+    code = f"time.sleep(r)\nos.mkdir({str(tmp_path / 'logs')!r})\ntime.sleep(60)\n"
     _, _, err, _ = run(python(code))
-    assert err.splitlines()[-1] == "OSError: the disk is full"
+    assert "rank 1, host localhost failed first, with exit code 1" in err
+    assert "FileExistsError" in err
+    assert "rank 0 make it or unpack it, `if strategy.is_chief: os.mkdir(path)`" in err
+
+
+def test_a_survived_traceback_is_not_taken_for_the_cause(run):
+    code = (
+        "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
+        "for i in range(300):\n    print(i, file=sys.stderr)\nprint('bye')\nsys.exit(3)"
+    )
+    _, _, err, _ = run(python(code, 1))
+    assert "ZeroDivisionError" not in err.split("dtk: ")[-1]
+    assert err.split("dtk: ")[-1].splitlines()[-1] in ("299", "bye")
+
+
+def test_a_killed_rank_is_followed_by_what_to_do_next(run):
+    """Where nobody starts the job again; with servers, and with restarts, somebody does."""
+    _, _, err, _ = run(python(f"if r == 1: {KILL}\ntime.sleep(600)"), max_restarts=0)
+    assert err.endswith(
+        "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
+        "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself.\n"
+    )
+    _, _, err, _ = run(python("if r == 1: sys.exit(3)\ntime.sleep(600)"), max_restarts=0)
+    assert "--max-restarts" not in err, "it would fail again"
+
+
+def test_what_others_say_of_the_first_failure_is_left_out_of_the_screen(run, tmp_path):
+    code = (
+        f"if r == 1: print('about to go', file=sys.stderr, flush=True); {KILL}\n{DEAF}"
+        "time.sleep(1.0)\n"
+        "for _ in range(90): print('Connection reset by peer', file=sys.stderr, flush=True)\n"
+        "sys.exit(1)"
+    )
+    given, _, err, _ = run(python(code), grace=5.0, output_dir=tmp_path, max_restarts=3)
+    assert given == 137
+    assert "Connection reset by peer" not in err
+    assert err.endswith("90 lines, beside that. Its last output:\nabout to go\n")
+    assert (tmp_path / "rank-0.log").read_text().count("Connection reset by peer\n") == 90
+
+
+def test_a_crash_in_c_says_where_in_the_script(tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text("import ctypes\n\ndef crash():\n    ctypes.string_at(0)\n\ncrash()\n")
+    run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(script)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 139
+    assert "failed first, by SIGSEGV" in done.stderr
+    assert re.search(r'crash.py", line 4 in crash\n', done.stderr.split("Its last output")[1])
 
 
 def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
@@ -166,82 +224,32 @@ def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
     assert not guard.is_running()
 
 
-def test_a_chained_exception_is_shown_whole(run):
-    _, _, err, _ = run(
-        python(
-            "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('boom') from e",
-            1,
-        )
-    )
-    last = err.split("dtk: ")[-1]
-    assert "ZeroDivisionError" in last
-    assert last.endswith("ValueError: boom\n")
+@pytest.mark.parametrize("code", [3, 0])
+def test_children_of_a_rank_end_too(run, alive, tmp_path, code):
+    """Also those that left its session, or were given another environment.
 
-
-def test_a_survived_traceback_is_not_taken_for_the_cause(run):
-    logged = (
-        "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
-    )
-    _, _, err, _ = run(
-        python(
-            logged
-            + "for i in range(300):\n    print(i, file=sys.stderr)\nprint('bye')\nsys.exit(3)",
-            1,
-        )
-    )
-    assert "ZeroDivisionError" not in err.split("dtk: ")[-1]
-    assert err.split("dtk: ")[-1].splitlines()[-1] in ("299", "bye")
-
-
-@pytest.mark.parametrize(
-    ("ending", "code", "words"),
-    [
-        ("sys.exit(7)", 7, "with exit code 7"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "by SIGKILL (exit code 137)"),
-        ("os.abort()", 134, "by SIGABRT (exit code 134)"),
-    ],
-)
-def test_exit_codes(run, ending, code, words):
-    given, _, err, _ = run(python(f"if r == 1:\n    {ending}\ntime.sleep(600)"))
-    assert given == code
-    assert f"rank 1, host localhost failed first, {words}" in err
-
-
-def test_children_of_a_rank_end_too_even_when_they_left_its_session(run, alive, tmp_path):
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    These are found by the session of a rank that has ended, or as descendants of one that has not.
+    """
     spawn = (
         "import subprocess\n"
-        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
-        f"open({str(tmp_path)!r} + f'/{{r}}', 'w').write(str(p.pid))\n"
-    )
-    for number, ending in enumerate(["sys.exit(r)", "pass"]):
-        code, _, _, seconds = run(python(spawn + ending))
-        assert code == (1, 0)[number]
-        assert seconds < 10
-        for rank in (0, 1):
-            assert not alive(int((tmp_path / str(rank)).read_text()))
-
-
-def test_children_that_were_given_another_environment_end_too(run, alive, tmp_path):
-    """By the session of a rank that has ended, or as descendants of one that has not."""
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    spawn = (
-        "import subprocess\n"
-        f"c = [sys.executable, '-c', {child!r}]\n"
-        "ps = [subprocess.Popen(c, env={}, start_new_session=new) for new in (r == 1, False)]\n"
+        f"c = [sys.executable, '-c', {SLEEPS_DEAF!r}]\n"
+        "ps = [subprocess.Popen(c, env=e, start_new_session=new)\n"
+        f"    for e, new in ((None, True), ({{}}, False), ({{}}, {code} and r == 1))]\n"
         f"open({str(tmp_path)!r} + f'/{{r}}', 'w').write(' '.join(str(p.pid) for p in ps))\n"
-        "if r == 1: time.sleep(600)\n"
-        "time.sleep(1); sys.exit(3)"
+        f"time.sleep(600 if {code} and r == 1 else 1); sys.exit({code})"
     )
-    code, _, _, _ = run(python(spawn))
-    assert code == 3
+    given, _, _, seconds = run(python(spawn))
+    assert given == code
+    assert seconds < 15
     pids = [int(pid) for r in (0, 1) for pid in (tmp_path / str(r)).read_text().split()]
-    assert len(pids) == 4 and not any(map(alive, pids))
+    assert len(pids) == 6 and not any(map(alive, pids))
 
 
 def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     job = Job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
-    job.start()
+    threading.Thread(target=job.start).start()  # any thread will do
+    while not job.pids.get("rank 1"):
+        time.sleep(0.05)
     with pytest.raises(TimeoutError, match="still running: rank 0, rank 1"):
         job.wait(timeout=0.5)
     began = time.monotonic()
@@ -252,7 +260,7 @@ def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     job.stop()  # twice is fine
 
 
-def test_sigterm_comes_first_so_that_a_rank_can_clean_up(run, tmp_path):
+def test_sigterm_comes_first_so_that_a_rank_can_clean_up():
     code = (
         "def bye(*_):\n    print('saved'); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, bye)\nprint('ready')\ntime.sleep(600)"
@@ -265,22 +273,6 @@ def test_sigterm_comes_first_so_that_a_rank_can_clean_up(run, tmp_path):
     assert job.wait() == 143
 
 
-def test_a_job_can_be_started_from_any_thread(run):
-    codes = []
-    thread = threading.Thread(target=lambda: codes.append(run(python("pass"))[0]))
-    thread.start()
-    thread.join(60)
-    assert codes == [0]
-
-
-def test_an_inherited_launcher_is_not_seen_by_the_ranks(run, monkeypatch):
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "PMIX_RANK"):
-        monkeypatch.setenv(name, "5")
-    code = "from dtk.cluster import detect; print(detect().size, os.environ.get('PMI_RANK'))"
-    _, out, err, _ = run(python(code))
-    assert sorted(out.splitlines()) == ["[0] 2 None", "[1] 2 None"], err
-
-
 def test_a_planned_port_is_held_until_the_rank_listens(run):
     code = (
         "import socket\n"
@@ -291,13 +283,12 @@ def test_a_planned_port_is_held_until_the_rank_listens(run):
     given, out, err, _ = run(python(code))
     assert (given, err) == (0, "")
     assert out.count("listening") == 2
-    with agent.reserve("127.0.0.1") as held, pytest.raises(OSError, match="in use"):
-        _bind(held)
-
-
-def _bind(held):
-    with socket.socket() as other:  # without SO_REUSEADDR, as any stranger
-        other.bind(held.getsockname())
+    with (
+        agent.reserve("127.0.0.1") as held,
+        socket.socket() as stranger,  # without SO_REUSEADDR
+        pytest.raises(OSError, match="in use"),
+    ):
+        stranger.bind(held.getsockname())
 
 
 def test_a_taken_port_is_named_before_anything_starts():
@@ -324,19 +315,10 @@ def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
         Job([])
 
 
-def test_a_reader_that_goes_away_ends_the_job(run):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    with Job(python("print('x')\ntime.sleep(600)"), stdout=Closed(), grace=1.0) as job:
-        assert job.wait(timeout=10) == 141
-
-
 def test_a_process_is_found_as_soon_as_it_was_started():
     """It was missed for a moment, and a job that was ended then left it running."""
     missed = 0
-    for count in range(200):
+    for count in range(100):
         job = f"found-{os.getpid()}-{count}"
         with job_processes.start(("sleep", "600"), os.environ, job, ()) as process:
             missed += job_processes.members(job) != [process.pid]
@@ -399,57 +381,3 @@ def test_horovod_ranks_find_each_other_through_the_rendezvous(run):
     given, out, err, _ = run(processes)
     assert (given, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] x0 127.0.0.1 False", "[1] x1 127.0.0.1 False"]
-
-
-def test_the_plan_in_the_environment_is_json(run):
-    _, out, _, _ = run(python("print(os.environ['TF_CONFIG'])", 1))
-    assert json.loads(out.removeprefix("[0] "))["task"] == {"type": "worker", "index": 0}
-
-
-def test_a_killed_rank_that_is_reported_late_is_named(run):
-    """Rank 0 has lost its peer, and ends before the system says that the peer is dead."""
-    code = (
-        "if r == 0: raise ConnectionError('Socket closed')\n"
-        "time.sleep(1.5); os.kill(os.getpid(), 9)"
-    )
-    given, _, err, _ = run(python(code))
-    assert given == 137
-    assert "rank 1, host localhost failed first, by SIGKILL" in err
-
-
-@pytest.mark.parametrize("restarts", [0, 3])
-def test_a_killed_rank_is_followed_by_what_to_do_next(run, restarts):
-    """Where nobody starts the job again; with servers, and with restarts, somebody does."""
-    kill = "os.kill(os.getpid(), 9)"
-    _, _, err, _ = run(python(f"if r == 1: {kill}\ntime.sleep(600)"), max_restarts=restarts)
-    said = (
-        "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
-        "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself.\n"
-    )
-    assert err.endswith(said) == (restarts == 0)
-    _, _, err, _ = run(python("if r == 1: sys.exit(3)\ntime.sleep(600)"), max_restarts=restarts)
-    assert "--max-restarts" not in err, "it would fail again"
-
-
-def test_what_others_say_of_the_first_failure_is_left_out_of_the_screen(run, tmp_path):
-    code = (
-        "if r == 1: print('about to go', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)\n"
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1.0)\n"
-        "for _ in range(90): print('Connection reset by peer', file=sys.stderr, flush=True)\n"
-        "sys.exit(1)"
-    )
-    given, _, err, _ = run(python(code), grace=5.0, output_dir=tmp_path)
-    assert given == 137
-    assert "Connection reset by peer" not in err
-    assert err.endswith("90 lines, beside that. Its last output:\nabout to go\n")
-    assert (tmp_path / "rank-0.log").read_text().count("Connection reset by peer\n") == 90
-
-
-def test_a_crash_in_c_says_where_in_the_script(tmp_path):
-    script = tmp_path / "crash.py"
-    script.write_text("import ctypes\n\ndef crash():\n    ctypes.string_at(0)\n\ncrash()\n")
-    run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(script)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 139
-    assert "failed first, by SIGSEGV" in done.stderr
-    assert re.search(r'crash.py", line 4 in crash\n', done.stderr.split("Its last output")[1])

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtk.cluster import Host, mpi_installs, mpi_refusals
+from dtk.cluster import Host, mpi_installs
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
@@ -180,7 +180,7 @@ def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeyp
 @needs_mpi
 def test_a_small_shared_memory_is_told_with_what_helps(run, places, monkeypatch):
     """Open MPI ends a rank for it with exit code 14, and says nothing."""
-    monkeypatch.setattr(mpi_refusals, "_SEGMENT", 1 << 60)
+    monkeypatch.setattr(mpi_installs, "_SEGMENT", 1 << 60)
     why = r" has \d+ MB free, and MPI needs \d+ MB there for 2 rank\(s\); give it more"
     code, _, err, _ = run(make("import os"))
     assert code == 0

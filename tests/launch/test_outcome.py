@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from dtk.launch.outcome import TIE, choose
+from dtk.cluster.stall import RankReport
+from dtk.launch.outcome import TIE, JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
@@ -23,7 +24,7 @@ def job(*roles):
     for number, role in enumerate(roles):
         process = Process(f"rank {number}", role, number, "localhost", ("python",), {})
         ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, Ended())
-    return ranks, choose([rank.process for rank in ranks.values()], list(ranks.values()))
+    return ranks, JobOutcome([rank.process for rank in ranks.values()], list(ranks.values()))
 
 
 def end(rank, returncode, moment=10.0):
@@ -62,8 +63,7 @@ def test_who_may_not_fail(role, returncode):
     assert outcome.culprit() is ranks[role]
 
 
-EVALUATED = {"count": 2, "inside": False, "what": "evaluation 2", "still": 0.0}
-EVALUATED |= {"cpu": 0.0, "io": 0, "stack": "", "held": {}}
+EVALUATED = RankReport(count=2, what="evaluation 2")
 
 
 @pytest.mark.parametrize("returncode", [3, -9])

@@ -151,17 +151,17 @@ def test_real_ports_are_free_and_different():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": 0}, "0 workers, expected 1 or more"),
+        ({"workers": 0}, "-n 0: expected 1 or more"),
         ({"workers": 10**20}, "workers on 1 host.*1024 at most"),
         ({"hosts": [Host("a", 10**9)]}, "1000000000 workers on 1 host"),
         ({"workers": 1, "ps": 100_000}, "100000 parameter servers on 1 host"),
-        ({}, "the number of workers is not given"),
-        ({"workers": 3, "hosts": [Host("a", 2)]}, "3 workers do not fit the 2 slots of a:2"),
+        ({}, "the number of processes is not given"),
+        ({"workers": 3, "hosts": [Host("a", 2)]}, "-n 3: a:2 have 2 slots; use -n 2"),
         (
             {"workers": 1, "communicator": "nccl"},
-            "'nccl' is unknown, expected auto, collective, horovod, mpi",
+            "nccl: unknown, expected auto, collective, horovod, mpi",
         ),
-        ({"workers": 1, "ps": -1}, "-1 parameter servers"),
+        ({"workers": 1, "ps": -1}, "--ps -1: expected 0 or more"),
         ({"workers": 1, "ps": 1, "communicator": "horovod"}, "need the collective communicator"),
         ({"workers": 1, "evaluator": True}, "evaluator needs parameter servers .* --ps 1"),
         ({"hosts": [Host("localhost"), Host("a")]}, "other hosts cannot reach localhost"),

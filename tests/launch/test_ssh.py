@@ -3,25 +3,19 @@
 import dataclasses
 import io
 import os
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import tcp_shell
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
-
-
-@pytest.fixture
-def shell(tmp_path):
-    """A remote shell that reaches this machine by any name, with none of its variables."""
-    script = tmp_path / "shell"
-    script.write_text('#!/bin/sh\nhost=$1; shift; exec env -i REACHED=$host sh -c "$*"\n')
-    script.chmod(0o755)
-    return str(script)
 
 
 def remote(code, ranks=2):
@@ -32,16 +26,11 @@ def remote(code, ranks=2):
     ]
 
 
-def run(processes, wait=60, **options):
-    out, err = io.StringIO(), io.StringIO()
-    began = time.monotonic()
-    with Job(processes, stdout=out, stderr=err, **{"grace": 1.0, **options}) as job:
-        code = job.wait(timeout=wait)
-    assert job_processes.members(job.job_id) == []
-    return code, out.getvalue(), err.getvalue(), time.monotonic() - began
+def survey(shell):
+    return lambda host, ports: machines.survey(host, ports, remote_shell=shell)
 
 
-def test_ranks_run_over_there_with_their_variables_and_directory(shell, monkeypatch):
+def test_ranks_run_over_there_with_their_variables_and_directory(run, shell, monkeypatch):
     monkeypatch.setenv("TF_EXAMPLE", "it's here")
     code = "import os; e = os.environ; print(e['REACHED'], e['R'], e['TF_EXAMPLE'], os.getcwd())"
     given, out, err, _ = run(remote(code), remote_shell=shell)
@@ -51,21 +40,17 @@ def test_ranks_run_over_there_with_their_variables_and_directory(shell, monkeypa
     ]
 
 
-def test_a_rank_is_bound_over_there(shell):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rank_is_bound_over_there_to_cores_that_there_are(run, shell, is_there):
     code = "import os; print(*os.sched_getaffinity(0))"
-    core = max(os.sched_getaffinity(0))
+    here = os.sched_getaffinity(0)
+    core, bound_to = (max(here), {max(here)}) if is_there else (1 << 12, here)
     bound = [dataclasses.replace(process, cores=(core,)) for process in remote(code, 1)]
-    assert run(bound, remote_shell=shell)[:3] == (0, f"[0] {core}\n", "")
+    expected = f"[0] {' '.join(map(str, bound_to))}\n"
+    assert run(bound, remote_shell=shell)[:3] == (0, expected, "")
 
 
-def test_cores_that_are_gone_bind_nothing(shell):
-    code = "import os; print(*os.sched_getaffinity(0))"
-    here = " ".join(map(str, os.sched_getaffinity(0)))
-    bound = [dataclasses.replace(process, cores=(1 << 12,)) for process in remote(code, 1)]
-    assert run(bound, remote_shell=shell)[:3] == (0, f"[0] {here}\n", "")
-
-
-def test_a_remote_failure_ends_all_with_its_code_and_words(shell):
+def test_a_remote_failure_ends_all_with_its_code_and_words(run, shell):
     code = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['R'] == '1':\n    raise SystemExit('no more disk')\ntime.sleep(600)"
@@ -77,20 +62,14 @@ def test_a_remote_failure_ends_all_with_its_code_and_words(shell):
     assert err.endswith("no more disk\n")
 
 
-def test_a_rank_that_is_done_leaves_the_others_on_its_host_alone(shell):
+def test_a_rank_that_is_done_leaves_the_others_on_its_host_alone(run, shell):
     # The mark by which an agent ends its rank was once the whole job's.
     code = "import os, time; time.sleep(float(os.environ['R'])); print('done')"
     given, out, err, _ = run(remote(code), remote_shell=shell)
     assert (given, err, out.count("done")) == (0, "", 2)
 
 
-def test_a_signal_over_there_is_reported_as_a_shell_does(shell):
-    given, _, err, _ = run(remote("import os; os.kill(os.getpid(), 9)", 1), remote_shell=shell)
-    assert given == 137
-    assert "by SIGKILL" in err
-
-
-def test_a_killed_worker_is_started_again_over_there(shell, tmp_path):
+def test_a_killed_worker_is_started_again_over_there(run, shell, tmp_path):
     # The agent says 137, which the remote shell passes on.
     (tmp_path / "train.py").write_text(
         "import json, os, pathlib, sys, time\n"
@@ -128,7 +107,7 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
             time.sleep(0.05)
         assert "up" in out.getvalue()
         assert len(job_processes.members(job.job_id)) == 1
-        pipe = next(iter(job._ranks)).popen.stdin
+        pipe = next(iter(job._state.ranks)).popen.stdin
         pipe.close()
         assert job.wait(timeout=10) == 143
     assert job_processes.members(job.job_id) == []
@@ -146,7 +125,7 @@ def test_a_remote_shell_that_cannot_be_read():
         machines.survey("a", 1, remote_shell="ssh -o 'User")
 
 
-def test_a_program_missing_over_there_is_named(shell):
+def test_a_program_missing_over_there_is_named(run, shell):
     process = Process("rank 0", "worker", 0, "node0.invalid", ("no-such-program",), {})
     given, _, err, _ = run([process], remote_shell=shell)
     assert given == 127
@@ -191,13 +170,10 @@ print("heard", server.accept()[0].recv(9).decode(), "on", host)
 """
 
 
-def test_ranks_on_two_hosts_reach_each_other(two_hosts):
+def test_ranks_on_two_hosts_reach_each_other(run, two_hosts):
     hosts, shell = two_hosts
 
-    def survey(host, ports):
-        return machines.survey(host, ports, remote_shell=shell)
-
-    processes = plan([sys.executable, "-c", RING], hosts=hosts, survey=survey)
+    processes = plan([sys.executable, "-c", RING], hosts=hosts, survey=survey(shell))
     given, out, err, _ = run(processes, remote_shell=shell)
     assert (given, err) == (0, "")
     a, b = hosts[0].name, hosts[1].name
@@ -209,7 +185,7 @@ def test_ranks_on_two_hosts_reach_each_other(two_hosts):
 
 
 @pytest.mark.timeout(120)
-def test_horovod_reduces_between_two_hosts(two_hosts):
+def test_horovod_reduces_between_two_hosts(run, two_hosts):
     pytest.importorskip("horovod", reason="Horovod is not installed: run `dtk install-horovod`")
     hosts, shell = two_hosts
     code = (
@@ -218,11 +194,8 @@ def test_horovod_reduces_between_two_hosts(two_hosts):
     )
     hosts = [Host(hosts[0].name, 1), Host(hosts[1].name, 1)]
 
-    def survey(host, ports):
-        return machines.survey(host, ports, remote_shell=shell)
-
     processes = plan(
-        [sys.executable, "-c", code], hosts=hosts, communicator="horovod", survey=survey
+        [sys.executable, "-c", code], hosts=hosts, communicator="horovod", survey=survey(shell)
     )
     assert {p.env["HOROVOD_GLOO_IFACE"] for p in processes} == {"eth0"}
     given, out, err, _ = run(processes, remote_shell=shell)
@@ -231,19 +204,16 @@ def test_horovod_reduces_between_two_hosts(two_hosts):
 
 
 @pytest.mark.timeout(180)
-def test_parameter_servers_on_two_hosts(two_hosts):
+def test_parameter_servers_on_two_hosts(run, two_hosts):
     """A server and a worker on each: weights and gradients cross the network."""
     hosts, shell = two_hosts
     script = Path(__file__).resolve().parents[2] / "examples" / "digits_parameter_server.py"
-
-    def survey(host, ports):
-        return machines.survey(host, ports, remote_shell=shell)
 
     processes = plan(
         [sys.executable, str(script), "--epochs=2"],
         hosts=[Host(hosts[0].name, 1), Host(hosts[1].name, 1)],
         ps=2,
-        survey=survey,
+        survey=survey(shell),
     )
     roles = {process.name: process.host for process in processes}
     assert {roles["ps 0"], roles["ps 1"]} == {host.name for host in hosts}
@@ -251,3 +221,54 @@ def test_parameter_servers_on_two_hosts(two_hosts):
     assert given == 0, err
     assert "after 46 steps" in out
     assert "worker 0: 0 steps" not in out and "worker 1: 0 steps" not in out
+
+
+# A launcher of which nothing is heard any more.
+
+SLEEP = "import time; print('up', flush=True); time.sleep({})"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_rank_ends_when_its_launcher_is_silent_and_not_before(run, shell, monkeypatch, beats):
+    monkeypatch.setattr(machines, "SILENCE", 3.0)
+    monkeypatch.setattr(machines, "HEARTBEAT", 0.2 if beats else 600.0)
+    code, _, err, _ = run(remote(SLEEP.format(6 if beats else 600), 1), remote_shell=shell)
+    silent = "dtk: the launcher said nothing for 3 s; the rank is ended"
+    assert (code, silent in err) == ((0, False) if beats else (143, True))
+
+
+LAUNCHER = f"""
+import sys
+from dtk.launch import Job, machines
+from dtk.launch.plan import Process
+machines.SILENCE, machines.HEARTBEAT = 15.0, 1.0
+command = (sys.executable, "-c", {SLEEP.format(600)!r})
+processes = [Process("rank 0", "worker", 0, sys.argv[1], command, {{}})]
+with Job(processes, remote_shell=sys.argv[2], grace=1.0) as job:
+    print(job.job_id, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_behind_a_cut_cable_ends(two_hosts):
+    # The connection that is cut never ends: sshd would keep it, and the rank, for hours.
+    (near, far), shell = two_hosts
+    name = subprocess.check_output([shell, far.name, "hostname"], text=True).strip()
+    cable = f"{name[:-1]}v{name[-1]}"
+    with tcp_shell.served(shell, near.name), tcp_shell.served(shell, far.name) as remote:
+        command = shlex.join([sys.executable, "-c", LAUNCHER, far.name, remote])
+        with subprocess.Popen(
+            [remote, near.name, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as launcher:
+            told = [launcher.stdout.readline().strip() for _ in range(2)]
+            assert "[0] up" in told
+            job = next(line for line in told if line != "[0] up")
+            subprocess.run(["ip", "link", "set", cable, "down"], check=True)
+            cut = time.monotonic()
+            launcher.communicate("\n", timeout=60)
+        assert job_processes.members(job), "what the launcher has left on the other host still runs"
+        while job_processes.members(job):
+            assert time.monotonic() < cut + 60.0
+            time.sleep(0.05)

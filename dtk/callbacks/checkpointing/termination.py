@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dtk.cluster import saving
+from dtk.cluster import progress
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import at_rank
 
@@ -39,7 +39,7 @@ class Termination:
 
     def __init__(self, communicator: Communicator, patience: float | None = None):
         self._communicator = communicator
-        self._patience = saving.grace() if patience is None else patience
+        self._patience = progress.save_grace() if patience is None else patience
         self._caught = False
         self._before: Callable[[int, FrameType | None], object] | int | signal.Handlers | None = (
             None
@@ -63,14 +63,14 @@ class Termination:
         os.set_blocking(self._pipe[1], False)
         self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
-        saving.tell("ready")
+        progress.tell_saving("ready")
 
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
         self._agreed.set()
         if self._pipe is None:
             return
-        saving.tell("over")
+        progress.tell_saving("over")
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             signal.set_wakeup_fd(self._woken_before)
@@ -95,7 +95,7 @@ class Termination:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self._caught and not saving.is_launcher_told():
+        if self._caught and not progress.is_launcher_told_of_saving():
             self.remove()
             os.kill(os.getpid(), signal.SIGTERM)
         self._caught = True
@@ -128,6 +128,6 @@ class Termination:
         self._next = self._steps + self._interval
         if any(caught for caught, _ in answers):
             self._agreed.set()
-            saving.tell("begun")
+            progress.tell_saving("begun")
             return True
         return False

@@ -14,8 +14,7 @@ import socket
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
-from dtk.cluster.mpi_installs import mpirun_of_python_started
-from dtk.cluster.mpi_refusals import shared_memory_missing
+from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
 from dtk.cluster.variables import MPI_LEASE
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator

@@ -1,0 +1,40 @@
+"""Exceptions that come of files which every rank makes, or one alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtk.errors import advice_on_files
+
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
+
+
+@pytest.mark.parametrize(
+    "last, says",
+    [
+        ("FileExistsError: [Errno 17] File exists: 'logs'", "os.makedirs(path, exist_ok=True)"),
+        (MISSING, "broadcast_object(path)"),
+        ("ValueError: File not found: filepath=/tmp/a/m.keras. Please ...", "tempfile.mkdtemp()"),
+    ],
+)
+def test_the_last_exception_says_what_to_do(last, says):
+    advice = advice_on_files(["Traceback (most recent call last):", '  File "a"', last, ""], 1)
+    assert says in advice and "`if strategy.is_chief:" in advice.replace(" os.mkdir(path)`", "")
+
+
+@pytest.mark.parametrize(
+    "rank, words",
+    [
+        (1, ["ValueError: no FileExistsError: here"]),
+        (1, []),
+        # what was handled before another exception
+        (1, [MISSING, "", "ZeroDivisionError: division by zero"]),
+        # a directory that is a file was said to have been made by another rank
+        (1, ["FileExistsError: [Errno 17] no checkpoint can be written (it is no directory)"]),
+        (1, ["FileNotFoundError: [Errno 2] no checkpoint can be written (...); give another"]),
+        # what rank 0 misses, no other rank has made
+        (0, [MISSING]),
+    ],
+)
+def test_no_other_rank_is_blamed(rank, words):
+    assert advice_on_files(words, rank) is None
