@@ -9,8 +9,13 @@ import tensorflow as tf
 from keras import ops
 
 from dtk.nests import Config
-from dtk.optimizers.dense import dense
-from dtk.optimizers.layerwise import LearningRate, check_below_one, check_positive, check_rate
+from dtk.optimizers.layerwise import (
+    LearningRate,
+    check_below_one,
+    check_positive,
+    check_rate,
+    dense,
+)
 
 
 def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:

@@ -6,18 +6,13 @@ registers `LearningRateWarmup` with Keras: import it before `keras.saving.load_m
 that was compiled with it.
 """
 
-from dtk.schedules.polynomial_decay import polynomial_decay
-from dtk.schedules.sample_rate import (
+from dtk.schedules.conversions import (
     learning_rate_from_sample_rate,
-    sample_rate_from_learning_rate,
-)
-from dtk.schedules.samples import by_samples
-from dtk.schedules.slow_start import slow_start
-from dtk.schedules.time_constant import (
     momentum_from_time_constant,
+    sample_rate_from_learning_rate,
     time_constant_from_momentum,
 )
-from dtk.schedules.warmup import LearningRateWarmup
+from dtk.schedules.rates import LearningRateWarmup, by_samples, polynomial_decay, slow_start
 
 __all__ = [
     "LearningRateWarmup",

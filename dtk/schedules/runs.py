@@ -1,8 +1,9 @@
-"""Schedules written as lists of runs: a value and how long it lasts."""
+"""Schedules written as lists of runs, a value and how long it lasts; and what is a number there."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 Runs = list[tuple[int, float]]
@@ -33,16 +34,6 @@ def parse_runs(schedule: object, noun: str, valid: Callable[[object], bool], exp
     return runs
 
 
-def is_count(value: object) -> bool:
-    """Return whether a value is an integer of at least 1.
-
-    Example:
-        >>> is_count(3), is_count(0), is_count(True), is_count(3.0)
-        (True, False, False, False)
-    """
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def ends_of(runs: Runs) -> list[int]:
     """Return the end of each run.
 
@@ -64,3 +55,36 @@ def value_at(runs: Runs, position: int) -> float:
         if position < end:
             return value
     return runs[-1][1]
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is an integer of at least 1.
+
+    Example:
+        >>> is_count(3), is_count(0), is_count(True), is_count(3.0)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_count(name: str, value: object, none: str | None = None) -> None:
+    """Raise unless a value is an integer of at least 1; `none` says what None means, if it may be.
+
+    Example:
+        >>> check_count("batch_size", 0, none="fit's")
+        Traceback (most recent call last):
+        ValueError: batch_size must be an integer of at least 1, or None for fit's, got 0
+    """
+    if not is_count(value) and (value is not None or none is None):
+        may_be_none = "" if none is None else f", or None for {none}"
+        raise ValueError(f"{name} must be an integer of at least 1{may_be_none}, got {value!r}")
+
+
+def is_rate(value: object) -> bool:
+    """Return whether a value is a finite number of at least 0.
+
+    Example:
+        >>> is_rate(0), is_rate(-0.1), is_rate(True), is_rate(float("inf"))
+        (True, False, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-
 import keras
 import numpy as np
 import pytest
@@ -149,9 +146,3 @@ def test_a_saved_model_trains_on_as_if_it_had_not_been(make, tmp_path):
 def test_what_keras_does_not_promise_its_subclasses(name):
     """Without the first, weights would decay twice."""
     assert hasattr(keras.optimizers.Optimizer, name), f"Keras has lost {name}: see layerwise.py"
-
-
-@pytest.mark.parametrize("name", ["dense", "lamb", "lars", "layerwise", "rmsprop_warmup"])
-def test_the_examples_in_the_docstrings(name):
-    failed, tried = doctest.testmod(importlib.import_module(f"dtk.optimizers.{name}"))
-    assert tried and not failed

@@ -84,18 +84,3 @@ def test_the_share_never_falls_nor_jumps(one, other):
 def test_the_share_at_given_epochs():
     for epoch in (0.0, 3.5, 9.99, 10.0, 11.25, 12.5, 90.0):
         assert float(sgd_share(epoch)) == pytest.approx(share(epoch), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ({"steps_per_epoch": 0}, "steps_per_epoch=0; expected more than 0"),
-        ({"period": 0.0}, "period=0.0"),
-        ({"rmsprop_rate": -1.0}, "rmsprop_rate=-1.0"),
-        ({"momentum": 1.0}, "momentum=1.0; expected 0.0 up to but below 1.0"),
-        ({"rho": 1.5}, "rho=1.5"),
-    ],
-)
-def test_mistakes(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        RMSpropWarmup(0.1, **{"steps_per_epoch": 10, **arguments})

@@ -73,8 +73,11 @@ def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
-    lamb = isinstance(member, keras.optimizers.Lamb)
-    if lamb or (isinstance(member, LayerwiseOptimizer) and not member.skips(variable)):
+    if isinstance(member, LayerwiseOptimizer):  # of which LAMB is a Keras Lamb, too
+        by_norm = not member.skips(variable)
+    else:
+        by_norm = isinstance(member, keras.optimizers.Lamb)
+    if by_norm:
         return "scales a step by the norm of the whole variable"
     if isinstance(member, keras.optimizers.Muon) and not keras_optimizers.takes_adamw(
         member, variable

@@ -1,4 +1,4 @@
-"""Learning rates per sample, which have the same meaning at every batch size.
+"""Momentum and learning rates that mean the same at every batch size, as numbers for Keras's SGD.
 
 CNTK's SGD sums gradients and its momentum has unit gain; Keras's SGD takes the mean, without unit
 gain:
@@ -18,7 +18,51 @@ for every batch.
 
 from __future__ import annotations
 
-from dtk.schedules.time_constant import check_batch_size, check_momentum
+import math
+
+
+def momentum_from_time_constant(time_constant: float, batch_size: int) -> float:
+    """Return the momentum of a step, mu = exp(-batch / tau).
+
+    After tau samples a gradient's weight has fallen to 1/e, whatever the number of steps.
+
+    Args:
+        time_constant: tau, in samples; 0 for no momentum.
+        batch_size: Global batch, in samples.
+
+    Raises:
+        ValueError: The time constant is negative or not finite, or the batch is empty.
+
+    Example:
+        >>> round(momentum_from_time_constant(1100, 128), 4), momentum_from_time_constant(0, 128)
+        (0.8902, 0.0)
+
+    Source: CNTK's `momentum_as_time_constant_schedule`.
+    """
+    _check(batch_size)
+    if not 0.0 <= time_constant < math.inf:
+        raise ValueError(
+            f"time_constant={time_constant!r}; expected a finite number of samples, 0 or more"
+        )
+    return math.exp(-batch_size / time_constant) if time_constant else 0.0
+
+
+def time_constant_from_momentum(momentum: float, batch_size: int) -> float:
+    """Return the time constant of a momentum, tau = -batch / ln(mu), in samples.
+
+    Args:
+        momentum: mu, 0.0 up to but below 1.0.
+        batch_size: Global batch, in samples.
+
+    Raises:
+        ValueError: The momentum is out of range, or the batch is empty.
+
+    Example:
+        >>> round(time_constant_from_momentum(0.9, 128)), time_constant_from_momentum(0.0, 128)
+        (1215, 0.0)
+    """
+    _check(batch_size, momentum)
+    return -batch_size / math.log(momentum) if momentum else 0.0
 
 
 def learning_rate_from_sample_rate(
@@ -42,7 +86,8 @@ def learning_rate_from_sample_rate(
         >>> round(learning_rate_from_sample_rate(0.0078125, 128, momentum=0.9), 6)
         0.1
     """
-    return sample_rate * _samples(batch_size, momentum, unit_gain)
+    _check(batch_size, momentum)
+    return sample_rate * (batch_size * (1.0 - momentum if unit_gain else 1.0))
 
 
 def sample_rate_from_learning_rate(
@@ -63,10 +108,11 @@ def sample_rate_from_learning_rate(
         >>> round(sample_rate_from_learning_rate(0.1, 128, momentum=0.9), 7)
         0.0078125
     """
-    return learning_rate / _samples(batch_size, momentum, unit_gain)
+    return learning_rate / learning_rate_from_sample_rate(1.0, batch_size, momentum, unit_gain)
 
 
-def _samples(batch_size: int, momentum: float, unit_gain: bool) -> float:
-    check_batch_size(batch_size)
-    check_momentum(momentum)
-    return batch_size * (1.0 - momentum if unit_gain else 1.0)
+def _check(batch_size: float, momentum: float = 0.0) -> None:
+    if not batch_size >= 1:
+        raise ValueError(f"batch_size={batch_size!r}; expected a number of samples, 1 or more")
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum={momentum!r}; expected 0.0 up to but below 1.0")
