@@ -2,6 +2,7 @@
 
 Rank 0 owns the study; every rank runs the same objective, with the same parameters.
 """
+# ruff: noqa: F401 - type checkers see the names by these imports, scripts by `__getattr__`
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from typing import TYPE_CHECKING
 from dtk.version import pip_install
 
 if TYPE_CHECKING:
+    from dtk.search.distributed_trial import DistributedTrial, PruningCallback
     from dtk.search.grouping import Group, groups
     from dtk.search.rounds import RankError
     from dtk.search.study import optimize
-    from dtk.search.trial import DistributedTrial, PruningCallback
 
 _HOMES = {
-    "DistributedTrial": "trial",
+    "DistributedTrial": "distributed_trial",
     "Group": "grouping",
-    "PruningCallback": "trial",
+    "PruningCallback": "distributed_trial",
     "RankError": "rounds",
     "groups": "grouping",
     "optimize": "study",
 }
 
-__all__ = ["DistributedTrial", "Group", "PruningCallback", "RankError", "groups", "optimize"]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
@@ -42,4 +43,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

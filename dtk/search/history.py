@@ -9,15 +9,13 @@ other is gone.
 from __future__ import annotations
 
 import datetime
-import functools
-import os
 import socket
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 
 import optuna
-import psutil
+
+from dtk.cluster import process_owner
 
 ATTRIBUTE = "dtk"
 _FINISHED = (
@@ -48,39 +46,11 @@ def counted(study: optuna.Study, before: int | None = None) -> int:
     return sum(counts(t) for t in trials if before is None or t.number < before)
 
 
-def owner() -> dict[str, object]:
-    """Return what this process is known by, on this host and others."""
-    return {"host": _host(), "pid": os.getpid(), "since": psutil.Process().create_time()}
-
-
-@functools.cache
-def _host() -> str:
-    """Return a name of this host's processes: a container has other ones, and so has a reboot."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        boot = space = ""
-    return f"{socket.gethostname()} {boot} {space}"
-
-
-def _is_gone(process: Mapping[str, object]) -> bool | None:
-    """None where that cannot be seen from here."""
-    if process.get("host") != _host():
-        return None
-    try:
-        found = psutil.Process(int(str(process["pid"])))
-        same = abs(found.create_time() - float(str(process["since"]))) < 1
-        return not same or found.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _place(process: object) -> str:
     """Say where a trial may be running, of which nothing is seen from here."""
     if not isinstance(process, Mapping):
         return "without dtk, in a process that is not known"
-    name = str(process.get("host")).partition(" ")[0]
+    name = process_owner.host_of(process)
     if name == socket.gethostname():
         return "on this host, but in another container or before it was last started"
     return f"on another host, {name}"
@@ -92,7 +62,7 @@ def fail_abandoned(study: optuna.Study) -> None:
     unknown: dict[str, list[int]] = {}
     for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):
         process = trial.user_attrs.get(ATTRIBUTE, {}).get("owner")
-        gone = _is_gone(process) if isinstance(process, Mapping) else None
+        gone = process_owner.is_gone(process) if isinstance(process, Mapping) else None
         if gone:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
             failed.append(trial.number)

@@ -6,16 +6,23 @@ import dataclasses
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
+from dtk.cluster import process_owner
 from dtk.errors import at_rank
 from dtk.search import history
+from dtk.search.distributed_trial import DistributedTrial, Start
 from dtk.search.rounds import CaughtRankError, Failure, RoundMessage, Rounds
-from dtk.search.trial import DistributedTrial, Distribution, Start
 from dtk.strategies.base import DtkStrategy
 
 Values: TypeAlias = "float | Sequence[float] | None"
@@ -101,23 +108,21 @@ def optimize(
     return run.follow()
 
 
+@dataclasses.dataclass
 class _Run:
     """One call of `optimize` on one rank."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        strategy: DtkStrategy,
-        catch: tuple[type[Exception], ...],
-        seed: int | None,
-        clear_session: bool,
-        patience: float,
-    ):
-        self._objective, self._strategy, self._catch = objective, strategy, catch
-        self._seed, self._clear_session = seed, clear_session
-        self._rounds = Rounds(strategy.communicator, patience)
-        self._told: Exception | None = None  # what all ranks raise already
-        self._broken: Exception | None = None
+    _objective: Objective
+    _strategy: DtkStrategy
+    _catch: tuple[type[Exception], ...]
+    _seed: int | None
+    _clear_session: bool
+    _patience: float
+    _told: Exception | None = None  # what all ranks raise already
+    _broken: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._rounds = Rounds(self._strategy.communicator, self._patience)
 
     def lead(
         self,
@@ -180,7 +185,7 @@ class _Run:
             raise self._broken
 
     def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
-        notes: dict[str, object] = {"owner": history.owner()}
+        notes: dict[str, object] = {"owner": process_owner.this_process()}
 
         def note(**more: object) -> None:
             trial.set_user_attr(history.ATTRIBUTE, {**notes, **more})
@@ -274,6 +279,26 @@ def _is_close(value: Values, other: Values) -> bool:
         return bool(np.allclose(one, two, rtol=_SAME, atol=0, equal_nan=True))
     except (TypeError, ValueError):  # no numbers, which Optuna has a word for, or not as many
         return value == other
+
+
+_KINDS = {
+    kind.__name__: kind for kind in (CategoricalDistribution, FloatDistribution, IntDistribution)
+}
+
+
+class Distribution(NamedTuple):
+    """A distribution of a parameter as plain data; Optuna's JSON has no tuples for choices."""
+
+    kind: str  # name of its class
+    settings: Mapping[str, object]  # what it is made of
+
+    @classmethod
+    def of(cls, distribution: BaseDistribution) -> Distribution:
+        kind = next(name for name, one in _KINDS.items() if isinstance(distribution, one))
+        return cls(kind, dict(vars(distribution)))
+
+    def made(self) -> BaseDistribution:
+        return _KINDS[self.kind](**self.settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.objects import dumps, loads
 from dtk.errors import CommunicatorError
 from dtk.exchange import Dense
+from dtk.search.distributed_trial import Start
 from dtk.search.rounds import Failure, RoundMessage
-from dtk.search.trial import Start
 
 
 def written(tree, more=b""):

@@ -28,8 +28,7 @@ from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
 from dtk.launch.machines import HostFacts
 from dtk.search.rounds import CaughtRankError, Failure, RankError, RoundMessage
-from dtk.search.study import Results
-from dtk.search.trial import Distribution
+from dtk.search.study import Distribution, Results
 
 from world import communicator
 

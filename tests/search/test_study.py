@@ -14,6 +14,7 @@ import optuna
 import pytest
 
 import dtk
+from dtk.cluster import process_owner
 from dtk.errors import DisagreementError
 from dtk.search import history
 from dtk.search.study import _OneTooMany, _Run
@@ -345,10 +346,10 @@ def test_a_study_is_resumed_up_to_its_trials_in_all(alone, journal, capsys):
 
     assert [state for state, _ in run(3)] == ["COMPLETE", "FAIL", "COMPLETE"]
     left = journal().ask()  # by a process that was killed
-    gone = {**history.owner(), "since": 0.0}
+    gone = {**process_owner.this_process(), "since": 0.0}
     left.set_user_attr(history.ATTRIBUTE, {"owner": gone})
     running = journal().ask()  # by one that lives
-    running.set_user_attr(history.ATTRIBUTE, {"owner": history.owner()})
+    running.set_user_attr(history.ATTRIBUTE, {"owner": process_owner.this_process()})
     found = run(6)
     states = [state for state, _ in found]
     expected = ["COMPLETE", "FAIL", "COMPLETE", "FAIL", "RUNNING", "COMPLETE", "COMPLETE"]
@@ -369,7 +370,9 @@ def test_where_trials_may_be_running_is_told(alone, journal, monkeypatch):
     """One that a group of this host had begun, and not yet noted, was said to be on another."""
     study = journal()
     for host in ("far boot pid", f"{socket.gethostname()} other pid"):
-        study.ask().set_user_attr(history.ATTRIBUTE, {"owner": {**history.owner(), "host": host}})
+        study.ask().set_user_attr(
+            history.ATTRIBUTE, {"owner": {**process_owner.this_process(), "host": host}}
+        )
     study.ask()
     here = "on this host, but in another container or before it was last started"
     places = [
@@ -400,7 +403,7 @@ def test_a_group_that_comes_too_late_ends(alone, journal, monkeypatch):
 
     def late(self, *args, **kwargs):
         if len(self.get_trials(deepcopy=False)) == 1:
-            ask(journal()).set_user_attr(history.ATTRIBUTE, {"owner": history.owner()})
+            ask(journal()).set_user_attr(history.ATTRIBUTE, {"owner": process_owner.this_process()})
         return ask(self, *args, **kwargs)
 
     monkeypatch.setattr(optuna.Study, "ask", late)

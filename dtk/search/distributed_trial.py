@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import datetime
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import keras
 import optuna
@@ -23,24 +22,12 @@ from dtk.search.rounds import Failure, RoundMessage, Rounds, agreed
 
 _Value = TypeVar("_Value")
 Choice = None | bool | int | float | str
-_KINDS = {
-    kind.__name__: kind for kind in (CategoricalDistribution, FloatDistribution, IntDistribution)
+# The method of a trial that suggests a value of a distribution.
+_HOW: dict[type[BaseDistribution], str] = {
+    CategoricalDistribution: "suggest_categorical",
+    FloatDistribution: "suggest_float",
+    IntDistribution: "suggest_int",
 }
-
-
-class Distribution(NamedTuple):
-    """A distribution of a parameter as plain data; Optuna's JSON has no tuples for choices."""
-
-    kind: str  # name of its class
-    settings: Mapping[str, object]  # what it is made of
-
-    @classmethod
-    def of(cls, distribution: BaseDistribution) -> Distribution:
-        kind = next(name for name, one in _KINDS.items() if isinstance(distribution, one))
-        return cls(kind, dict(vars(distribution)))
-
-    def made(self) -> BaseDistribution:
-        return _KINDS[self.kind](**self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +40,13 @@ class Start:
     seed: int  # what its random numbers are drawn from
 
 
-class DistributedTrial(optuna.trial.BaseTrial):
+class DistributedTrial(optuna.trial.FixedTrial):
     """A trial of a study that rank 0 owns; objectives written for `optuna.Trial` work unchanged.
 
     `suggest_*` and `should_prune` are answered by rank 0: **every rank calls them, in the same
     order**, and ranks that do not are told so. `report`, `set_user_attr` and `set_constraint` write
-    on rank 0 and are free elsewhere; properties are known on every rank.
+    on rank 0 and are free elsewhere; properties are known on every rank, where Optuna's
+    `FixedTrial` keeps them.
 
     When one rank leaves the objective by an exception, the others raise the same at the next thing
     they do with the trial, or where `fit`, `evaluate`, `predict` or an epoch begins or ends.
@@ -81,52 +69,21 @@ class DistributedTrial(optuna.trial.BaseTrial):
         rounds: Rounds,
         catch: tuple[type[Exception], ...] = (),
     ):
+        super().__init__({}, start.number)
+        self._datetime_start, self._user_attrs = start.datetime_start, dict(start.user_attrs)
         self.ended: Exception | None = None
         self.root: Failure | None = None
-        self._start = start
-        self._trial = trial
-        self._rounds = rounds
-        self._catch = catch
-        self._params: dict[str, Choice] = {}
-        self._distributions: dict[str, BaseDistribution] = {}
-        self._user_attrs = dict(start.user_attrs)
-        self._constraints: dict[str, float] = {}
+        self._start, self._trial = start, trial
+        self._rounds, self._catch = rounds, catch
 
-    # Asked of rank 0.
-
-    def suggest_float(
-        self,
-        name: str,
-        low: float,
-        high: float,
-        *,
-        step: float | None = None,
-        log: bool = False,
-    ) -> float:
-        """Suggest a value for a floating point parameter; see `optuna.Trial.suggest_float`."""
-        return self._suggest("suggest_float", name, low, high, step=step, log=log)  # type: ignore[return-value]
-
-    def suggest_int(
-        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
-    ) -> int:
-        """Suggest a value for an integer parameter; see `optuna.Trial.suggest_int`."""
-        return self._suggest("suggest_int", name, low, high, step=step, log=log)  # type: ignore[return-value]
-
-    def suggest_categorical(self, name: str, choices: Sequence[Choice]) -> Choice:
-        """Suggest one of several values; see `optuna.Trial.suggest_categorical`."""
-        return self._suggest("suggest_categorical", name, list(choices))
-
-    def suggest_uniform(self, name: str, low: float, high: float) -> float:
-        """Call `suggest_float`, of which this is an old form."""
-        return self.suggest_float(name, low, high)
-
-    def suggest_loguniform(self, name: str, low: float, high: float) -> float:
-        """Call `suggest_float(..., log=True)`, of which this is an old form."""
-        return self.suggest_float(name, low, high, log=True)
-
-    def suggest_discrete_uniform(self, name: str, low: float, high: float, q: float) -> float:
-        """Call `suggest_float(..., step=q)`, of which this is an old form."""
-        return self.suggest_float(name, low, high, step=q)
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Choice:
+        """Ask rank 0; all `suggest_*` of `FixedTrial` come here."""
+        how, settings = _HOW[type(distribution)], vars(distribution)
+        told = ", ".join([repr(name), *(f"{key}={value}" for key, value in settings.items())])
+        self._params[name] = self._ask(
+            f"{how}({told})", lambda trial: getattr(trial, how)(name, **settings)
+        )
+        return super()._suggest(name, distribution)
 
     def should_prune(self) -> bool:
         """Return whether to end the trial, by what was reported; the same on every rank."""
@@ -144,50 +101,18 @@ class DistributedTrial(optuna.trial.BaseTrial):
         """Keep something with the trial; what rank 0 gives is stored."""
         if self._trial is not None:
             self._trial.set_user_attr(key, value)
-        self._user_attrs[key] = value
+        super().set_user_attr(key, value)
 
     def set_constraint(self, key: str, value: float) -> None:
         """Set a constraint, which holds where it is 0 or less; that of rank 0 is kept."""
         if self._trial is not None:
             self._trial.set_constraint(key, value)
-        self._constraints[key] = float(value)
-
-    # Known on every rank.
-
-    @property
-    def number(self) -> int:
-        """Number of the trial in its study."""
-        return self._start.number
+        super().set_constraint(key, value)
 
     @property
     def seed(self) -> int:
         """The random seed of the trial, equal on all ranks."""
         return self._start.seed
-
-    @property
-    def params(self) -> dict[str, Choice]:
-        """Parameters suggested so far."""
-        return dict(self._params)
-
-    @property
-    def distributions(self) -> dict[str, BaseDistribution]:
-        """Distributions of the parameters suggested so far."""
-        return copy.deepcopy(self._distributions)
-
-    @property
-    def user_attrs(self) -> dict[str, object]:
-        """What was set by `set_user_attr`."""
-        return copy.deepcopy(self._user_attrs)
-
-    @property
-    def constraints(self) -> dict[str, float]:
-        """What was set by `set_constraint`."""
-        return dict(self._constraints)
-
-    @property
-    def datetime_start(self) -> datetime.datetime | None:
-        """When the trial began, by rank 0's clock."""
-        return self._start.datetime_start
 
     @property
     def study(self) -> optuna.Study:
@@ -249,17 +174,6 @@ class DistributedTrial(optuna.trial.BaseTrial):
             raise self.ended
         messages = self._meet(RoundMessage("the end of the objective", value))
         return [message.value for message in messages]  # type: ignore[misc]
-
-    def _suggest(self, how: str, name: str, *args: object, **kwargs: object) -> Choice:
-        def answer(trial: optuna.Trial) -> tuple[Choice, Distribution]:
-            value = getattr(trial, how)(name, *args, **kwargs)
-            return value, Distribution.of(trial.distributions[name])
-
-        settings = [repr(name), *map(str, args), *(f"{key}={kwargs[key]}" for key in kwargs)]
-        value, distribution = self._ask(f"{how}({', '.join(settings)})", answer)
-        self._distributions[name] = distribution.made()
-        self._params[name] = value
-        return value
 
     def _ask(self, at: str, answer: Callable[[optuna.Trial], _Value]) -> _Value:
         """Return rank 0's answer on every rank, or raise what it raised."""
