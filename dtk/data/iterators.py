@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
-from dtk.data.group import group_of
-from dtk.data.seed import agree_on_seed
+from dtk.data.sharing import agree_on_seed, group_of
 from dtk.strategies.base import DtkStrategy
 
 _Item = TypeVar("_Item")

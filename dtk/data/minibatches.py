@@ -14,17 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypedDict
 
+import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.data import rows
-from dtk.data.group import group_of
-from dtk.data.order import minibatch_at, sweep_order
 from dtk.data.rows import Data, Indices
-from dtk.data.seed import agree_on_seed
+from dtk.data.sharing import agree_on_seed, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
-from dtk.nests import Specs
+from dtk.nests import Array, Specs
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
@@ -213,6 +212,27 @@ class PartitionedMinibatches:
         if size < 1:
             raise ValueError(at_rank(self._rank, f"a minibatch of {size} rows; ask for 1 or more"))
         return size
+
+
+def sweep_order(rows: int, seed: int, sweep: int) -> Array:
+    """Return the order of one sweep over the rows, another one for each sweep.
+
+    Example:
+        >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    return np.random.RandomState([seed, sweep]).permutation(rows)
+
+
+def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
+    """Return the sweep, begin and end of a minibatch; it ends with its sweep, as in CNTK.
+
+    Example:
+        >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]
+        [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4)]
+    """
+    sweep, begin = divmod(position, rows)
+    return sweep, begin, min(begin + size, rows)
 
 
 def _checked_rows(data: Data, sweeps: int | None) -> int:

@@ -9,7 +9,7 @@ a sequence of samples                          a Subset, read when asked   a lis
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import NamedTuple, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import tensorflow as tf
@@ -17,20 +17,14 @@ import tensorflow as tf
 from dtk.nests import Array, Nest, Specs
 
 _Item = TypeVar("_Item")
-_Read = TypeVar("_Read", covariant=True)
 
 # Data with rows: arrays, a sequence of samples, a dataset of single elements.
 Data: TypeAlias = "Nest | Array | Sequence[object] | tf.data.Dataset"
 
+Slice: TypeAlias = "slice[int | None, int | None, int | None]"
+
 # Row numbers, in the wanted order.
 Indices: TypeAlias = "Sequence[int] | Array"
-
-
-class Items(Protocol[_Read]):
-    """Items that can be read by their number."""
-
-    def __getitem__(self, index: int) -> _Read:
-        """Read one."""
 
 
 class Subset(Sequence[_Item]):
@@ -41,7 +35,7 @@ class Subset(Sequence[_Item]):
         ['e', 'a']
     """
 
-    def __init__(self, items: Items[_Item], indices: Indices):
+    def __init__(self, items: Sequence[_Item], indices: Indices):
         self._items = items
         self._indices = indices
 
@@ -52,11 +46,9 @@ class Subset(Sequence[_Item]):
     def __getitem__(self, index: int) -> _Item: ...
 
     @overload
-    def __getitem__(self, index: slice[int | None, int | None, int | None]) -> Subset[_Item]: ...
+    def __getitem__(self, index: Slice) -> Subset[_Item]: ...
 
-    def __getitem__(
-        self, index: int | slice[int | None, int | None, int | None]
-    ) -> _Item | Subset[_Item]:
+    def __getitem__(self, index: int | Slice) -> _Item | Subset[_Item]:
         if isinstance(index, slice):
             return Subset(self._items, self._indices[index])
         return self._items[int(self._indices[index])]
@@ -88,7 +80,16 @@ def count_rows(dataset: Data) -> int:
         (4, 2)
     """
     if isinstance(dataset, tf.data.Dataset):
-        return _cardinality(dataset)
+        count = int(dataset.cardinality())
+        if count < 0:
+            why = "whose elements TensorFlow cannot count"
+            if count == tf.data.INFINITE_CARDINALITY:
+                why = "without end"
+            raise ValueError(
+                f"a dataset {why} has no known rows; use take, or "
+                "tf.data.experimental.assert_cardinality"
+            )
+        return count
     if not are_arrays(dataset):
         return len(_sequence(dataset))
     shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(dataset)]
@@ -100,15 +101,28 @@ def count_rows(dataset: Data) -> int:
     return shapes[0][0]
 
 
-def _cardinality(dataset: tf.data.Dataset) -> int:
-    count = int(dataset.cardinality())
-    if count < 0:
-        endless = count == tf.data.INFINITE_CARDINALITY
-        raise ValueError(
-            f"a dataset {'without end' if endless else 'whose elements TensorFlow cannot count'} "
-            "has no known rows; use take, or tf.data.experimental.assert_cardinality"
-        )
-    return count
+def empty_dataset(dataset: Data) -> list[tuple[()]]:
+    """Return as many empty elements as a dataset has.
+
+    This is ChainerMN's `create_empty_dataset`: in a chain of stages only the first rank reads
+    inputs. The other ranks loop over the empty elements, and so take as many steps without reading
+    or holding a row.
+
+    Args:
+        dataset: An array, a tuple or dict of arrays, a sequence, or a `tf.data.Dataset`.
+
+    Returns:
+        A list of empty tuples, one for each row.
+
+    Raises:
+        ValueError: The dataset's rows cannot be counted.
+
+    Example:
+        >>> import numpy as np
+        >>> empty_dataset(np.zeros((3, 28, 28)))
+        [(), (), ()]
+    """
+    return [()] * count_rows(dataset)
 
 
 def take(dataset: Data, indices: Indices) -> Data:

@@ -22,10 +22,8 @@ from dtk.communicators import objects
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data import rows
-from dtk.data.group import group_of
-from dtk.data.order import permutation
 from dtk.data.rows import Data, Indices
-from dtk.data.seed import drawn
+from dtk.data.sharing import drawn, group_of, permutation
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.strategies.base import DtkStrategy

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of dtk.data and dtk.inference run."""
+"""The examples in the docstrings of the rooms that scripts import run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import pathlib
 
 import pytest
 
-import dtk.data
-import dtk.inference
+import dtk
 
 from callbacks import bodies
 
+ROOMS = ("callbacks", "data", "inference", "optimizers", "schedules", "search")
+HOME = pathlib.Path(dtk.__file__).parent
 NAMES = sorted(
-    f"{part.__name__}.{file.stem}"
-    for part in (dtk.data, dtk.inference)
-    for file in pathlib.Path(part.__file__).parent.glob("[!_]*.py")
+    ".".join(("dtk", *file.relative_to(HOME).with_suffix("").parts))
+    for room in ROOMS
+    for file in HOME.joinpath(room).rglob("[!_]*.py")
     if ">>>" in file.read_text()
 )
 
 
-@pytest.mark.parametrize("backend, size", [("local", 1)])
-def test_the_examples_run(world, backend, size):
-    assert NAMES
-    for name in [*NAMES, "dtk.communicators.root", "dtk.even_division", "dtk.files"]:
-        [(failed, attempted)] = world(backend, size).run(bodies.examples, name)
-        assert attempted and not failed, name
+@pytest.mark.parametrize(
+    "name", [*NAMES, "dtk.communicators.root", "dtk.even_division", "dtk.files"]
+)
+@pytest.mark.worlds(("local", 1))
+def test_the_examples_run(pool, name):
+    [(failed, attempted)] = pool.run(bodies.examples, name)
+    assert attempted and not failed

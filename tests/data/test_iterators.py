@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.data import broadcast_iterator, synchronized_iterator
-from dtk.data.order import permutation
+from dtk.data.sharing import permutation
 
 from strategies import bodies
 

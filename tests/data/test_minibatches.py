@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dtk.communicators import create
 from dtk.data import PartitionedMinibatches
-from dtk.data.order import minibatch_at, permutation, sweep_order
+from dtk.data.minibatches import minibatch_at, sweep_order
+from dtk.data.sharing import permutation
 from dtk.errors import DisagreementError
 from dtk.strategies import undistributed
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from dtk.communicators import LocalCommunicator
 from dtk.data import empty_dataset, scatter, scatter_dataset, scatter_index
-from dtk.data.group import group_of
-from dtk.data.order import permutation
 from dtk.data.rows import count_rows
 from dtk.data.scatter import block
+from dtk.data.sharing import group_of, permutation
 
 from data.bodies import Twin, dataset
 from strategies import bodies

@@ -1,13 +1,37 @@
-"""Seeds that must be equal on all ranks, and seeds that must differ."""
+"""The ranks that share data, and their random numbers: equal on all ranks, or different on each."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dtk.communicators.base import Communicator
+from dtk.nests import Array
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.ranks.seeds import spread_seed
+
+
+def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:
+    """Return a strategy's communicator, or the communicator itself.
+
+    Example:
+        >>> from dtk.communicators import create
+        >>> group_of(create("local")).size
+        1
+    """
+    given = strategy_or_communicator
+    if given is None and tf.distribute.has_strategy():
+        given = tf.distribute.get_strategy()
+    if isinstance(given, DtkStrategy):
+        return given.communicator
+    if isinstance(given, Communicator):
+        return given
+    what = "nothing outside a strategy's scope" if given is None else f"a {type(given).__name__}"
+    raise ValueError(
+        f"which ranks share the data? got {what}; give one of dtk's strategies or communicators, "
+        "or call this inside strategy.scope()"
+    )
 
 
 def set_seed(seed: int, strategy: DtkStrategy) -> int:
@@ -50,3 +74,16 @@ def agree_on_seed(seed: int | None, communicator: Communicator, root: int = 0) -
         7
     """
     return communicator.broadcast_object(drawn(seed), root)
+
+
+def permutation(rows: int, seed: int) -> Array:
+    """Return the rows `0 .. rows - 1` in random order.
+
+    Like ChainerMN, this draws from numpy's `RandomState`, which gives the same numbers in every
+    version of numpy. So a seed gives the same order as in ChainerMN.
+
+    Example:
+        >>> permutation(6, seed=0).tolist()
+        [5, 2, 1, 3, 0, 4]
+    """
+    return np.random.RandomState(seed).permutation(rows)
