@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.compat import keras_models
 from dtk.input import slicing
 from dtk.nests import Logs, Nest
-from dtk.strategies import ParameterServerStrategy
+from dtk.schedules.runs import check_count
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.snapshot import Snapshot
 
@@ -66,16 +66,15 @@ class BatchNormStatistics(StrategyCallback):
         self, data: Nest | tf.data.Dataset, batches: int = 1, batch_size: int | None = None
     ):
         super().__init__()
-        for name, count in (("batches", batches), ("batch_size", batch_size or 1)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
+        check_count("batches", batches)
+        check_count("batch_size", batch_size, none="fit's")
         self._data, self._batches, self._batch_size = data, batches, batch_size
         self._layers: list[keras.layers.BatchNormalization] = []
         self._done = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Find the layers."""
-        if isinstance(self.strategy, ParameterServerStrategy):
+        if self.has_servers:
             raise ValueError(
                 f"{type(self).__name__} sums over all ranks, and workers behind parameter servers "
                 "do not speak with each other; leave it out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.nests import Logs
 from dtk.trainer.ranks import rank_checks, shared_weights
 

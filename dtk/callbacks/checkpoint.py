@@ -9,24 +9,23 @@ from typing import NoReturn
 
 import keras
 
-from dtk.callbacks.base import StrategyCallback
-from dtk.callbacks.checkpointing.background import Background
-from dtk.callbacks.checkpointing.best import BestValue
-from dtk.callbacks.checkpointing.files import CheckpointFiles
-from dtk.callbacks.checkpointing.frequency import Frequency, is_count
-from dtk.callbacks.checkpointing.lock import DirectoryLock
-from dtk.callbacks.checkpointing.model_state import parts_of, value_of
-from dtk.callbacks.checkpointing.reading import CheckpointReader, restore, resume_message
+from dtk.callbacks.checkpointing import reading, writing
+from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
+from dtk.callbacks.checkpointing.directory_lock import DirectoryLock
+from dtk.callbacks.checkpointing.frequency import Frequency, better_when_larger, improvement
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.checkpointing.writing import (
-    CheckpointWriter,
+    Background,
     NotFiniteError,
     TrainingProgress,
     on_chief,
+    value_of,
 )
+from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
+from dtk.schedules.runs import check_count
 from dtk.trainer.replica.replica_step import metric_variables
 
 
@@ -45,14 +44,15 @@ class Checkpoint(StrategyCallback):
     the order of a shuffling `PyDataset`, and the state of `tf.random` ops inside a step or a
     pipeline. A step within an epoch is resumed by passing over the batches before it.
 
-    Files never lie half written (see `dtk.callbacks.checkpointing.files`). On SIGTERM all ranks
-    save at the same step, within about a second, and exit with code 143, so that a scheduler can
-    start the job again. During `fit`'s validation they save what training has reached; resuming
-    begins that validation anew. Nothing is saved, and that is said, when a single step, or what
-    another callback does between two, takes more than `DTK_SAVE_GRACE` seconds (60); `dtk run` sets
-    it by `--save-grace`, and waits as long.
+    Files never lie half written (see `dtk.callbacks.checkpointing.checkpoint_files`). On SIGTERM
+    all ranks save at the same step, within about a second, and exit with code 143, so that a
+    scheduler can start the job again. During `fit`'s validation they save what training has
+    reached; resuming begins that validation anew. Nothing is saved, and that is said, when a single
+    step, or what another callback does between two, takes more than `DTK_SAVE_GRACE` seconds (60);
+    `dtk run` sets it by `--save-grace`, and waits as long.
 
-    During `fit` no other job can save to the directory (see `dtk.callbacks.checkpointing.lock`).
+    During `fit` no other job can save to the directory (see
+    `dtk.callbacks.checkpointing.directory_lock`).
 
     A `fit` that is called again with the same callback goes on with the model in memory; give every
     `fit` that must be resumable a directory of its own.
@@ -78,6 +78,11 @@ class Checkpoint(StrategyCallback):
             optimizer state until that is done, one at most: the next save waits for it, and so
             do the end of `fit` and SIGTERM. What could not be written shows at the next step, or
             with several ranks and "raise" at the next save or end of an epoch.
+
+    Attributes:
+        directory: Directory of the checkpoints.
+        larger_is_better: Whether a larger value of `monitor` is a better one.
+        best: Best value of `monitor` so far; None before the first.
 
     Raises:
         ValueError: An argument is out of range; at train begin, when the checkpoint belongs to
@@ -117,45 +122,24 @@ class Checkpoint(StrategyCallback):
     ):
         super().__init__()
         self._frequency = Frequency(save_freq, save_every_samples)
-        if max_to_keep is not None and not is_count(max_to_keep):
-            raise ValueError(
-                f"max_to_keep must be at least 1, or None for all, got {max_to_keep!r}"
-            )
+        check_count("max_to_keep", max_to_keep, none="all")
         if on_save_error not in ("warn", "raise"):
             raise ValueError(f"on_save_error must be 'warn' or 'raise', got {on_save_error!r}")
-        self.on_save_error = on_save_error
         self.files = CheckpointFiles(directory)
-        self.save_freq = save_freq
-        self.save_every_samples = save_every_samples
-        self.max_to_keep = max_to_keep
-        self.resume = resume
-        self.save_on_sigterm = save_on_sigterm
-        self._best = BestValue(monitor, mode)
-        self._reader = CheckpointReader(self.files)
-        self._background = Background(self.say) if background else None
-        self._writer = CheckpointWriter(self.files, max_to_keep, self._best, self._background)
-        self._lock = DirectoryLock(self.files.directory)
-        self._begun = self._fitting = False
+        self.directory = self.files.directory
+        self.save_freq, self.save_every_samples = save_freq, save_every_samples
+        self.max_to_keep, self.on_save_error = max_to_keep, on_save_error
+        self.resume, self.save_on_sigterm = resume, save_on_sigterm
+        self.monitor, self.larger_is_better = monitor, better_when_larger(monitor, mode)
+        self.best: float | None = None
         self._best_before: float | None = None
+        self._background = Background(self.say) if background else None
+        self._lock = DirectoryLock(self.directory)
+        self._begun = self._fitting = False
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
         self._trained: Logs | None = None
         self._initial_epoch: int | None = None
-
-    @property
-    def monitor(self) -> str | None:
-        """Name of the number by which the best epoch is chosen."""
-        return self._best.monitor
-
-    @property
-    def larger_is_better(self) -> bool:
-        """True if a larger value of `monitor` is a better one."""
-        return self._best.larger_is_better
-
-    @property
-    def best(self) -> float | None:
-        """Best value of `monitor` so far; None before the first."""
-        return self._best.value
 
     # Resuming.
 
@@ -184,16 +168,17 @@ class Checkpoint(StrategyCallback):
             return
         self._begun = True
         trainer, epochs = self.trainer, self.params["epochs"]
-        parts = parts_of(trainer)
+        parts = writing.parts_of(trainer)
         loaded = on_chief(
-            self.strategy, lambda: self._reader.load_newest(trainer, self.resume, parts)
+            self.strategy,
+            lambda: reading.load_newest(self.files, trainer, self.resume, parts),
         )
         if loaded is not None:
             name, state = loaded
-            restore(state, trainer, epochs, parts)
+            reading.restore(state, trainer, epochs, parts)
             self._metrics, self._resumed_step = state["metrics"], state["step"]
-            self._best.value, self._trained = state["best"], state["trained"]
-            self.say(resume_message(state, epochs, self.files.directory / name))
+            self.best, self._trained = state["best"], state["trained"]
+            self.say(reading.resume_message(state, epochs, self.directory / name))
 
     # Saving. Between steps means at the beginning of a batch: the step before it is complete on
     # every rank, and Keras need not wait for a step's logs.
@@ -282,16 +267,26 @@ class Checkpoint(StrategyCallback):
         """
         self._frequency.saved()
         self.finish()
-        self._best_before = self._best.value
+        note: dict[str, object] | None = None
+        self._best_before = self.best
+        better = improvement(self.monitor, self.larger_is_better, self.best, progress.logs)
+        if better is not None:
+            self.best = better
+            note = {"epoch": progress.epoch, "monitor": self.monitor, "value": better}
         try:
-            return self.files.directory / self._writer.save(self.trainer, progress)
-        except NotFiniteError as error:
-            newest = next(iter(self.files.names()), None)
-            kept = (
-                f"the newest one stays {self.files.directory / newest}"
-                if newest
-                else "none is kept"
+            return self.directory / writing.save(
+                self.trainer,
+                self.files,
+                progress,
+                self.max_to_keep,
+                self.best,
+                note,
+                self._background,
             )
+        except NotFiniteError as error:
+            self.best = self._best_before
+            newest = self.files.newest()
+            kept = f"the newest one stays {self.directory / newest}" if newest else "none is kept"
             self.say(
                 f"epoch {progress.epoch}, step {progress.step}: not saved, as {error}; {kept}. "
                 "Try a smaller learning rate or clipnorm="
@@ -310,7 +305,7 @@ class Checkpoint(StrategyCallback):
         if background is None:
             return True
         try:
-            on_chief(self.strategy, background.finish if wait else background.check)
+            on_chief(self.strategy, lambda: background.finish(wait))
         except CheckpointSaveError as error:
             self._fail(error)
             return False
@@ -319,26 +314,20 @@ class Checkpoint(StrategyCallback):
     def _notice_failure(self) -> None:
         """Raise a failure of the background between two steps, where one rank may raise alone."""
         background = self._background
-        if background is None or not isinstance(background.failure, CheckpointSaveError):
+        failure = None if background is None else background.failure
+        if background is None or not isinstance(failure, CheckpointSaveError):
             return  # others than rank 0 have none
         if self.on_save_error == "warn" or self.strategy.world.size == 1:
-            try:
-                background.finish()
-            except CheckpointSaveError as error:
-                self._fail(error)
+            background.left()
+            self._fail(failure)
 
     def _fail(self, error: CheckpointSaveError) -> None:
-        self._best.value = self._best_before
+        self.best = self._best_before
         if self.on_save_error == "raise":
             raise error
         self.say(f"{error}; training goes on")
 
     # Evaluating beside the training; see `dtk.parameter_server.evaluator`.
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the checkpoints."""
-        return self.files.directory
 
     def appeared(self, seen: Collection[str]) -> list[str]:
         """Return the checkpoints that are not in `seen`, for the evaluator.
@@ -365,7 +354,7 @@ class Checkpoint(StrategyCallback):
             CorruptCheckpointError: It is not what was written.
             ValueError: It belongs to another model.
         """
-        return self._reader.load_weights(model, name)
+        return reading.load_weights(self.files, model, name)
 
     def _asked_by_sigterm(self) -> list[Checkpoint]:
         """Return the callbacks that save on SIGTERM; the last one acts, after all saw the step."""
@@ -377,10 +366,10 @@ class Checkpoint(StrategyCallback):
 
     def _check_directories(self) -> None:
         for other in self.beside(Checkpoint):
-            same = other.files.directory.resolve() == self.files.directory.resolve()
+            same = other.directory.resolve() == self.directory.resolve()
             if other is not self and same:
                 raise ValueError(
-                    f"two Checkpoint callbacks write to {self.files.directory}; give each a "
+                    f"two Checkpoint callbacks write to {self.directory}; give each a "
                     "directory of its own, or keep one"
                 )
 

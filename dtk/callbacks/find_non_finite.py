@@ -7,11 +7,10 @@ import math
 import keras
 import tensorflow as tf
 
-from dtk.callbacks.base import StrategyCallback
+from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.errors import NonFiniteError
 from dtk.nests import Logs
 from dtk.parameter_server.chief_trainer import ParameterServerTrainer
-from dtk.strategies import ParameterServerStrategy
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.non_finite import NonFinite
 
@@ -62,10 +61,9 @@ class FindNonFinite(StrategyCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make dtk's own steps note gradients that are not finite."""
         exchanges = shared_optimizer.gradient_exchanges_of(self.model)
-        served = isinstance(self.strategy, ParameterServerStrategy)
         # Logs differ between ranks that take separate steps.
-        self._by_step = not (served or any(e.local for e in exchanges))
-        self._said, self._watching = False, bool(exchanges) and not served
+        self._by_step = not (self.has_servers or any(e.local for e in exchanges))
+        self._said, self._watching = False, bool(exchanges) and not self.has_servers
         self._watch(True)
         self._of_a_worker()  # drop the step that an earlier `fit` has left
 
@@ -103,7 +101,7 @@ class FindNonFinite(StrategyCallback):
         exchanges = shared_optimizer.gradient_exchanges_of(self.model)
         mine = [note for e in exchanges for note in e.non_finite(math.isfinite(loss))]
         notes = [n for of in self.strategy.world.allgather_object(mine) for n in of]
-        weights = _non_finite_weights(self.model)
+        weights = non_finite_weights(self.model)
         if math.isfinite(loss) and not notes and not weights:
             return
         self._said = True
@@ -133,19 +131,19 @@ def _loss_of(logs: Logs | None) -> float:
     return 0.0 if loss is None else float(loss)
 
 
-def _non_finite_weights(model: keras.Model) -> list[str]:
-    return [
+def non_finite_weights(model: keras.Model) -> str:
+    """Say which weights hold NaN or infinite numbers; "" if none does."""
+    paths = [
         v.path
         for v in model.trainable_variables
         if not bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v))))
     ]
+    return f"{_named(paths)} hold NaN or infinite numbers" if paths else ""
 
 
-def _about(loss: float, weights: list[str]) -> str:
-    parts = [] if math.isfinite(loss) else [f"the loss is {loss:g}"]
-    if weights:
-        parts.append(f"{_named(weights)} hold NaN or infinite numbers")
-    return "; ".join(parts or ["the loss and all weights are finite"])
+def _about(loss: float, weights: str) -> str:
+    parts = ["" if math.isfinite(loss) else f"the loss is {loss:g}", weights]
+    return "; ".join(filter(None, parts)) or "the loss and all weights are finite"
 
 
 def _origin(notes: list[NonFinite]) -> str:

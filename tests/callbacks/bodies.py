@@ -17,6 +17,7 @@ from dtk.strategies import AllReduceStrategy, MirroredStrategy
 from dtk.trainer.model_scope import trainer_of
 
 ROWS, BATCH, EPOCHS = 37, 8, 4  # five steps an epoch, the last of 5 rows
+MANY = 96  # rows of `train`
 
 
 def strategy(kind="world"):
@@ -120,6 +121,50 @@ def fit(callbacks, form="arrays", epochs=2, kind="world", optimizer="adam", **op
             validation_data=(x[:9], y[:9]) if form == "dataset" else None,
         )
     return model, [step[:2] for step in seen]
+
+
+# Sizes and rates by epoch.
+
+
+def epoch_recorder(steps, rates):
+    """Notes for every epoch how many steps it had, and the rate of its first step."""
+
+    class Recorder(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.inside = False
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if not self.inside:
+                self.inside = True
+                rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+                steps.append(0)
+
+        def on_train_batch_end(self, batch, logs=None):
+            # Not optimizer.iterations: Keras counts the attempt to read beyond the end.
+            steps[-1] += 1
+
+    return Recorder()
+
+
+def train(callbacks, optimizer, epochs=4, form="arrays", kind="world", **options):
+    """Returns steps of each epoch, their rates, weights and history."""
+    keras.utils.set_random_seed(3)
+    model = compiled(optimizer, kind, **options)
+    x, y = data(MANY)
+    given = {"x": x, "y": y, "batch_size": BATCH}
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    if form == "dataset":
+        given = {"x": rows.batch(BATCH)}
+    if form == "shuffled":
+        given = {"x": rows.shuffle(MANY).batch(BATCH)}
+    steps, rates = [], []
+    model.fit(
+        **given,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[*callbacks, epoch_recorder(steps, rates)],
+    )
+    return steps, rates, everything(model), model.history.history
 
 
 def fails(function, *args, **kwargs):

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.callbacks import BatchNormStatistics
 
 from callbacks.bodies import (
     data,
@@ -119,8 +118,3 @@ def normalization_refused(renorm):
 def test_a_model_without_is_refused(pool, renorm, told):
     for kind, message in pool.run(normalization_refused, renorm):
         assert kind == "ValueError" and told in message
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="batches must be an integer of at least 1, got 0"):
-        BatchNormStatistics(np.zeros((2, 2)), batches=0)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import dtk
-from dtk.callbacks.checkpointing.background import Background
-from dtk.callbacks.checkpointing.files import CheckpointFiles
+from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
+from dtk.callbacks.checkpointing.writing import Background
 
 from callbacks.bodies import BATCH, Crash, compiled, crash_at, data, fails, strategy
 from strategies.bodies import served_with
@@ -27,7 +27,7 @@ def test_the_next_work_waits_and_says_so_where_it_waits_long():
     said, go_on = [], threading.Event()
     background = Background(said.append, long=0.05)
     background.start("checkpoint-1", lambda: go_on.wait(60))
-    background.check()
+    background.finish(wait=False)
     threading.Timer(0.3, go_on.set).start()
     background.finish()
     assert go_on.is_set() and said == ["waiting for checkpoint-1, which takes more than 0.05 s"]

@@ -1,19 +1,307 @@
-"""Checkpoints on disk: complete or not there, wherever the process is killed."""
+"""Whatever happens to a directory of checkpoints: the newest that is whole is loaded, or none."""
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dtk
-from dtk.callbacks.checkpointing.files import CheckpointFiles, CorruptCheckpointError
+from dtk.callbacks.checkpointing import reading
+from dtk.callbacks.checkpointing.checkpoint_files import (
+    ARRAYS,
+    STATE,
+    WEIGHTS,
+    CheckpointFiles,
+    CorruptCheckpointError,
+    _digest_of,
+)
+from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.files import DRAFT
+from dtk.trainer.model_scope import trainer_of
+
+from callbacks.bodies import BATCH, compiled, data, everything, fails, strategy
+
+FILES = (WEIGHTS, ARRAYS, STATE)
+
+NAMES = tuple(f"checkpoint-{number:08d}" for number in (1, 2, 3))
+
+names, files = st.sampled_from(NAMES), st.sampled_from(FILES)
+
+place = st.floats(0.0, 0.999)
+
+texts = st.sampled_from([b"", b"[]", b"null", b'{"digests": {}}', b"[" * 5000, b"\xff\x00" * 99])
+
+damages = st.one_of(
+    st.tuples(st.just("cut"), names, files, place),
+    st.tuples(st.just("flip"), names, files, place, st.integers(0, 7)),
+    st.tuples(st.just("replace"), names, files, texts),
+    st.tuples(st.just("append"), names, files, texts),
+    st.tuples(st.just("remove"), names, files),
+    st.tuples(st.just("folder"), names, files),
+    st.tuples(st.just("pipe"), names, files),
+    st.tuples(st.just("loop"), names, files),
+    st.tuples(st.just("swap"), names, names, files),
+    st.tuples(st.just("swap files"), names, files, files),
+    st.tuples(st.just("remove all"), names),
+    st.tuples(st.just("file for folder"), names),
+    st.tuples(st.just("extra"), names),
+    st.tuples(st.just("stranger"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+    st.tuples(st.just("strange folder"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+    st.tuples(st.just("strange link"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+)
+
+
+def harm(directory, damage):
+    """Do one damage; what is not there any more cannot be damaged again."""
+    kind, name, *more = damage
+    folder = directory / name
+    if kind in ("stranger", "strange folder", "strange link"):
+        if not os.path.lexists(folder):
+            if kind == "stranger":
+                folder.write_bytes(b"something")
+            elif kind == "strange folder":
+                folder.mkdir()
+            else:
+                folder.symlink_to(directory / "nowhere")
+        return
+    if not folder.is_dir():
+        return
+    if kind == "extra":
+        (folder / "notes.txt").write_text("mine")
+    elif kind in ("remove all", "file for folder"):
+        shutil.rmtree(folder)
+        if kind == "file for folder":
+            folder.write_bytes(b"something")
+    elif kind in ("swap", "swap files"):
+        one, other = (
+            (folder / more[1], directory / more[0] / more[1])
+            if kind == "swap"
+            else (folder / more[0], folder / more[1])
+        )
+        if one.is_file() and other.is_file():
+            first, second = one.read_bytes(), other.read_bytes()
+            one.write_bytes(second)
+            other.write_bytes(first)
+    elif (path := folder / more[0]).is_file():
+        change(path, kind, *more[1:])
+
+
+def change(path, kind, *more):
+    content = path.read_bytes()
+    at = int(more[0] * len(content)) if kind in ("cut", "flip") else 0
+    path.unlink()
+    if kind == "cut":
+        path.write_bytes(content[:at])
+    elif kind == "flip":
+        flipped = bytes([content[at] ^ 1 << more[1]]) if content else b"x"
+        path.write_bytes(content[:at] + flipped + content[at + 1 :])
+    elif kind == "replace":
+        path.write_bytes(more[0])
+    elif kind == "append":
+        path.write_bytes(content + more[0])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+
+
+def damaged(directory, examples):
+    """Damage copies of a directory with three checkpoints, and load of each what can be loaded."""
+    strategy()
+    pristine, copy = pathlib.Path(directory, "pristine"), pathlib.Path(directory, "copy")
+    x, y = data()
+    model = compiled("sgd")
+    trained = {}
+
+    class Keep(StrategyCallback):
+        def on_epoch_agreed(self, epoch, logs=None):
+            trained[NAMES[epoch]] = everything(model)
+
+    model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=3,
+        verbose=0,
+        callbacks=[Keep(), dtk.callbacks.Checkpoint(pristine)],
+    )
+    trainer = trainer_of(model)
+    states = {name: CheckpointFiles(pristine).read(name)[0] for name in NAMES}
+    fallen = []
+
+    def same(name):
+        return all(
+            (copy / name / file).is_file()
+            and (copy / name / file).read_bytes() == (pristine / name / file).read_bytes()
+            for file in FILES
+        )
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(damages, min_size=1, max_size=5))
+    def check(several):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(pristine, copy)
+        for damage in several:
+            harm(copy, damage)
+        untouched = [name for name in reversed(NAMES) if same(name)]
+        found = CheckpointFiles(copy)
+        listed = found.names()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loaded = reading.load_newest(found, trainer)
+            except ValueError as error:
+                assert str(error).startswith("no checkpoint can be read ("), error
+                assert not untouched and listed
+                loaded = None
+        if loaded is None:
+            assert not untouched
+        else:
+            name, state = loaded
+            # A damage that JSON does not see, such as of a space, is none.
+            assert not untouched or name >= untouched[0]
+            assert state["epoch"] == states[name]["epoch"]
+            np.testing.assert_array_equal(everything(model), trained[name])
+            told = [str(one.message) for one in caught if "going back to" in str(one.message)]
+            assert bool(told) == (name != listed[0])
+            fallen.append(name)
+        # And it can be saved to.
+        after = found.write(lambda path: pathlib.Path(path).write_text("next"), {"epoch": 9}, {})
+        assert found.names()[0] == after
+        found.prune(1)
+        assert found.names() == [after]
+
+    check()
+    return {name: fallen.count(name) for name in NAMES}
+
+
+@pytest.mark.worlds(("local", 1))
+def test_the_newest_that_is_whole_is_loaded_or_none(pool, tmp_path):
+    (fallen,) = pool.run(damaged, str(tmp_path), 200, timeout=200)
+    assert all(fallen.values()), "every one of the three must have been the newest"
+
+
+def with_digest(path, **changes):
+    """Change a state, and its digest with it."""
+    state = json.loads(path.read_text()) | changes
+    digests = state.pop("digests")
+    digests[STATE] = _digest_of(state)
+    path.write_text(json.dumps({**state, "digests": digests}))
+
+
+def newer(directory):
+    """The newest of two checkpoints is from a dtk to come."""
+    strategy()
+    x, y = data()
+
+    def fit(epochs):
+        saved = dtk.callbacks.Checkpoint(directory)
+        compiled("sgd").fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[saved])
+
+    fit(2)
+    strategy().communicator.barrier()
+    path = pathlib.Path(directory, NAMES[1], STATE)
+    if strategy().is_chief:
+        with_digest(path, format=77)
+    strategy().communicator.barrier()
+    return fails(fit, 3)
+
+
+@pytest.mark.worlds(("local", 1), ("collective", 2))
+def test_a_format_to_come_is_refused_on_every_rank(pool, tmp_path):
+    for kind, text in pool.run(newer, str(tmp_path)):
+        assert kind == "CheckpointFormatError"
+        assert "checkpoint-00000002 has format 77, and this dtk reads 1 at most" in text
+
+
+def test_every_file_is_in_the_digests_and_nothing_else(tmp_path):
+    written = CheckpointFiles(tmp_path)
+    name = written.write(lambda path: pathlib.Path(path).write_text("x"), {"epoch": 1}, {})
+    found = json.loads((tmp_path / name / STATE).read_text())["digests"]
+    assert sorted(found) == sorted(path.name for path in (tmp_path / name).iterdir())
+    state = json.loads((tmp_path / name / STATE).read_text())
+    state["digests"]["notes.txt"] = state["digests"][WEIGHTS]
+    (tmp_path / name / "notes.txt").write_text("x")
+    (tmp_path / name / STATE).write_text(json.dumps(state))
+    with pytest.raises(CorruptCheckpointError, match="state.json is not what was written"):
+        written.read(name)
+
+
+IMPOSSIBLE = {
+    "epoch": -3,
+    "step": -1,
+    "workers": 0,
+    "iterations": -7,
+    "stopped": "no",
+    "best": "0.5",
+    "variables": [["kernel", "[2]", "float32"]],
+    "shuffle_seed": 1.5,
+    "metrics": 5,
+    "data": {"iterators": 1, "seen": -2, "open": False, "batch_size": 8, "batches": 4},
+    "format": "one",
+}
+
+
+def impossible(directory):
+    """The newest of two checkpoints holds one value that no dtk has written, with its digest."""
+    strategy()
+    x, y = data()
+    told = {}
+
+    def fit(epochs, place):
+        model = compiled("sgd")
+        saved = dtk.callbacks.Checkpoint(place)
+        return model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[saved])
+
+    fit(2, pathlib.Path(directory, "whole"))
+    for key, value in IMPOSSIBLE.items():
+        place = pathlib.Path(directory, key)
+        shutil.copytree(pathlib.Path(directory, "whole"), place)
+        path = place / NAMES[1] / STATE
+        with_digest(path, **{key: value})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            epochs = fit(3, place).epoch
+        told[key] = epochs, [str(one.message) for one in caught]
+    return told
+
+
+@pytest.mark.worlds(("local", 1))
+def test_a_value_that_cannot_be_is_named_and_the_one_before_is_loaded(pool, tmp_path):
+    (told,) = pool.run(impossible, str(tmp_path), timeout=180)
+    for key, value in IMPOSSIBLE.items():
+        epochs, warned = told[key]
+        assert epochs == [0, 1, 2], key
+        shown = {"data": "data.seen is -2", "variables": "['kernel', '[2]', 'float32']"}
+        assert any(
+            f"{NAMES[1]}: state.json: " in text
+            and shown.get(key, f"{key} is {value!r}") in text
+            and "expected" in text
+            and f"going back to {tmp_path}/{key}/{NAMES[0]}" in text
+            for text in warned
+        ), (key, warned)
+
+
+# Written whole or not at all.
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -37,7 +325,7 @@ def test_a_process_killed_while_it_writes_harms_nothing(tmp_path, moment):
     program = f"""
         import json, os, pathlib, signal
         import numpy as np
-        from dtk.callbacks.checkpointing.files import CheckpointFiles
+        from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 
         def die(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -61,73 +349,6 @@ def test_a_process_killed_while_it_writes_harms_nothing(tmp_path, moment):
     files.clear_unfinished()
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-00000001"]
     assert files.write(save("two"), {"epoch": 2}, {}) == "checkpoint-00000002"
-
-
-@pytest.mark.parametrize("file", ["weights.weights.h5", "arrays.npz", "state.json"])
-@pytest.mark.parametrize("harm", ["cut", "flip", "remove"])
-def test_harm_is_noticed(tmp_path, file, harm):
-    files = CheckpointFiles(tmp_path)
-    name = files.write(save("weights"), {"epoch": 1}, {"a": np.arange(3)})
-    path = tmp_path / name / file
-    content = path.read_bytes()
-    if harm == "remove":
-        path.unlink()
-    elif harm == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif file == "state.json":
-        path.write_bytes(b"[" + content[1:])
-    else:
-        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(CorruptCheckpointError, match=file.split(".")[0]):
-        files.read(name)
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda path: path.write_text(path.read_text().replace('"epoch": 1', '"epoch": 9')),
-        lambda path: path.write_text(path.read_text().replace('"epoch": 1, ', "")),
-        lambda path: path.write_text("[]"),
-        lambda path: path.write_text("null"),
-        lambda path: path.write_text("[" * 100_000),
-        lambda path: path.write_text('{"digests": []}'),
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["digit", "no key", "list", "null", "nested", "no digests", "folder"],
-)
-def test_a_state_that_is_not_what_was_written_is_noticed(tmp_path, harm):
-    files = CheckpointFiles(tmp_path)
-    name = files.write(save("weights"), {"epoch": 1, "step": 2}, {})
-    harm(tmp_path / name / "state.json")
-    with pytest.raises(CorruptCheckpointError, match="state"):
-        files.read(name)
-
-
-def test_a_folder_in_the_place_of_weights_is_noticed(tmp_path):
-    files = CheckpointFiles(tmp_path)
-    weights = files.weights(files.write(save("weights"), {"epoch": 1}, {}))
-    weights.unlink()
-    weights.mkdir()
-    with pytest.raises(CorruptCheckpointError, match="weights"):
-        files.read(weights.parent.name)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"max_to_keep": 2.5},
-        {"max_to_keep": True},
-        {"max_to_keep": 0},
-        {"save_freq": True},
-        {"save_freq": 1.5},
-        {"save_freq": "batch"},
-    ],
-    ids=str,
-)
-def test_arguments_that_are_no_counts(tmp_path, given):
-    ((name, value),) = given.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
-        dtk.callbacks.Checkpoint(tmp_path, **given)
 
 
 def test_prune_keeps_the_newest_and_numbers_go_on(tmp_path):

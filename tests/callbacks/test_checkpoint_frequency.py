@@ -15,17 +15,6 @@ from dtk.callbacks.checkpointing.frequency import Frequency
 from callbacks.bodies import compiled, data, strategy
 
 
-@pytest.mark.parametrize("given", [0, -1, True, 1.5, "1000", float("nan")], ids=str)
-def test_samples_that_are_no_count(tmp_path, given):
-    with pytest.raises(ValueError, match=f"save_every_samples must be .*{given}"):
-        dtk.callbacks.Checkpoint(tmp_path, save_every_samples=given)
-
-
-def test_steps_and_samples_together(tmp_path):
-    with pytest.raises(ValueError, match="save_freq=5 and save_every_samples=9 were both given"):
-        dtk.callbacks.Checkpoint(tmp_path, save_freq=5, save_every_samples=9)
-
-
 class Arrays:
     """37 rows in batches of 8, as a `Feed` counts them."""
 

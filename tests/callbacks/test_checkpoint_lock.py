@@ -16,8 +16,9 @@ import sys
 import pytest
 
 import dtk
-from dtk.callbacks.checkpointing import lock
-from dtk.callbacks.checkpointing.lock import NAME, DirectoryLock
+from dtk.callbacks.checkpointing import directory_lock
+from dtk.callbacks.checkpointing.directory_lock import NAME, DirectoryLock
+from dtk.cluster import process_owner
 from dtk.errors import CheckpointInUseError
 
 from callbacks.bodies import BATCH, compiled, data, fails, strategy
@@ -30,7 +31,7 @@ def first(tmp_path):
     """Another process that holds the directory."""
     program = (
         "import pathlib, sys, time\n"
-        "from dtk.callbacks.checkpointing.lock import DirectoryLock\n"
+        "from dtk.callbacks.checkpointing.directory_lock import DirectoryLock\n"
         "held = DirectoryLock(pathlib.Path(sys.argv[1]))\nheld.take()\nprint('held', flush=True)\n"
         "sys.stdin.read()\nheld.release()\nprint('released', flush=True)\n"
     )
@@ -95,7 +96,7 @@ def test_without_flock_the_named_process_decides(tmp_path, first, no_flock):
 
 
 def test_without_flock_an_id_that_is_used_again_holds_nothing(tmp_path, no_flock):
-    other = {"host": socket.gethostname(), "pid": os.getpid(), "started": "1"}
+    other = {**process_owner.this_process(), "since": 1.0}
     (tmp_path / NAME).write_text(json.dumps(other))
     DirectoryLock(tmp_path, patience=0.0).take()
 
@@ -103,7 +104,7 @@ def test_without_flock_an_id_that_is_used_again_holds_nothing(tmp_path, no_flock
 def test_without_flock_another_host_is_believed_until_the_job_was_started_again(
     tmp_path, no_flock, monkeypatch
 ):
-    (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "1"}))
+    (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": 1.0}))
     assert "process 7 on elsewhere" in refused(tmp_path)
     monkeypatch.setenv("DTK_RESTARTS", "1")
     DirectoryLock(tmp_path, patience=0.0).take()
@@ -117,14 +118,14 @@ def test_a_file_that_nobody_holds_says_what_it_likes(tmp_path, text):
 
 def test_a_lock_whose_file_was_removed_keeps_nobody_out(tmp_path, monkeypatch):
     """Opened, then released by the first: the second must not hold a file without a name."""
-    real = lock._flock
+    real = directory_lock._flock
 
     def late(descriptor):
-        monkeypatch.setattr(lock, "_flock", real)
+        monkeypatch.setattr(directory_lock, "_flock", real)
         (tmp_path / NAME).unlink()
         return real(descriptor)
 
-    monkeypatch.setattr(lock, "_flock", late)
+    monkeypatch.setattr(directory_lock, "_flock", late)
     held = DirectoryLock(tmp_path, patience=5.0)
     held.take()
     assert str(os.getpid()) in refused(tmp_path)

@@ -214,8 +214,3 @@ def served():
     with pytest.raises(NonFiniteError) as caught:
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[found])
     return str(caught.value), ""
-
-
-def test_an_action_that_is_none():
-    with pytest.raises(ValueError, match="action must be 'raise' or 'say', got 'stop'"):
-        dtk.callbacks.FindNonFinite("stop")

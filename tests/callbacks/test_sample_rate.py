@@ -17,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtk
-from dtk.callbacks import MomentumSchedule, SampleRate
-from dtk.callbacks.hyperparameters.momentum import carried_over
-from dtk.exchange import BlockMomentum, Delayed, WarmStart
+from dtk.callbacks.sample_rate import carried_over
 from dtk.schedules import learning_rate_from_sample_rate, momentum_from_time_constant
 
-from callbacks.bodies import Crash, crash_at, fails, strategy
+from callbacks.bodies import Crash, crash_at, strategy
 from strategies.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
+
 GROWING = [4, 8, 16]  # 37 rows: the last batches have 1, 5 and 5
 
 
@@ -359,8 +358,6 @@ def test_behind_parameter_servers(pool):
 
 
 # MomentumSchedule, and the momentum of HalveRate.
-
-
 def of_keras(momenta):
     """SGD's equation: batches of 8 of 37 rows, the rate 1/8 of every step."""
     moved, buffer = np.zeros(ROWS), np.zeros(ROWS)
@@ -429,88 +426,3 @@ def test_a_cut_halves_what_momentum_holds(alone, corrected):
         moved += buffer
     [found] = alone.run(halved, corrected)
     np.testing.assert_allclose(found, moved, rtol=2e-5)
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: SampleRate(0.0), "rate per sample schedule holds values"),
-        (lambda: SampleRate([]), "needs at least one value"),
-        (lambda: SampleRate(0.1, -1), "time constant schedule holds values"),
-        (lambda: SampleRate(0.1, "24"), "a time constant schedule is a list"),
-        (lambda: MomentumSchedule([0, float("inf")]), "a finite number, 0 or more"),
-        (lambda: MomentumSchedule(24, every_samples=0), "every_samples must be an integer"),
-        (lambda: MomentumSchedule(24, batch_size=0), "batch_size must be an integer"),
-    ],
-)
-def test_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def refused():
-    """What is said to each mistake, in order."""
-    strategy()
-    rate, schedule = dtk.callbacks.SampleRate, dtk.callbacks.MomentumSchedule
-    grow = dtk.callbacks.GrowBatchInsteadOfDecay([0.1])
-    halve = dtk.callbacks.HalveRate(16, (np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1))))
-    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
-    warm = dtk.callbacks.LearningRateScaling()
-
-    def told(callbacks, **options):
-        return fails(lambda: Linear(**options).fit(callbacks))
-
-    return [
-        told([rate(0.01)]),
-        told([rate(0.01, 24)], sgd={"momentum": 0.0}),
-        told([schedule(24)], sgd={"momentum": 0.0}),
-        told([schedule(24)], optimizer=lambda: keras.optimizers.Adam()),
-        told([rate(0.01, 24)], optimizer=lambda: keras.optimizers.Adam()),
-        told([rate(0.01, 24)], optimizer=lambda: keras.optimizers.SGD(decay, momentum=0.9)),
-        told([rate(0.01, 24), schedule(24)]),
-        told([warm, rate(0.01, 24)]),
-        told([halve, grow]),
-    ]
-
-
-def test_what_cannot_work_is_refused(alone):
-    [told] = alone.run(refused)
-    expected = [
-        "give time_constant=76 for what it is at 8, or 0 for none",
-        "give SGD any momentum above 0",
-        "give SGD any momentum above 0",
-        "sets the momentum of keras.optimizers.SGD, and the optimizer is a Adam",
-        "is for keras.optimizers.SGD",
-        "SampleRate sets the learning rate, but the optimizer computes its own",
-        "would set the same momentum",
-        "would set the same learning rate",
-        "add SampleRate(rate per sample), which takes both into account",
-    ]
-    assert [kind for kind, _ in told] == ["ValueError"] * len(expected)
-    for (_, text), part in zip(told, expected, strict=True):
-        assert part in text
-
-
-def exchange_refused(exchange):
-    chosen = strategy()
-    before, chosen.exchange = chosen.exchange, exchange
-    try:
-        return fails(lambda: Linear().fit([dtk.callbacks.SampleRate(0.01, 24)]))
-    finally:
-        chosen.exchange = before
-
-
-@pytest.mark.parametrize(
-    "exchange, message",
-    [
-        (BlockMomentum(64), "workers take steps of their own"),
-        (WarmStart(Delayed(), samples=10), "gradients are applied a step late"),
-    ],
-    ids=str,
-)
-def test_exchanges_whose_steps_are_not_those_of_the_batch_are_refused(alone, exchange, message):
-    [(kind, text)] = alone.run(exchange_refused, exchange)
-    assert kind == "ValueError" and message in text

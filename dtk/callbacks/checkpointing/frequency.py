@@ -1,11 +1,18 @@
-"""When a checkpoint is due: after an epoch, or after so many steps or samples."""
+"""When a checkpoint is due, by epochs, steps or samples; and when an epoch is the best so far."""
 
 from __future__ import annotations
 
+import math
+
 import keras
 
-from dtk.callbacks.evaluation import count_rows
+from dtk.callbacks.strategy_callback import count_rows
+from dtk.nests import Logs
+from dtk.schedules.runs import is_count
 from dtk.trainer.feed import Feed
+
+_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
+_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
 
 
 class Frequency:
@@ -94,6 +101,53 @@ class Frequency:
         self._looked = -round(self._unseen * self._rate)
 
 
-def is_count(value: object) -> bool:
-    """Return whether a value is a whole number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def better_when_larger(monitor: str | None, mode: str) -> bool:
+    """Return whether larger values of a monitored number are better.
+
+    Example:
+        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
+        (True, False)
+    """
+    if monitor is None:
+        return False
+    if not isinstance(monitor, str) or not monitor:
+        raise ValueError(
+            f"monitor={monitor!r}; expected the name of a number of the logs, such as 'val_loss', "
+            "or None"
+        )
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+    if mode != "auto":
+        return mode == "max"
+    name = monitor.lower()
+    if any(word in name for word in _BETTER_WHEN_SMALLER):
+        return False
+    if any(word in name for word in _BETTER_WHEN_LARGER):
+        return True
+    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
+
+
+def improvement(
+    monitor: str | None, larger_is_better: bool, best: float | None, logs: Logs | None
+) -> float | None:
+    """Return an epoch's value of the monitored number if it is better than the best, else None.
+
+    Example:
+        >>> improvement("val_loss", False, None, {"val_loss": 0.5})
+        0.5
+        >>> improvement("val_loss", False, 0.5, {"val_loss": 0.6}) is None
+        True
+    """
+    if monitor is None or logs is None:
+        return None
+    if monitor not in logs:
+        raise ValueError(
+            f"Checkpoint: monitor={monitor!r} is not among this epoch's logs "
+            f"({', '.join(sorted(logs))})"
+        )
+    value = float(logs[monitor])
+    if best is None:
+        better = not math.isnan(value)
+    else:
+        better = value > best if larger_is_better else value < best
+    return value if better else None

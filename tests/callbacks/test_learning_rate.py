@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
+import types
 
 import keras
 import numpy as np
 import pytest
 
 import dtk
+from dtk.callbacks import epochs_per_worker
+from dtk.callbacks.learning_rate import ScaledSchedule, factor_for, momentum_buffers, warm_up
+from dtk.trainer.gradients import shared_optimizer
 
-from callbacks.bodies import compiled, data, difference, fails, strategy
+from callbacks.bodies import compiled, data, difference, strategy
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -127,49 +130,21 @@ def test_scaled_once_whatever_happens(pool, tmp_path):
     assert second[1] == "", "rank 0 alone prints"
 
 
-def rate_function_refused():
-    strategy()  # before the optimizer's first tensor
-    model = compiled(keras.optimizers.SGD(lambda: 0.1))
-    x, y = data()
-    return fails(model.fit, x, y, verbose=0, callbacks=[dtk.callbacks.LearningRateScaling()])
-
-
-@two_ranks
-def test_a_rate_that_is_a_function_is_refused(pool):
-    for kind, text in pool.run(rate_function_refused):
-        assert kind == "ValueError"
-        assert "give it a number or a LearningRateSchedule" in text
-
-
 @pytest.mark.parametrize(
     "rule, workers, factor", [("linear", 4, 4.0), ("sqrt", 4, 2.0), (0.5, 4, 0.5), ("sqrt", 1, 1.0)]
 )
 def test_what_a_rule_makes_of_a_number_of_workers(rule, workers, factor):
-    from dtk.callbacks.learning_rate_scaling import factor_for
 
     assert factor_for(rule, workers) == factor
 
 
 def test_a_warm_up_ends_at_the_whole_factor():
     """Breaks as a rate that goes on rising where warm-up ends in the middle of an epoch."""
-    from dtk.callbacks.learning_rate_scaling import warm_up
 
     assert [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 1.5)] == [1.0, 2.5, 4.0, 4.0]
 
 
-@pytest.mark.parametrize("arguments", [{"rule": "cubic"}, {"rule": 0}, {"warmup_epochs": -1}])
-def test_arguments(arguments):
-    from dtk.callbacks import LearningRateScaling
-
-    with pytest.raises(ValueError, match="must be"):
-        LearningRateScaling(**arguments)
-
-
 def test_the_scaled_schedule_survives_saving():
-    import keras
-
-    from dtk.callbacks.hyperparameters.rate import ScaledSchedule
-
     inner = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     schedule = ScaledSchedule(inner, 3.0)
     again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
@@ -178,18 +153,38 @@ def test_the_scaled_schedule_survives_saving():
 
 @pytest.mark.parametrize("name, buffers", [("LARS", 1), ("LAMB", 0), ("RMSpropWarmup", 0)])
 def test_which_of_dtks_optimizers_have_the_rate_in_their_momentum(name, buffers):
-    import keras
-
-    import dtk
-    from dtk.callbacks.hyperparameters.rate import momentum_buffers
-
     more = {"steps_per_epoch": 10} if name == "RMSpropWarmup" else {}
     optimizer = getattr(dtk.optimizers, name)(learning_rate=0.1, **more)
     optimizer.build([keras.Variable([[1.0]])])
     assert len(momentum_buffers(optimizer)) == buffers
 
 
-@pytest.mark.parametrize("epochs", [-1, math.nan, math.inf])
-def test_a_warm_up_of_no_length_is_refused(epochs):
-    with pytest.raises(ValueError, match="warmup_epochs must be a finite number"):
-        dtk.callbacks.LearningRateScaling(warmup_epochs=epochs)
+def test_optimizer_learning_rate():
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    assert shared_optimizer.schedule_of(keras.optimizers.SGD(decay)) is decay
+    assert shared_optimizer.schedule_of(keras.optimizers.SGD(0.1)) is None
+    wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(decay))
+    assert shared_optimizer.schedule_of(wrapped) is decay
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.RMSprop])
+def test_momentum_buffers_are_found(kind):
+    optimizer = kind(0.1, momentum=0.9)
+    optimizer.build([keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))])
+    assert [tuple(b.shape) for b in momentum_buffers(optimizer)] == [(3,), (2,)]
+    adam = keras.optimizers.Adam(0.1)
+    adam.build([keras.Variable(np.zeros(3))])
+    assert momentum_buffers(adam) == []
+
+
+def test_epochs_per_worker():
+    def of(size):
+        return types.SimpleNamespace(size=size)
+
+    assert [epochs_per_worker(30, of(n)) for n in (1, 2, 4, 7, 64)] == [30, 15, 8, 5, 1]
+    assert epochs_per_worker(30, of(64), minimum=3) == 3
+    assert epochs_per_worker(0, of(2)) == 1
+    with pytest.raises(ValueError, match="got -1"):
+        epochs_per_worker(-1, of(2))
+    with pytest.raises(ValueError, match="at least 1"):
+        epochs_per_worker(3, of(2), minimum=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NotRequired, TypeAlias, TypedDict, cast
@@ -154,10 +155,11 @@ def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dic
     """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`."""
     states = {}
     for name, callback in _named(callbacks):
+        known = next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
         if hasattr(callback, "get_state"):
             states[name] = callback.get_state()
-        elif names := _known(callback):
-            states[name] = {attribute: getattr(callback, attribute, None) for attribute in names}
+        elif known:
+            states[name] = {attribute: getattr(callback, attribute, None) for attribute in known}
     return states
 
 
@@ -175,18 +177,14 @@ def to_callbacks(
                 setattr(callback, attribute, value)
 
 
-def _known(callback: keras.callbacks.Callback) -> tuple[str, ...]:
-    return next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
-
-
 def _named(
     callbacks: Iterable[keras.callbacks.Callback],
 ) -> Iterable[tuple[str, keras.callbacks.Callback]]:
-    seen: dict[str, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
         kind = type(callback).__name__
-        seen[kind] = seen.get(kind, -1) + 1
         yield f"{kind}.{seen[kind]}", callback
+        seen[kind] += 1
 
 
 def of_generators() -> Generators:

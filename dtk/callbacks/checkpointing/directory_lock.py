@@ -19,8 +19,8 @@ import stat
 import time
 import weakref
 from pathlib import Path
-from typing import TypedDict
 
+from dtk.cluster import process_owner
 from dtk.cluster.variables import RESTARTS
 from dtk.errors import CheckpointInUseError
 
@@ -30,12 +30,8 @@ _PATIENCE = 2.0
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
-class Holder(TypedDict):
-    """Process that holds a directory."""
-
-    host: str  # name of its host
-    pid: int  # its id there
-    started: str  # when it started, as the kernel counts; an id alone may be used again
+# The process that holds a directory, as `process_owner.this_process` notes it.
+Holder = dict[str, object]
 
 
 class DirectoryLock:
@@ -79,11 +75,11 @@ class DirectoryLock:
         try:
             holder = _read(descriptor)
             locked = _flock(descriptor)
-            free = not _runs(holder) if locked is None else locked
+            free = _is_free(holder) if locked is None else locked
             # Released in between, the file is not there any more, and its lock keeps nobody out.
             if free and _is_there(descriptor, path):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(_myself()).encode(), 0)
+                os.pwrite(descriptor, json.dumps(process_owner.this_process()).encode(), 0)
                 self._descriptor = descriptor
             return holder
         finally:
@@ -91,9 +87,9 @@ class DirectoryLock:
                 os.close(descriptor)
 
     def _refusal(self, holder: Holder | None) -> str:
-        who = (
-            "another process" if holder is None else f"process {holder['pid']} on {holder['host']}"
-        )
+        who = "another process"
+        if holder is not None:
+            who = f"process {holder['pid']} on {process_owner.host_of(holder)}"
         return (
             f"{self._directory}: {who} saves its checkpoints there; end that job first, or give "
             "this one another directory"
@@ -161,31 +157,19 @@ def _read(descriptor: int) -> Holder | None:
         return {
             "host": str(found["host"]),
             "pid": int(found["pid"]),
-            "started": str(found["started"]),
+            "since": float(found["since"]),
         }
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _myself() -> Holder:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "started": _started(pid)}
-
-
-def _started(pid: int) -> str:
-    """Return when a process of this host started, in the kernel's ticks; "" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _runs(holder: Holder | None) -> bool:
-    """Return whether a holder runs, as far as can be told from here."""
+def _is_free(holder: Holder | None) -> bool:
+    """Return whether nobody holds the directory any more, as far as can be told from here."""
     if holder is None:
-        return False
-    if holder["host"] == socket.gethostname():
-        return _started(holder["pid"]) == holder["started"]
+        return True
+    gone = process_owner.is_gone(holder)
+    if gone is not None:
+        return gone
     # Of another host nothing is known, unless `dtk run` has ended that job and started it again.
-    return os.environ.get(RESTARTS, "0") in ("", "0")
+    here = process_owner.host_of(holder) == socket.gethostname()
+    return here or os.environ.get(RESTARTS, "0") not in ("", "0")

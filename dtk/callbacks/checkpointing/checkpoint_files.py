@@ -16,6 +16,7 @@ completely or not at all.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -25,15 +26,26 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import keras
 import numpy as np
 
-from dtk.callbacks.checkpointing.state import CheckpointState, Packed
+from dtk.callbacks.checkpointing.checkpoint_state import CheckpointState, Packed
+from dtk.errors import CheckpointSaveError
 from dtk.files import DRAFT, flush, written
 from dtk.nests import Array
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 WEIGHTS, ARRAYS, STATE = "weights.weights.h5", "arrays.npz", "state.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
+# What reading JSON and arrays raises where they are not what was written.
+_UNREADABLE = (
+    *(ValueError, KeyError, AttributeError, TypeError, RecursionError),
+    zipfile.BadZipFile,
+)
 
 
 class CorruptCheckpointError(Exception):
@@ -74,18 +86,46 @@ class CheckpointFiles:
         found = [entry.name for entry in self.directory.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_serial, reverse=True)
 
+    def newest(self) -> str | None:
+        """Return the name of the newest complete checkpoint."""
+        return next(iter(self.names()), None)
+
     def next_name(self) -> str:
         """Return the name of the next checkpoint that is written."""
-        newest = next(iter(self.names()), None)
+        newest = self.newest()
         return f"checkpoint-{_serial(newest) + 1 if newest else 1:08d}"
 
     def weights(self, name: str) -> Path:
         """Return the path of one checkpoint's weights."""
         return self.directory / name / WEIGHTS
 
+    def save(
+        self,
+        save_weights: Callable[[Path], object],
+        state: Mapping[str, Packed],
+        arrays: Mapping[str, Array],
+        keep: int | None,
+        best: Mapping[str, object] | None,
+    ) -> str:
+        """Write a checkpoint, keep it as the best if it has a note of that, and remove old ones."""
+        name = None
+        try:
+            name = self.write(save_weights, state, arrays)
+            if best is not None:
+                self.keep_best(name, best)
+            self.prune(keep)
+        except OSError as error:
+            what = "no checkpoint" if name is None else f"{name}, but not all beside it,"
+            newest = self.newest()
+            kept = f"the newest one is {newest}" if newest else "there is none yet"
+            raise CheckpointSaveError(
+                f"{self.directory}: {what} was written, {kept}: {error}"
+            ) from error
+        return name
+
     def write(
         self,
-        save_weights: Callable[[str], object],
+        save_weights: Callable[[Path], object],
         state: Mapping[str, Packed],
         arrays: Mapping[str, Array],
     ) -> str:
@@ -96,7 +136,16 @@ class CheckpointFiles:
         _remove(draft)
         draft.mkdir()
         try:
-            self._fill(draft, save_weights, state, arrays)
+            save_weights(draft / WEIGHTS)
+            with open(draft / ARRAYS, "xb") as stream:
+                np.savez(stream, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
+            digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
+            digests[STATE] = _digest_of(json.loads(json.dumps(state)))
+            with open(draft / STATE, "x") as text:
+                text.write(json.dumps({**state, "digests": digests}))
+            for file in (WEIGHTS, ARRAYS, STATE):
+                flush(draft / file)
+            flush(draft)
             os.rename(draft, self.directory / name)
         except BaseException:
             # Half a checkpoint would keep the room that the next one needs.
@@ -104,24 +153,6 @@ class CheckpointFiles:
             raise
         flush(self.directory)
         return name
-
-    def _fill(
-        self,
-        draft: Path,
-        save_weights: Callable[[str], object],
-        state: Mapping[str, Packed],
-        arrays: Mapping[str, Array],
-    ) -> None:
-        save_weights(str(draft / WEIGHTS))
-        with open(draft / ARRAYS, "xb") as stream:
-            np.savez(stream, **arrays)  # type: ignore[arg-type]  # no array is its allow_pickle
-        digests = {file: digest(draft / file) for file in (WEIGHTS, ARRAYS)}
-        digests[STATE] = _digest_of(json.loads(json.dumps(state)))
-        with open(draft / STATE, "x") as text:
-            text.write(json.dumps({**state, "digests": digests}))
-        for file in (WEIGHTS, ARRAYS, STATE):
-            flush(draft / file)
-        flush(draft)
 
     def read(self, name: str) -> tuple[CheckpointState, dict[str, Array]]:
         """Read state and arrays of one checkpoint, once its files have been checked."""
@@ -143,14 +174,7 @@ class CheckpointFiles:
         except OSError as error:  # a folder in the place of a file, a disk that does not answer
             name = Path(error.filename or folder).name
             raise CorruptCheckpointError(f"{name} cannot be read ({error.strerror})") from error
-        except (
-            ValueError,
-            KeyError,
-            AttributeError,
-            TypeError,
-            RecursionError,
-            zipfile.BadZipFile,
-        ) as error:
+        except _UNREADABLE as error:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error})") from error
 
     def prune(self, keep: int | None) -> None:
@@ -205,3 +229,74 @@ def digest(file: Path) -> str:
 def _serial(name: str) -> int:
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else 0
+
+
+# HDF5 that cannot write to a file can neither close nor forget it, and may take the process along.
+# So what it writes goes through an object of Python: after the first error all else is dropped, and
+# the error is raised once HDF5 is done.
+
+
+class MemoryFile(io.BytesIO):
+    """Weights in memory."""
+
+    def __str__(self) -> str:
+        return "memory.weights.h5"  # Keras looks at the end of the name
+
+
+def save_weights(model: keras.Model, path: Path) -> None:
+    """Write what `model.save_weights` would."""
+    with _DiskFile(path) as file:
+        try:
+            keras.Model.save_weights(model, file)
+        finally:
+            # Whatever HDF5 has made of it.
+            if file.failure is not None:
+                raise file.failure
+
+
+class _DiskFile(MemoryFile):
+    """A file that behaves as if every write went well; Keras takes no other kind of object."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.failure: OSError | None = None
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._at = self._size = 0
+
+    def write(self, data: Buffer, /) -> int:
+        left = memoryview(data).cast("B")
+        end = self._at + len(left)
+        try:
+            while len(left) and self.failure is None:
+                left = left[os.pwrite(self._descriptor, left, end - len(left)) :]
+        except OSError as error:
+            self.failure = error
+        written, self._at, self._size = end - self._at, end, max(self._size, end)
+        return written
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        found = os.pread(self._descriptor, len(view), self._at)
+        view[:] = found + bytes(len(view) - len(found))  # zeros for what could not be written
+        self._at += len(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int | None = None, /) -> int:
+        self._size = self._at if size is None else size
+        try:
+            os.ftruncate(self._descriptor, self._size)
+        except OSError as error:
+            self.failure = self.failure or error
+        return self._size
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 import keras
 
 from dtk.errors import NotDistributedError
+from dtk.strategies import ParameterServerStrategy
 from dtk.strategies.base import DtkStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
@@ -60,17 +61,20 @@ class StrategyCallback(keras.callbacks.Callback):
         # Only dtk strategies make trainers; the trainer itself knows them as a protocol.
         return cast(DtkStrategy, self.trainer.strategy)
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether workers compute behind parameter servers."""
+        return isinstance(self.strategy, ParameterServerStrategy)
+
     def check_sole(self) -> None:
         """Check that no other dtk callback sets the same as this one.
 
         Raises:
             ValueError: Another callback sets the same.
         """
-        for other in self.trainer.callbacks.callbacks:
-            if other is self or not isinstance(other, StrategyCallback):
-                continue
+        for other in self.beside(StrategyCallback):
             common = [what for what in other.sets_here() if what in self.sets_here()]
-            if common:
+            if common and other is not self:
                 raise ValueError(
                     f"{type(self).__name__} and {type(other).__name__} would set the same "
                     f"{common[0]}; keep one"
@@ -114,3 +118,46 @@ class StrategyCallback(keras.callbacks.Callback):
         """
         if self.strategy.is_chief:
             print(f"{type(self).__name__}: {text}", flush=True)
+
+
+class SavedCallback(StrategyCallback):
+    """Callback with attributes that `Checkpoint` saves: `_seen` under the name "seen".
+
+    Attributes:
+        saved: Names of the attributes, without the underscore.
+    """
+
+    saved: tuple[str, ...] = ()
+
+    def get_state(self) -> dict[str, object]:
+        """Return what `Checkpoint` saves, by name."""
+        return {name: getattr(self, f"_{name}") for name in self.saved}
+
+    def set_state(self, state: dict[str, object]) -> None:
+        """Go on from a checkpoint's state; the optimizer's rate is already restored.
+
+        Args:
+            state: The result of `get_state`.
+        """
+        for name in self.saved:
+            setattr(self, f"_{name}", state[name])
+
+
+def count_rows(model: keras.Model) -> int:
+    """Return the rows that a model's metrics have seen since they were reset, over all ranks.
+
+    Keras weights the mean of its losses by rows, and so counts them, in float32: exact up to 2^24.
+    """
+    trackers = [m for m in model.metrics if isinstance(m, keras.metrics.Mean) and m.name == "loss"]
+    own = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in ("train_step", "test_step")
+    )
+    if own or not trackers:
+        raise ValueError(
+            f"to count the rows of this data dtk needs Keras's own mean of the loss, which model "
+            f"{model.name!r} may not keep, since it has a train_step or test_step of its own; give "
+            "fit arrays, also as validation data"
+        )
+    # Restored metric state is divided among ranks, so the sum may not be a whole number.
+    return round(float(keras.ops.convert_to_numpy(trackers[0].count)))

@@ -1,4 +1,4 @@
-"""Evaluations after exactly so many samples, which leave no trace in training."""
+"""Evaluations after exactly so many samples, and after training, leave no trace in it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtk
-from dtk.callbacks import CrossValidation, HalveRate
-from dtk.callbacks.halve_rate import gains_enough
+from dtk.callbacks import HalveRate
+from dtk.callbacks.evaluation import gains_enough
 
-from callbacks.bodies import (
-    crash_at,
-    data,
-    everything,
-    fails,
-    fit,
-    strategy,
-)
+from callbacks.bodies import crash_at, data, everything, fails, fit, strategy
 from strategies.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
 # Samples after each step of two epochs of 37 rows, and steps at which a multiple of 20 is complete.
 BY_8 = [8, 16, 24, 32, 37, 45, 53, 61, 69, 74]  # 20 at step 3, 40 at 6, 60 at 8
+
 BY_8_THEN_16 = [8, 16, 24, 32, 37, 53, 69, 74]  # 20 at step 3, 40 at 6, 60 at 7
+
 BY_8_FOUR_STEPS = [8, 16, 24, 32, 37, 45, 53, 61]  # a stream: 5 steps hold 37 rows
-EXPECTED = {"arrays": [3, 6, 8], "dataset": [3, 6, 8], "schedule": [3, 6, 7], "stream": [3, 6, 8]}
 
 
 def due_at(samples, every):
@@ -53,12 +47,6 @@ def check(results, form):
         assert all(rows == 21 and batches == 6 for _, _, rows, batches, _ in noted)
         assert validated == plain, "weights and history must be those without cross-validation"
         assert noted == results[0][0]
-
-
-def test_the_table_of_steps():
-    for form, steps in EXPECTED.items():
-        samples = {"schedule": BY_8_THEN_16, "stream": BY_8_FOUR_STEPS}.get(form, BY_8)
-        assert due_at(samples, 20) == list(enumerate(steps))
 
 
 class Calls:
@@ -259,26 +247,7 @@ def test_what_cannot_work_is_refused(pool):
         assert "a train_step or test_step of its own" in own[1]
 
 
-def test_arguments():
-    for arguments, message in [
-        ((0, print, None), "every_samples must be an integer above 0, got 0"),
-        ((1, "print", None), "callback must be a function, got 'print'"),
-        ((1, print, None), "the cross-validation data is missing"),
-        ((1, print, (0, 0), 0), "batch_size must be at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            CrossValidation(*arguments)
-    for arguments, message in [
-        ({"gain": 1.0}, "gain must be 0 or more and less than 1"),
-        ({"cuts": -1}, "cuts must be an integer of at least 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            HalveRate(1, (0, 0), **arguments)
-
-
 # HalveRate.
-
-
 @given(st.floats(1e-6, 1e6), st.floats(0, 1e6), st.floats(0.0, 0.99))
 def test_gain_is_relative(before, error, gain):
     assert gains_enough(before, error, gain) == (before - error >= gain * before)
@@ -291,8 +260,6 @@ RATES = [0.08] * 4 + [0.04] * 3 + [0.02] * 2
 
 
 # HalveRate.
-
-
 def halved(directory=None, gain=0.99, crash=None):
     """A rule that is never content: rates of every step, and what was said."""
     rates = []
@@ -344,14 +311,33 @@ def test_where_enough_is_gained_nothing_is_done(first, errors):
     assert all(halving.callback(index, error, 1, 1) for index, error in enumerate(errors))
 
 
-def halving_refused():
+def run_final_test(crash=False):
+    """Result, history, screen, and what `evaluate` says after `fit`."""
     strategy()  # before the optimizer: TensorFlow's collectives come first
-    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
-    halving = dtk.callbacks.HalveRate(16, data())
-    return fails(fit, [halving], optimizer=keras.optimizers.SGD(decay))
+    x, y = data(21)
+    testing = dtk.callbacks.FinalTest(x, y, batch_size=4)
+    # The first epoch is the best, and is restored when training ends, after FinalTest's turn.
+    restoring = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    worsening = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 1.0)
+    callbacks = [testing, restoring, worsening, *([crash_at(1, 1)] if crash else [])]
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        model, _ = fit(callbacks, optimizer=keras.optimizers.SGD(0.01))
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    history = model.history.history
+    tests = {key: value for key, value in history.items() if key.startswith("test_")}
+    return testing.result, tests, screen.getvalue(), expected
 
 
-def test_an_optimizer_with_a_schedule_is_refused(alone):
-    [(kind, text)] = alone.run(halving_refused)
-    assert kind == "ValueError"
-    assert "HalveRate sets the learning rate" in text
+@pytest.mark.parametrize("crash", [False, True])
+@two_ranks
+def test_a_final_test_counts_once_if_training_ends_well(pool, crash):
+    for rank, (result, history, screen, expected) in enumerate(pool.run(run_final_test, crash)):
+        if crash:
+            assert (result, history, screen) == (None, {}, "")
+            continue
+        assert result == pytest.approx(expected, rel=1e-6), "weights restored at the end count"
+        assert history == {f"test_{name}": [value] for name, value in result.items()}
+        lines = [line for line in screen.splitlines() if line.startswith("FinalTest: loss ")]
+        assert len(lines) == (rank == 0)
+        assert all(", mae " in line for line in lines)

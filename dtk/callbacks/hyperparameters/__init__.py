@@ -1,1 +1,0 @@
-"""Helpers of callbacks to read and change learning rate, momentum, batch size and epochs."""

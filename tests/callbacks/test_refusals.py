@@ -1,0 +1,330 @@
+"""What cannot work is refused: arguments when a callback is made, the rest before a first step."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtk
+from dtk.callbacks import (
+    AutoBatchSize,
+    BatchNormStatistics,
+    BatchSizeSchedule,
+    BroadcastVariables,
+    Checkpoint,
+    CommunicationStats,
+    CrossValidation,
+    FindNonFinite,
+    GrowBatchInsteadOfDecay,
+    HalveRate,
+    LearningRateScaling,
+    MomentumSchedule,
+    ProgressPrinter,
+    SampleRate,
+    ServerReport,
+)
+from dtk.exchange import BlockMomentum, Delayed, WarmStart
+
+from callbacks.bodies import MANY, compiled, data, fails, strategy
+
+NAN, INF = math.nan, math.inf
+
+ARGUMENTS = {
+    BatchSizeSchedule: [
+        ((schedule,), "batch size schedule")
+        for schedule in ([], 64, "64", [0], [-1], [1.5], [True], [(0, 8)], [(2, 0)], [None])
+    ],
+    GrowBatchInsteadOfDecay: [
+        *(
+            ((schedule,), "learning rate schedule")
+            for schedule in ([], 0.1, "0.1", [0.0], [-1.0], [True], [None], [(0, 0.1)], [NAN])
+        ),
+        (([0.1], 0), "max_batch_size must be an integer of at least 1, or None .* got 0"),
+    ],
+    AutoBatchSize: [
+        ((0,), "frequency must be an integer of at least 1, got 0"),
+        ((1, 0.5), "trial_batches must be"),
+        ((1, 1, -1), "margin must be 0 or more"),
+        ((1, 1, 0.01, 1, 0), "multiple must be"),
+    ],
+    SampleRate: [
+        ((0.0,), "rate per sample schedule holds values"),
+        (([],), "needs at least one value"),
+        ((0.1, -1), "time constant schedule holds values"),
+        ((0.1, "24"), "a time constant schedule is a list"),
+    ],
+    MomentumSchedule: [
+        (([0, INF],), "a finite number, 0 or more"),
+        ((24, 0), "every_samples must be an integer"),
+        ((24, 1, 0), "batch_size must be an integer"),
+    ],
+    LearningRateScaling: [
+        *((("cubic",), "rule must be"), ((0,), "rule must be")),
+        *((("linear", n), "warmup_epochs must be a finite number") for n in (-1, NAN, INF)),
+    ],
+    CrossValidation: [
+        ((0, print, None), "every_samples must be an integer of at least 1, got 0"),
+        ((1, "print", None), "callback must be a function, got 'print'"),
+        ((1, print, None), "the cross-validation data is missing"),
+        ((1, print, (0, 0), 0), "batch_size must be an integer of at least 1"),
+    ],
+    HalveRate: [
+        ((1, (0, 0), 1.0), "gain must be 0 or more and less than 1"),
+        ((1, (0, 0), 0.1, -1), "cuts must be an integer of at least 0"),
+    ],
+    BatchNormStatistics: [
+        ((np.zeros((2, 2)), 0), "batches must be an integer of at least 1, got 0")
+    ],
+    FindNonFinite: [(("stop",), "action must be 'raise' or 'say', got 'stop'")],
+    ProgressPrinter: [((-1,), "got -1")],
+}
+CHECKPOINT = [
+    *(({"max_to_keep": given}, f"max_to_keep must be .*{given}") for given in (0, 2.5, True)),
+    *(({"save_freq": given}, f"save_freq must be .*{given}") for given in (0, 1.5, True, "batch")),
+    *(
+        ({"save_every_samples": given}, f"save_every_samples must be .*{given}")
+        for given in (0, -1, True, 1.5, "1000", NAN)
+    ),
+    ({"save_freq": 5, "save_every_samples": 9}, "save_freq=5 and save_every_samples=9 were both"),
+    *(({"on_save_error": given}, "must be 'warn' or 'raise'") for given in ("ignore", None, True)),
+    ({"monitor": "speed"}, "give mode"),
+    ({"monitor": "loss", "mode": "least"}, "'auto', 'min' or 'max'"),
+    ({"monitor": 5}, "monitor=5; expected the name of a number of the logs"),
+    ({"monitor": ""}, "monitor=''; expected the name"),
+    *(
+        ({"directory": given}, f"directory={given!r}; expected the path of a folder")
+        for given in (None, "", 7)
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments(kind):
+    for arguments, message in ARGUMENTS[kind]:
+        with pytest.raises(ValueError, match=message):
+            kind(*arguments)
+
+
+def test_arguments_of_checkpoint():
+    for arguments, message in CHECKPOINT:
+        with pytest.raises(ValueError, match=message):
+            Checkpoint(**{"directory": "somewhere", **arguments})
+    assert Checkpoint("x", monitor="val_auc").larger_is_better
+    assert not Checkpoint("x", monitor="val_mean_absolute_error").larger_is_better
+    assert Checkpoint("x", monitor="speed", mode="max").larger_is_better
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return data(4)
+
+
+def sgd(rate=0.1, momentum=0.9):
+    return keras.optimizers.SGD(rate, momentum=momentum)
+
+
+def decaying():
+    return sgd(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9))
+
+
+# Made when they are used: TensorFlow's collectives must come before the first tensor.
+FITS = {
+    "no batches of another size": (
+        lambda: [BatchSizeSchedule([8])],
+        {"data": "PyDataset"},
+        "a PyDatasetAdapter cannot be changed during fit; give fit arrays or a tf.data.Dataset",
+    ),
+    "largest below first": (
+        lambda: [GrowBatchInsteadOfDecay([0.1], max_batch_size=4)],
+        {},
+        "max_batch_size=4 is smaller than the batch to begin with, 8",
+    ),
+    "growing from an unknown size": (
+        lambda: [GrowBatchInsteadOfDecay([0.1])],
+        {"data": "dataset"},
+        "give batch_size=",
+    ),
+    "growing beside a schedule": (
+        lambda: [GrowBatchInsteadOfDecay([0.1])],
+        {"optimizer": decaying},
+        "GrowBatchInsteadOfDecay sets the learning rate, but the optimizer computes its own",
+    ),
+    "two batch sizes": (
+        lambda: [GrowBatchInsteadOfDecay([0.1]), BatchSizeSchedule([8])],
+        {},
+        "GrowBatchInsteadOfDecay and BatchSizeSchedule would set the same batch size",
+    ),
+    "two rates": (
+        lambda: [GrowBatchInsteadOfDecay([0.1]), LearningRateScaling()],
+        {},
+        "GrowBatchInsteadOfDecay and LearningRateScaling would set the same learning rate",
+    ),
+    "a schedule that falls to nothing": (
+        lambda: [GrowBatchInsteadOfDecay(lambda epoch: 0.1 - 0.1 * epoch)],
+        {},
+        "the learning rate of epoch 1 must be above 0",
+    ),
+    "trials from an unknown size": (
+        lambda: [AutoBatchSize()],
+        {"data": "dataset"},
+        "give batch_size=",
+    ),
+    "trials beside a schedule": (
+        lambda: [AutoBatchSize()],
+        {"optimizer": decaying},
+        "computes its own",
+    ),
+    "trials beside sizes": (
+        lambda: [AutoBatchSize(), BatchSizeSchedule([8])],
+        {},
+        "AutoBatchSize and BatchSizeSchedule would set the same batch size",
+    ),
+    "a momentum of one batch size": (
+        lambda: [SampleRate(0.01)],
+        {},
+        "give time_constant=76 for what it is at 8, or 0 for none",
+    ),
+    "no buffers for a rate": (
+        lambda: [SampleRate(0.01, 24)],
+        {"optimizer": lambda: sgd(momentum=0.0)},
+        "give SGD any momentum above 0",
+    ),
+    "no buffers": (
+        lambda: [MomentumSchedule(24)],
+        {"optimizer": lambda: sgd(momentum=0.0)},
+        "give SGD any momentum above 0",
+    ),
+    "no SGD": (
+        lambda: [MomentumSchedule(24)],
+        {"optimizer": lambda: keras.optimizers.Adam()},
+        "sets the momentum of keras.optimizers.SGD, and the optimizer is a Adam",
+    ),
+    "no SGD for a rate": (
+        lambda: [SampleRate(0.01, 24)],
+        {"optimizer": lambda: keras.optimizers.Adam()},
+        "is for keras.optimizers.SGD",
+    ),
+    "a rate beside a schedule": (
+        lambda: [SampleRate(0.01, 24)],
+        {"optimizer": decaying},
+        "SampleRate sets the learning rate, but the optimizer computes its own",
+    ),
+    "two momenta": (
+        lambda: [SampleRate(0.01, 24), MomentumSchedule(24)],
+        {},
+        "would set the same momentum",
+    ),
+    "a rate beside scaling": (
+        lambda: [LearningRateScaling(), SampleRate(0.01, 24)],
+        {},
+        "would set the same learning rate",
+    ),
+    "steps of one's own": (
+        lambda: [SampleRate(0.01, 24)],
+        {"exchange": BlockMomentum(64)},
+        "workers take steps of their own",
+    ),
+    "late gradients": (
+        lambda: [SampleRate(0.01, 24)],
+        {"exchange": WarmStart(Delayed(), samples=10)},
+        "gradients are applied a step late",
+    ),
+    "halving what is set anew": (
+        lambda: [HalveRate(16, data()), GrowBatchInsteadOfDecay([0.1])],
+        {},
+        "add SampleRate(rate per sample), which takes both into account",
+    ),
+    "halving a schedule": (
+        lambda: [HalveRate(16, data())],
+        {"optimizer": decaying},
+        "HalveRate sets the learning rate",
+    ),
+    "scaling a function": (
+        lambda: [LearningRateScaling()],
+        {"optimizer": lambda: keras.optimizers.SGD(lambda: 0.1)},
+        "give it a number or a LearningRateSchedule",
+    ),
+    "scaling twice": (
+        lambda: [LearningRateScaling(), LearningRateScaling()],
+        {},
+        "2 LearningRateScaling callbacks in one fit",
+    ),
+    "warming up over epochs of no known length": (
+        lambda: [LearningRateScaling(warmup_epochs=1)],
+        {"data": "generator"},
+        "warmup_epochs needs to know how many steps an epoch has",
+    ),
+    "nothing to normalize": (
+        lambda: [BatchNormStatistics(data()[0])],
+        {},
+        "has no BatchNormalization that is trained",
+    ),
+    "a root below": (
+        lambda: [BroadcastVariables(-1)],
+        {},
+        "root_rank=-1 is outside the world of 1",
+    ),
+    "a root above": (
+        lambda: [BroadcastVariables(1)],
+        {},
+        "root_rank=1 is outside the world of 1",
+    ),
+    "no servers": (lambda: [ServerReport()], {}, "AllReduceStrategy has no parameter servers"),
+}
+
+
+def refused():
+    """What is said to each."""
+    chosen, told = strategy(), {}
+    x, y = data(MANY)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    given = {
+        "arrays": {"x": x, "y": y, "batch_size": 8},
+        "dataset": {"x": rows},
+        "generator": {"x": rows.filter(lambda x, y: True)},
+        "PyDataset": {"x": Batches()},
+    }
+    for name, (make, how, _) in FITS.items():
+        chosen.exchange = how.get("exchange")
+        model = compiled(how.get("optimizer", sgd)())
+        fit = {**given[how.get("data", "arrays")], "epochs": 2, "verbose": 0}
+        told[name] = fails(model.fit, **fit, callbacks=make())
+        chosen.exchange = None
+    return told
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(alone):
+    [told] = alone.run(refused, timeout=120)
+    for name, (_, _, message) in FITS.items():
+        assert told[name] is not None, name
+        kind, text = told[name]
+        assert kind == "ValueError" and message in text, (name, kind, text)
+
+
+def not_under_a_strategy(directory):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    x, y = data()
+    callbacks = [
+        BroadcastVariables(),
+        LearningRateScaling(),
+        BatchSizeSchedule([8]),
+        Checkpoint(directory),
+        ProgressPrinter(),
+        CommunicationStats(),
+    ]
+    with dtk.strategies.undistributed():
+        return [fails(model.fit, x, y, verbose=0, callbacks=[callback]) for callback in callbacks]
+
+
+def test_a_model_no_strategy_compiled_is_refused(alone, tmp_path):
+    for kind, text in alone.run(not_under_a_strategy, str(tmp_path))[0]:
+        assert kind == "NotDistributedError"
+        assert "inside `with strategy.scope():`" in text
