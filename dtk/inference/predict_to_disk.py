@@ -39,15 +39,16 @@ _SAME_DATA = (
     "divides the work itself (a shuffled dataset takes shuffle(..., reshuffle_each_iteration=False)"
     " and a seed)"
 )
-# What two plans differ in, and what that means; the rest follows from these.
+# The fields of a plan: what ranks compare, and what it means that an earlier run's is another. The
+# rest of a plan follows from these.
 _FIELDS = {
-    "weights": "of other weights",
-    "kind": "of another kind of data",
-    "rows": "of another number of rows",
-    "steps": "of another number of batches",
-    "data": "of other data",
-    "batch_size": "in batches of another size",
-    "per_part": "in files of another size",
+    "weights": ("model's weights (their hash)", "of other weights"),
+    "kind": ("kind of data to predict", "of another kind of data"),
+    "rows": ("rows to predict", "of another number of rows"),
+    "steps": ("batches to predict", "of another number of batches"),
+    "data": ("data to predict (hash of some batches)", "of other data"),
+    "batch_size": ("size of their batches", "in batches of another size"),
+    "per_part": ("batches of a file", "in files of another size"),
 }
 
 
@@ -107,31 +108,20 @@ def predict_to_disk(
     ranks = ranks_of(model, strategy)
     weights = check_ready(model, ranks)
     source = source_of(data, batch_size, steps)
-    digest = source.digest()
-    compare(
-        [
-            ("kind of data to predict", source.kind),
-            ("rows to predict", source.rows),
-            ("batches to predict", source.steps),
-            ("size of their batches", source.batch_size),
-            ("data to predict (hash of some batches)", digest),
-        ],
-        ranks,
-        _SAME_DATA,
+    asked = Manifest(
+        weights,
+        source.kind,
+        source.digest(),
+        source.rows,
+        source.steps,
+        source.batch_size,
+        _batches_of(rows_per_file, source),
     )
+    compare([(what, getattr(asked, f)) for f, (what, _) in _FIELDS.items()], ranks, _SAME_DATA)
     predict = _predictor(model)
     files = PartFiles(Path(directory))
 
     def begin() -> tuple[Manifest, frozenset[int]]:
-        asked = Manifest(
-            weights,
-            source.kind,
-            digest,
-            source.rows,
-            source.steps,
-            source.batch_size,
-            _batches_of(rows_per_file, source),
-        )
         before = _found(files, resume)
         if before is None:
             manifest = _planned(asked, source, predict, ranks.size)
@@ -232,7 +222,7 @@ def _planned(
 
 def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
     """Refuse to go on with what was predicted of something else."""
-    for field, what in _FIELDS.items():
+    for field, (_, what) in _FIELDS.items():
         theirs, ours = getattr(before, field), getattr(asked, field)
         if theirs != ours and not (field == "per_part" and ours == 0):
             raise ValueError(
