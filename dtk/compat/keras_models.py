@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
 
 from dtk.compat.replacing import definer, replaced
 from dtk.nests import Function, Logs, Nest, Specs
@@ -217,6 +219,14 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
+    # In one process Keras's first step builds the model, and numbers the draws of initializers such
+    # as `tf.random.normal` in that step's graph, from 0. Here they are made outside of graphs.
+    numbers = itertools.count()
+    with replaced(eager_context, internal_operation_seed=lambda: next(numbers)):
+        _build(model, data_batch)
+
+
+def _build(model: keras.Model, data_batch: Nest | Specs) -> None:
     if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
         return

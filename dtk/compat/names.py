@@ -40,7 +40,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "tensorflow.python.distribute.values": "DistributedValues PerReplica.values "
         "DistributedVariable._get DistributedVariable._get_on_device_or_primary "
         "MirroredVariable SyncOnReadVariable",
-        "tensorflow.python.eager.context": "global_seed context",
+        "tensorflow.python.eager.context": "global_seed internal_operation_seed context",
     },
     "strategies of several devices": {
         "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": _EXTENDED + " _devices",
