@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
 from dtk.nests import Args, Function, Kwargs, Logs, Nest, Specs
@@ -293,6 +295,14 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
     """
     if type(model).call in (keras.Model.call, keras.layers.Layer.call):
         return
+    # In one process Keras's first step builds the model, and numbers the draws of initializers such
+    # as `tf.random.normal` in that step's graph, from 0. Here they are made outside of graphs.
+    numbers = itertools.count()
+    with patch(eager_context, internal_operation_seed=lambda: next(numbers)):
+        _build(model, data_batch)
+
+
+def _build(model: keras.Model, data_batch: Nest | Specs) -> None:
     if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
         return

@@ -36,7 +36,7 @@ strategies of one replica per process:
         _experimental_distribute_values_from_function _container_strategy _device
     tensorflow.python.distribute.values  PerReplica.values DistributedVariable._get
         DistributedVariable._get_on_device_or_primary MirroredVariable SyncOnReadVariable
-    tensorflow.python.eager.context  global_seed context
+    tensorflow.python.eager.context  global_seed internal_operation_seed context
 strategies of several devices:
     tensorflow.python.distribute.mirrored_strategy.MirroredExtended  _create_variable
         _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation

@@ -318,3 +318,23 @@ def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size, devices)
     """`fit` ended with "Cannot iterate over a shape with unknown rank"."""
     for found in world(backend, size).run(with_and_without, of_any_rank, devices):
         np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def of_drawn_weights(scope):
+    """Weights that `tf.random.normal` draws for a model without an input, and the next draw."""
+    keras.utils.set_random_seed(1)
+    x = np.ones((8, 2), "float32")
+    layers = [keras.layers.Dense(3, kernel_initializer=tf.random.normal) for _ in range(2)]
+    model = keras.Sequential(layers)
+    with scope():
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(x, np.ones((8, 3)), batch_size=4, verbose=0)
+    return [w.numpy() for w in model.weights] + [tf.random.normal([2]).numpy()]
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 0), ("local", 1, 2)])
+def test_initializers_of_tensorflow_draw_as_in_one_process(world, backend, size, devices):
+    """Breaks as other first weights: `fit` built the model outside of the step's graph."""
+    for found in world(backend, size).run(with_and_without, of_drawn_weights, devices):
+        for mine, plain in zip(*found, strict=True):
+            np.testing.assert_array_equal(mine, plain)
