@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dtk import garbage, importing
+from dtk import importing
 from dtk.launch.job_processes import bootstrapped
 
 
@@ -22,7 +22,7 @@ def nothing_frozen():
 
 
 def test_what_exists_is_left_alone_and_what_comes_later_is_not():
-    with garbage.left_alone():
+    with importing.without_collector():
         assert not gc.isenabled()
         before = []
     assert gc.isenabled()
@@ -33,7 +33,7 @@ def test_what_exists_is_left_alone_and_what_comes_later_is_not():
 
 
 def test_a_failing_block_leaves_everything_as_it_was():
-    with pytest.raises(ImportError), garbage.left_alone():
+    with pytest.raises(ImportError), importing.without_collector():
         raise ImportError
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -41,15 +41,14 @@ def test_a_failing_block_leaves_everything_as_it_was():
 
 def test_a_script_that_collects_nothing_has_decided_for_itself():
     gc.disable()
-    with garbage.left_alone():
+    with importing.without_collector():
         pass
     assert not gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("module", [garbage, importing], ids=lambda module: module.__name__)
-def test_examples(module):
-    failed, tried = doctest.testmod(module)
+def test_examples():
+    failed, tried = doctest.testmod(importing)
     assert tried and not failed
 
 

@@ -47,7 +47,6 @@ FULL = (
     r"strategies/test_moments.py::test_own_steps_between_mirrored",
     r"strategies/test_moments.py::\S*(collective-3|whatever_is_normalized\[collective-2--1)",
     r"strategies/test_mistakes.py::test_(an_exception_in_the_middle|fewer_devices)",
-    r"strategies/test_saving.py::test_a_later_export",
     r"strategies/test_feeding.py::test_no_pipeline_waits",
     # half a minute of waiting, for a rule that is tested by its times as well
     r"launch/test_stall.py::test_a_loop_without_an_end",

@@ -34,97 +34,69 @@ WRONG = [
 ]
 
 
-def model_of(strategy):
+def model_and_rows(rows):
+    strategy = bodies.strategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    return model
+    return strategy, model, np.ones((rows, 2), "float32"), np.ones((rows, 1), "float32")
+
+
+def said(call, *data, **given):
+    """What a call refuses."""
+    try:
+        call(*data, verbose=0, **given)
+    except ValueError as error:
+        return str(error)
+    return "taken"
 
 
 def refusals():
-    model = model_of(bodies.strategy())
-    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
-    told = []
-    for name, given, _ in WRONG:
-        data = (x,) if name == "predict" else (x, y)
-        try:
-            getattr(model, name)(*data, verbose=0, **given)
-        except ValueError as error:
-            told.append(str(error))
-        else:
-            told.append("taken")
-    return told
+    """What is said of numbers, of tensors, and of what is no callback."""
+    strategy, model, x, y = model_and_rows(8)
+    numbers = [
+        said(getattr(model, name), *((x,) if name == "predict" else (x, y)), **given)
+        for name, given, _ in WRONG
+    ]
+    two = tf.constant(2)
+    taken = model.fit(x, y, steps_per_epoch=two, batch_size=np.int64(4), epochs=2, verbose=0)
+    wrong = (tf.constant(0.5), tf.constant(False), tf.constant([2]), tf.constant(0))
+    tensors = [said(model.fit, x, y, steps_per_epoch=one) for one in wrong]
+    callbacks = [
+        said(call, x, y, callbacks=given)
+        for given in ([7], [keras.callbacks.EarlyStopping], "log", [[None], lambda: 0])
+        for call in (model.fit, model.evaluate)
+    ]
+    model.evaluate(x, y, verbose=0, callbacks=keras.callbacks.Callback())
+    return numbers, (taken.epoch, tensors), callbacks
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_what_no_call_can_train_with_is_refused(pool):
-    for rank, told in enumerate(pool.run(refusals)):
-        for said, (name, given, expected) in zip(told, WRONG, strict=True):
-            ((argument, value),) = given.items()
-            assert said.startswith(f"rank {rank}: {name} got {argument}={value!r}; {expected}")
-
-
-def told_of_tensors():
-    """What is said of whole numbers that are no Python numbers, and of tensors that are not."""
-    model = model_of(bodies.strategy())
-    x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
-    two, half, false = tf.constant(2), tf.constant(0.5), tf.constant(False)
-    history = model.fit(x, y, steps_per_epoch=two, batch_size=np.int64(4), epochs=2, verbose=0)
-    told = [len(history.epoch)]
-    for wrong in (half, false, tf.constant([2]), tf.constant(0)):
-        try:
-            model.fit(x, y, steps_per_epoch=wrong, verbose=0)
-        except ValueError as error:
-            told.append(str(error))
-    return told
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_tensors_that_are_whole_numbers_are_taken(pool):
-    """As Keras takes them."""
-    for rank, (epochs, *told) in enumerate(pool.run(told_of_tensors)):
-        assert epochs == 2 and len(told) == 4
-        for said in told:
-            assert said.startswith(f"rank {rank}: fit got steps_per_epoch=<tf.Tensor")
-            assert STEPS in said
-
-
-def no_callbacks():
-    model = model_of(bodies.strategy())
-    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
-    told = []
-    for given in ([7], [keras.callbacks.EarlyStopping], "log", [[None], lambda: 0]):
-        for call in (model.fit, model.evaluate):
-            try:
-                call(x, y, verbose=0, callbacks=given)
-            except ValueError as error:
-                told.append(str(error))
-    model.evaluate(x, y, verbose=0, callbacks=keras.callbacks.Callback())
-    return told
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_callbacks_that_are_none_are_refused(pool):
-    """Ranks failed with "type object 'type' has no attribute 'on_train_batch_begin'"."""
+    """Ranks failed with "type object 'type' has no attribute 'on_train_batch_begin'", and later."""
     expected = "in callbacks; expected instances of keras.callbacks.Callback"
-    for rank, told in enumerate(pool.run(no_callbacks)):
-        assert told[0] == f"rank {rank}: fit got 7 {expected}"
-        assert told[1] == f"rank {rank}: evaluate got 7 {expected}"
-        assert told[2].endswith(f"EarlyStopping'> {expected}; write EarlyStopping(...)")
-        assert told[4] == f"rank {rank}: fit got 'log' {expected}"
-        assert len(told) == 8 and "got None in" in told[6]
+    for rank, (numbers, (epochs, tensors), callbacks) in enumerate(pool.run(refusals)):
+        here = f"rank {rank}: "
+        for told, (name, given, wanted) in zip(numbers, WRONG, strict=True):
+            ((argument, value),) = given.items()
+            assert told.startswith(f"{here}{name} got {argument}={value!r}; {wanted}")
+        assert epochs == [0, 1], "tensors that are whole numbers are taken, as by Keras"
+        for told in tensors:
+            assert told.startswith(f"{here}fit got steps_per_epoch=<tf.Tensor") and STEPS in told
+        assert callbacks[:2] == [f"{here}{name} got 7 {expected}" for name in ("fit", "evaluate")]
+        assert callbacks[2].endswith(f"EarlyStopping'> {expected}; write EarlyStopping(...)")
+        assert callbacks[4] == f"{here}fit got 'log' {expected}"
+        assert len(callbacks) == 8 and "got None in" in callbacks[6]
 
 
 def idle():
-    strategy = bodies.strategy()
+    strategy, model, x, y = model_and_rows(3)
     strategy.told_of_idle = False  # by a test before, in this process
-    model = model_of(strategy)
-    x, y = np.ones((3, 2), "float32"), np.ones((3, 1), "float32")
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
         for _ in range(2):
             model.fit(x, y, batch_size=1, verbose=0)
-    return said.getvalue().count("batch_size=1 leaves 1 of 2 workers without rows in every step")
+    return told.getvalue().count("batch_size=1 leaves 1 of 2 workers without rows in every step")
 
 
 @pytest.mark.worlds(("collective", 2))

@@ -171,7 +171,6 @@ class Counted(keras.utils.PyDataset):
 
     @property
     def num_batches(self):
-        """How many there are; None when there is no end of them."""
         return self.batches
 
     def __getitem__(self, index):
@@ -179,43 +178,34 @@ class Counted(keras.utils.PyDataset):
         return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
 
 
-def fit_workers(batches, steps):
-    """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between them.
-
-    Args:
-        batches: How many it has, or None.
-        steps: Those of an epoch; fewer than there are batches.
-
-    Returns:
-        Those of a plain `fit`, and under a strategy.
-    """
-    return [fit_counted(scope, batches, steps) for scope in (None, AllReduceStrategy().scope())]
+def with_and_without(made, devices, *args):
+    """What `made` returns in the strategy's scope, and as plain Keras in this process."""
+    strategy = bodies.strategy(devices)
+    with strategy.scope():
+        found = made(strategy.scope, *args)
+    with undistributed():
+        return found, made(contextlib.nullcontext, *args)
 
 
 def fit_counted(scope, batches, steps):
-    with scope or contextlib.nullcontext():
+    """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between."""
+    with scope():
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
         )
         model.compile(keras.optimizers.SGD(0.0), "mse")
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
-    with undistributed():  # the plain one
-        history = model.fit(
-            Counted(batches),
-            steps_per_epoch=steps,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            callbacks=[pause],
-        )
+    given = {"shuffle": False, "verbose": 0, "callbacks": [pause]}
+    history = model.fit(Counted(batches), steps_per_epoch=steps, epochs=3, **given)
     return history.history["loss"]
 
 
-@pytest.mark.parametrize("backend, size", [("collective", 2)])
+@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
 @pytest.mark.parametrize("batches, steps", [(None, 3), (12, 4)])
-def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, batches, steps):
+def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, devices, batches, steps):
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
-    for plain, losses in world(backend, size).run(fit_workers, batches, steps):
+    ran = world(backend, size).run(with_and_without, fit_counted, devices, batches, steps)
+    for losses, plain in ran:
         assert losses == plain
 
 
@@ -238,15 +228,6 @@ def pipelines_of_a_fit(devices):
 def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
     for counts in world(backend, size).run(pipelines_of_a_fit, devices):
         assert counts == [1, 2], "one to train with, one to validate with"
-
-
-def with_and_without(made, devices, *args):
-    """What `made` returns in the strategy's scope, and as plain Keras in this process."""
-    strategy = bodies.strategy(devices)
-    with strategy.scope():
-        found = made(strategy.scope, *args)
-    with undistributed():
-        return found, made(contextlib.nullcontext, *args)
 
 
 here_and_there = pytest.mark.parametrize(

@@ -42,14 +42,14 @@ def await_dtk() -> None:
 def rank_begins() -> Iterator[None]:
     """Return the context of the import of dtk."""
     yield
-    from dtk import garbage, importing, quiet
+    from dtk import importing, quiet
     from dtk.cluster import progress
     from dtk.trainer import undistributed_jobs
 
     progress.start()
-    importing.inside("tensorflow", quiet.tensorflow_import, garbage.left_alone)
+    importing.inside("tensorflow", quiet.tensorflow_import, importing.without_collector)
     # Keras imports TensorFlow, and its other objects also live as long as the process.
-    importing.inside("keras", garbage.left_alone, undistributed_jobs.training_refused)
+    importing.inside("keras", importing.without_collector, undistributed_jobs.training_refused)
 
 
 leave()
