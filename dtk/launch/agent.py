@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
     found = {"Python": "{}.{}".format(*sys.version_info)}
     for name, distributions in {
         "dtk": ["keras-dtk"],
-        "tensorflow": ["tensorflow", "tf-nightly"],
+        "tensorflow": ["tensorflow", "tensorflow-cpu", "tf-nightly"],
         "keras": ["keras", "keras-nightly"],
     }.items():
         for distribution in distributions:

@@ -123,16 +123,17 @@ def plan(
     facts = {host: survey(host, count) for host, count in per_host.items()}
     computing = collections.Counter(host for role, _, host in placed if role not in _WAITING)
     if communicator == "horovod":
-        processes = _horovod(command, placed, facts)
+        envs, addresses = _horovod(placed, facts), [""] * len(placed)
     else:
-        joins = communicator if len(placed) > 1 else "collective"
-        processes = _collective(command, placed, facts, joins)
-    shares = {host: len(facts[host].cores) // max(1, computing[host]) for host in per_host}
+        envs, addresses = _collective(placed, facts, communicator)
     secret = {JOB_SECRET: environ.get(JOB_SECRET) or secrets.token_hex(16)}
-    processes = [
-        dataclasses.replace(p, env={**_defaults(environ, shares[p.host]), **secret, **p.env})
-        for p in processes
-    ]
+    processes = []
+    for (role, index, host), env, address in zip(placed, envs, addresses, strict=True):
+        rank = index + (ps > 0 and role == "worker")  # the chief is rank 0
+        name = f"{role} {index}" if role in ("ps", "evaluator") else f"rank {rank}"
+        share = len(facts[host].cores) // max(1, computing[host])
+        env = {**_defaults(environ, share), **secret, "DTK_RUN": "1", **env}
+        processes.append(Process(name, role, rank, host, tuple(command), env, address))
     return _bound(processes, facts) if bind and not ps else processes
 
 
@@ -228,46 +229,38 @@ def _place(
 
 
 def _collective(
-    command: Sequence[str],
     placed: list[tuple[str, int, str]],
     facts: Mapping[str, machines.HostFacts],
-    joined_by: str,
-) -> list[Process]:
+    communicator: str,
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Return what TensorFlow's collectives read, and MPI, and the address of each process."""
+    joined_by = communicator if len(placed) > 1 else "collective"
     ports: dict[str, Iterator[int]] = {host: iter(fact.ports) for host, fact in facts.items()}
     cluster: dict[str, list[str]] = {}
     for role, _, host in placed:
         listens = "127.0.0.1" if host == "localhost" else host
         cluster.setdefault(role, []).append(f"{listens}:{next(ports[host])}")
     frozen = {role: tuple(addresses) for role, addresses in cluster.items()}
-    processes = []
+    envs = []
     for role, index, host in placed:
-        config = TFConfig(frozen, role, index)
-        name = f"{role} {index}" if role in ("ps", "evaluator") else f"rank {config.rank}"
-        env = {"DTK_RUN": "1", COMMUNICATOR: joined_by, "TF_CONFIG": config.dumps()}
+        env = {COMMUNICATOR: joined_by, "TF_CONFIG": TFConfig(frozen, role, index).dumps()}
         if joined_by != "collective" and facts[host].interface not in ("", "lo"):
             env["OMPI_MCA_btl_tcp_if_include"] = facts[host].interface
-        address = frozen[role][index]
-        processes.append(Process(name, role, config.rank, host, tuple(command), env, address))
-    return processes
+        envs.append(env)
+    return envs, [frozen[role][index] for role, index, _ in placed]
 
 
 def _horovod(
-    command: Sequence[str],
-    placed: list[tuple[str, int, str]],
-    facts: Mapping[str, machines.HostFacts],
-) -> list[Process]:
-    """Set what Horovod's Gloo controller reads.
-
-    The rendezvous address is added when the job starts.
-    """
+    placed: list[tuple[str, int, str]], facts: Mapping[str, machines.HostFacts]
+) -> list[dict[str, str]]:
+    """Return what Horovod's Gloo controller reads; the job adds the address of its rendezvous."""
     hosts = [host for _, _, host in placed]
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    processes = []
+    envs = []
     for rank, host in enumerate(hosts):
         # "cross" is the group of the ranks that have the same local rank, one per host.
         cross = [r for r in range(len(hosts)) if local_ranks[r] == local_ranks[rank]]
         env = {
-            "DTK_RUN": "1",
             COMMUNICATOR: "horovod",
             "DTK_HOSTS": ",".join(hosts),
             "HOROVOD_CONTROLLER": "gloo",
@@ -282,8 +275,8 @@ def _horovod(
         }
         if facts[host].interface:
             env["HOROVOD_GLOO_IFACE"] = facts[host].interface
-        processes.append(Process(f"rank {rank}", "worker", rank, host, tuple(command), env))
-    return processes
+        envs.append(env)
+    return envs
 
 
 def _bound(processes: list[Process], facts: Mapping[str, machines.HostFacts]) -> list[Process]:

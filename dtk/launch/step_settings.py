@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
@@ -37,6 +36,7 @@ from dtk.cluster.variables import (
     TIME_STEPS,
 )
 from dtk.errors import ClusterError
+from dtk.launch import agent
 from dtk.launch.job import Job
 from dtk.launch.plan import Process
 
@@ -64,19 +64,10 @@ def file_of(command: Sequence[str], threads: str) -> Path:
     """Return where the settings of a script are kept."""
     words = list(command[1:])
     name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
-    told = [name, platform.machine(), environment.instructions(), threads, tensorflow_version()]
+    version = agent.versions().get("tensorflow", "unknown")
+    told = [name, platform.machine(), environment.instructions(), threads, version]
     key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
     return cache.folder() / "step-settings" / f"{key}.json"
-
-
-def tensorflow_version() -> str:
-    """Return the version of TensorFlow that is installed, without importing it."""
-    for name in ("tensorflow", "tensorflow-cpu", "tf-nightly"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def save(file: Path, found: StepSettings) -> None:

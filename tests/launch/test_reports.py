@@ -76,6 +76,33 @@ def test_a_rank_that_is_stuck_behind_an_open_line_is_named(run):
     assert err.rstrip().splitlines()[-1] == "rank 0 waits in collective 1."
 
 
+SLEEPS_EARLY = """
+import sys, time
+def sleeps():
+    time.sleep(600)
+if sys.argv[1] == "1": sleeps()
+import dtk
+from dtk.cluster import progress
+with progress.joining("the start of all"): time.sleep(600)
+"""
+
+
+def test_a_rank_that_sleeps_before_it_reports_is_named_with_its_stack(run):
+    """It is seen from outside, and made to say where it is."""
+    env = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": f"{TIMEOUT:g}", "PYTHONFAULTHANDLER": "1"}
+    command = (sys.executable, "-c", SLEEPS_EARLY)
+    processes = [
+        Process(f"rank {r}", "worker", r, "localhost", (*command, str(r)), env) for r in range(2)
+    ]
+    code, _, err, _ = run(processes, stall_timeout=TIMEOUT)
+    assert code == 124
+    first, its, *stack, last = err.strip().splitlines()[1:]
+    assert first == "rank 1, host localhost, did nothing for 2 s before it made a strategy."
+    assert its == "Its stack, the innermost call first:"
+    assert stack[0] == '  File "<string>", line 4 in sleeps'
+    assert last == "rank 0 waits in the start of all."
+
+
 def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_alone():
     """The word about that rank was written while the lock was held that a stop needs."""
     after = "if rank == 1:\n    while True: pass\nwith progress.inside('c'): time.sleep(600)"

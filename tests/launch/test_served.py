@@ -156,6 +156,25 @@ until("done")
     assert (tmp_path / "logs/rank-2.log").read_text() == "1 listens 0\n1 listens 1\n"
 
 
+@pytest.mark.parametrize("who", ["worker", "ps"])
+def test_a_stopped_worker_is_started_again_and_a_stopped_server_ends_the_job(play, run, who):
+    serves = "from dtk.cluster import progress\nprogress.start(serves=True)\n"
+    stops = f"if role == {who!r} and not seen('lost'):\n    mark('lost')\n    time.sleep(1.0)\n"
+    serves += stops + "    os.kill(os.getpid(), signal.SIGSTOP)\nmark('up')\nuntil('done')"
+    chief = "from dtk.cluster import progress\nprogress.start()\n"
+    chief += "with progress.inside('work of the workers'): until('up', 2)\nmark('done')"
+    processes = play(chief=chief, worker=serves, ps=serves)
+    for one in processes:
+        one.env["DTK_STALL_TIMEOUT"] = "2"
+    given, _, err, _ = run(processes, stall_timeout=2.0)
+    if who == "worker":
+        lost = "rank 1 (worker 0) has reported nothing for 2 s, and was ended"
+        assert (given, err) == (0, f"dtk run: {lost}; starting it again (1 of 3)\n")
+    else:
+        assert given == 124
+        assert "ps 0, host localhost, reported nothing for 2 s, last in service." in err
+
+
 def test_a_worker_that_is_always_killed_is_done_without(play, run):
     processes = play(
         2,

@@ -1,0 +1,80 @@
+"""Ranks of plain Python that watch each other without a launcher; see strategies/test_watching."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+RANK = """
+import os, signal, sys, time
+from dtk.cluster import heartbeats, progress
+rank, victim, how, port, secret = sys.argv[1:]
+if rank == "0":
+    listener = heartbeats.Listener("127.0.0.1")
+    print(listener.port, listener.secret.hex(), flush=True)
+    clients = listener.accept_clients(2, 30.0)
+    print("met", flush=True)
+    heartbeats.Table(["a", "b"], clients, 2.0)
+else:
+    line = heartbeats.connect(1, ["127.0.0.1"], int(port), bytes.fromhex(secret))
+    input()  # as strategies wait, before they report
+    heartbeats.Client(1, ["a", "b"], line, 2.0)
+with progress.inside("train step"):
+    time.sleep(0.5)
+def struck():
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "leave":
+        os._exit(0)
+    time.sleep(600)
+if rank == victim:
+    struck()
+with progress.inside("train step"):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "told"),
+    [
+        ("1", "sleep", "did nothing for 2 s after train step 1."),
+        ("1", "stop", "reported nothing for 2 s, last "),
+        ("0", "stop", "reported nothing for 2 s, last "),
+        ("1", "leave", "has left its script after train step 1, and every rank must run"),
+    ],
+)
+def test_a_missing_rank_is_named_once_and_the_job_ends(tmp_path, victim, how, told):
+    def start(rank, *known):
+        with open(tmp_path / rank, "w") as said:
+            return subprocess.Popen(
+                [sys.executable, "-c", RANK, rank, victim, how, *known],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, "DTK_RUN": ""},
+            )
+
+    first = start("0", "", "")
+    ranks = [first, start("1", *first.stdout.readline().split())]
+    try:
+        assert first.stdout.readline() == "met\n"
+        ranks[1].stdin.write("\n")
+        ranks[1].stdin.flush()
+        other = ranks[1 - int(victim)]
+        assert other.wait(30) == 124
+        if how == "stop":
+            ranks[int(victim)].send_signal(signal.SIGKILL)
+        assert ranks[int(victim)].wait(30) == {"sleep": 124, "stop": -9}.get(how, 0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    said = "".join((tmp_path / rank).read_text() for rank in "01")
+    assert said.count("dtk: the job has stopped moving") == 1
+    assert told in said
+    assert said.index(f"rank {victim}, host ") < said.index(f"rank {1 - int(victim)} waits in")
+    if how == "sleep":
+        assert ' in struck\n  File "<string>"' in said, "its stack"
