@@ -15,7 +15,7 @@ from dtk.input import slicing
 from dtk.nests import Logs, Nest
 from dtk.schedules.runs import check_count
 from dtk.trainer.ranks import rank_checks
-from dtk.trainer.replica.snapshot import Snapshot
+from dtk.trainer.replica.step_trial import Snapshot
 
 
 class BatchNormStatistics(StrategyCallback):

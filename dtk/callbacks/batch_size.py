@@ -14,7 +14,7 @@ from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.callbacks.strategy_callback import SavedCallback, StrategyCallback
 from dtk.nests import Logs
 from dtk.schedules.runs import check_count, is_count, is_rate, parse_runs
-from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
 # Sizes, or `(count, size)` pairs; rates in the same way, or a function of the epoch.
 SizeSchedule = Sequence[int | tuple[int, int]]

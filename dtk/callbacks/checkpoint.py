@@ -26,7 +26,7 @@ from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
 from dtk.schedules.runs import check_count
-from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.replica.step_metrics import metric_variables
 
 
 class Checkpoint(StrategyCallback):

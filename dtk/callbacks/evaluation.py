@@ -16,8 +16,8 @@ from dtk.nests import Logs, Nest
 from dtk.schedules.runs import check_count
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks
-from dtk.trainer.replica.replica_step import metric_variables
-from dtk.trainer.replica.snapshot import Snapshot
+from dtk.trainer.replica.step_metrics import metric_variables
+from dtk.trainer.replica.step_trial import Snapshot
 
 
 class Evaluated(NamedTuple):

@@ -12,7 +12,7 @@ from dtk.errors import NonFiniteError
 from dtk.nests import Logs
 from dtk.parameter_server.chief_trainer import ParameterServerTrainer
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.gradients.non_finite import NonFinite
+from dtk.trainer.gradients.gradient_exchange import NonFinite
 
 _NAMED = 3
 

@@ -8,7 +8,7 @@ import keras
 
 from dtk.errors import NotDistributedError
 from dtk.strategies import ParameterServerStrategy
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 

@@ -10,7 +10,7 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import op_def_registry
 
-from dtk.input import purity
+from dtk.input import row_maps
 from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Nest
 
@@ -188,7 +188,7 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
         batch=lambda given, size: _batched(given, node, size),
         apply=lambda given: _rebuilt(given, maps),
         behind=lambda given: _as_behind(given, behind, dataset),
-        salt=purity.salt_of(
+        salt=row_maps.salt_of(
             [one._map_func.function for one in maps + behind if _kind(one) in _MAPS]
         ),
     )
@@ -254,7 +254,7 @@ def _why_not_pure(node: tf.data.Dataset) -> str | None:
         return f"map({name}) gives its rows in any order (deterministic=False)"
     if not (node._use_inter_op_parallelism and node._preserve_cardinality):
         return f"map({name}) was not made by tf.data.Dataset.map"
-    why = purity.why_not_pure(wrapped.function, _is_stateful)
+    why = row_maps.why_not_pure(wrapped.function, _is_stateful)
     return None if why is None else f"{name} {why}"
 
 

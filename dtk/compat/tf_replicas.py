@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
+from dtk import placement
 from dtk.communicators.base import Communicator, with_values
 from dtk.nests import Function, Nest
 from dtk.patches import patch
@@ -111,7 +112,7 @@ def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
     _running.whole = True
     try:
         with (
-            tf.device(strategy.extended.worker_devices[0]),
+            tf.device(placement.computing(strategy)),
             tf.distribute.ReplicaContext(strategy, 0),
         ):
             yield

@@ -17,7 +17,7 @@ from dtk.data.rows import Data, are_arrays
 from dtk.even_division import even_bounds
 from dtk.input import slicing
 from dtk.nests import Nest
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
 # The default batch size of Keras's `fit` for arrays.

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.data.sharing import agree_on_seed, group_of
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 
 _Item = TypeVar("_Item")
 

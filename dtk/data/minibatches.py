@@ -24,7 +24,7 @@ from dtk.data.sharing import agree_on_seed, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.nests import Array, Specs
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
 

@@ -23,7 +23,7 @@ from dtk.compat import tf_datasets
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
 from dtk.input.pipelines import read_ahead
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 
 
 def shard(

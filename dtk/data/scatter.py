@@ -26,7 +26,7 @@ from dtk.data.rows import Data, Indices
 from dtk.data.sharing import drawn, group_of, permutation
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 
 # Bytes sent to a rank at once: a block may be larger than one message can be.
 _MESSAGE = 1 << 24

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.nests import Array
-from dtk.strategies.base import DtkStrategy
-from dtk.trainer.ranks.seeds import spread_seed
+from dtk.strategies.dtk_strategy import DtkStrategy
+from dtk.trainer.ranks.shared_weights import spread_seed
 
 
 def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:

@@ -21,10 +21,9 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs
 from dtk.communicators.null import NullCommunicator
-from dtk.exchange.base import Exchange, ExchangeOp, Trained
+from dtk.exchange.contract import Exchange, ExchangeOp, ExchangeState, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
-from dtk.exchange.state import ExchangeState
 
 # From the exchange that changes gradients least to the one that sends least.
 CANDIDATES = (Dense(), Dense("float16"), Quantized(8), Quantized(1))
@@ -162,7 +161,7 @@ def _overhead(
 
     @tf.function(autograph=False, jit_compile=False)
     def reduce() -> list[tf.Tensor]:
-        return [tf.reduce_sum(tf.cast(g, tf.float32)) for g in op.reduce(gradients)]
+        return [tf.reduce_sum(tf.cast(g, tf.float32)) for g in op.update(gradients)[0]]
 
     def exchanged() -> None:
         for total in reduce():

@@ -14,10 +14,17 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
+from dtk.exchange.contract import (
+    BatchPart,
+    Exchange,
+    ExchangeOp,
+    ExchangeState,
+    Gradient,
+    Trained,
+    Update,
+)
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
-from dtk.exchange.state import ExchangeState
 
 
 @dataclass(frozen=True)
@@ -63,14 +70,6 @@ class DelayedOp(ExchangeOp):
         super().__init__(inner.communicator, inner.state)
         self._inner = inner
 
-    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """Refuse gradient accumulation: only `update` can leave the first step unapplied."""
-        del gradients, part
-        raise ValueError(
-            "Delayed does not go with gradient accumulation, whose windows sum several steps "
-            "already; use one of the two"
-        )
-
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """Sum the gradients of the last step, and keep the present ones."""
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
@@ -83,9 +82,9 @@ class DelayedOp(ExchangeOp):
             self.state.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
             for i, g in enumerate(gradients)
         ]
-        reduced = self._inner.reduce([v.read_value() for v in kept])
+        reduced, _ = self._inner.update([v.read_value() for v in kept])
         applied = started.read_value()
         for variable, gradient in zip(kept, gradients, strict=True):
             variable.assign(gradient)
         started.assign(True)
-        return Update(reduced, applied)
+        return reduced, applied

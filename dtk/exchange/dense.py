@@ -9,9 +9,16 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
+from dtk.exchange.contract import (
+    BatchPart,
+    Exchange,
+    ExchangeOp,
+    ExchangeState,
+    Gradient,
+    Trained,
+    Update,
+)
 from dtk.exchange.factors import Factored, reduce_products
-from dtk.exchange.state import ExchangeState
 
 _DTYPES = ("float16", "bfloat16")
 _NAMES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -85,30 +92,28 @@ class DenseOp(ExchangeOp):
         # Every rank multiplies factors by itself: different processors may differ in the last bit.
         self.factors = factors and communicator.alike
 
-    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """See `ExchangeOp.reduce`."""
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """See `ExchangeOp.update`."""
         # Last layers first: their gradients are ready first and are sent during the backward pass.
         backwards = range(len(gradients))[::-1]
         products = [i for i in backwards if isinstance(gradients[i], Factored)]
         others = [i for i in backwards if i not in products]
-        results: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        results: list[Gradient] = list(gradients)
         with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
-            sums = self._reduce_whole([gradients[i] for i in others])
-        results.update(zip(others, sums, strict=True))
-        sums = reduce_products(
-            [gradients[i] for i in products], self.communicator, self._reduce_whole
-        )
-        results.update(zip(products, sums, strict=True))
-        return [results[i] for i in range(len(gradients))]
+            for i, total in zip(others, self._whole([gradients[i] for i in others]), strict=True):
+                results[i] = total
+        factored = [gradients[i] for i in products]
+        sums = reduce_products(factored, self.communicator, self._whole)
+        for i, total in zip(products, sums, strict=True):
+            results[i] = total
+        return results, None
 
-    def _reduce_whole(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | tf.IndexedSlices]:
-        reduced = self.communicator.allreduce([self._narrow(g) for g in gradients])
+    def _whole(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | tf.IndexedSlices]:
+        narrow = [
+            g if self._dtype is None or isinstance(g, tf.IndexedSlices) else tf.cast(g, self._dtype)
+            for g in gradients
+        ]
         return [
             r if isinstance(r, tf.IndexedSlices) else tf.cast(r, g.dtype)
-            for r, g in zip(reduced, gradients, strict=True)
+            for r, g in zip(self.communicator.allreduce(narrow), gradients, strict=True)
         ]
-
-    def _narrow(self, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-        if self._dtype is None or isinstance(gradient, tf.IndexedSlices):
-            return gradient
-        return tf.cast(gradient, self._dtype)

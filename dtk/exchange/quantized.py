@@ -18,18 +18,25 @@ Sources: Seide et al. 2014 (1-bit SGD); CNTK's `V2AllReduceDistributedCommunicat
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.even_division import even_sizes
+from dtk.even_division import even_bounds
 from dtk.exchange import codec
-from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained
+from dtk.exchange.contract import (
+    BatchPart,
+    Exchange,
+    ExchangeOp,
+    ExchangeState,
+    Gradient,
+    Trained,
+    Update,
+)
 from dtk.exchange.dense import Dense
-from dtk.exchange.state import ExchangeState
 
 # Bits of an entry that is sent unchanged.
 WHOLE = 32
@@ -94,17 +101,6 @@ class Quantized(Exchange):
         return QuantizedOp(communicator, state, self.bits)
 
 
-def stripes(columns: int, size: int) -> list[tuple[int, int]]:
-    """Return the columns of each rank: the first, and the one after the last.
-
-    Example:
-        >>> stripes(10, 3)
-        [(0, 4), (4, 7), (7, 10)]
-    """
-    ends = list(itertools.accumulate(even_sizes(columns, size), initial=0))
-    return list(itertools.pairwise(ends))
-
-
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
     """Return whether a gradient of this shape and dtype is quantised.
 
@@ -122,6 +118,18 @@ def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
     return 0 < 3 * codec.bytes_of(columns, entries, bits) <= 2 * whole
 
 
+class _Kernel(NamedTuple):
+    """The matrix of a coded gradient."""
+
+    columns: int
+    entries: int  # of a column
+    owned: list[tuple[int, int]]  # of each rank: its first column, and the one after its last
+
+    def count(self, rank: int) -> int:
+        first, end = self.owned[rank]
+        return end - first
+
+
 class QuantizedOp(ExchangeOp):
     """The two stages for all coded gradients at once, with one message each."""
 
@@ -129,19 +137,16 @@ class QuantizedOp(ExchangeOp):
         super().__init__(communicator, state)
         self.bits = bits
 
-    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """See `ExchangeOp.reduce`."""
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """See `ExchangeOp.update`."""
         results = list(gradients)
         coded = [i for i, g in enumerate(gradients) if self._codes(g)]
-        whole = [i for i in range(len(gradients)) if i not in coded]
-        reduced = self.communicator.allreduce([gradients[i] for i in whole])
-        for i, result in zip(whole, reduced, strict=True):
+        others = [i for i in range(len(gradients)) if i not in coded]
+        whole = self.communicator.allreduce([gradients[i] for i in others])
+        sums = self._reduce_coded({i: gradients[i] for i in coded}, whole) if coded else []
+        for i, result in zip([*others, *coded], [*whole, *sums], strict=True):
             results[i] = result
-        if coded:
-            reduced = self._reduce_coded({i: gradients[i] for i in coded}, reduced)
-            for i, result in zip(coded, reduced, strict=True):
-                results[i] = result
-        return results
+        return results, None
 
     def _codes(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
         if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
@@ -149,28 +154,33 @@ class QuantizedOp(ExchangeOp):
         return is_coded(tuple(gradient.shape), gradient.dtype, self.bits)
 
     def _reduce_coded(
-        self, given: dict[int, tf.Tensor], whole: list[tf.Tensor | tf.IndexedSlices]
+        self, gradients: dict[int, tf.Tensor], whole: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        gradients = list(given.values())
-        shapes = [codec.matrix_shape(g.shape) for g in gradients]
-        owned = [stripes(columns, self.communicator.size) for columns, _ in shapes]
+        rank, size = self.communicator.rank, self.communicator.size
+        kernels = []
+        for gradient in gradients.values():
+            columns, entries = codec.matrix_shape(gradient.shape)
+            owned = [even_bounds(columns, each, size) for each in range(size)]
+            kernels.append(_Kernel(columns, entries, owned))
         residuals = [
-            self.state.variable(f"residual_{i}", "sum", shape)
-            for i, shape in zip(given, shapes, strict=True)
+            self.state.variable(f"residual_{i}", "sum", (k.columns, k.entries))
+            for i, k in zip(gradients, kernels, strict=True)
         ]
-        mine = [rows[self.communicator.rank] for rows in owned]
         of_sums = [
-            self.state.variable(f"owner_residual_{i}", "stripe", (_count(r), n), rows=r)
-            for i, r, (_, n) in zip(given, mine, shapes, strict=True)
+            self.state.variable(
+                f"owner_residual_{i}", "stripe", (k.count(rank), k.entries), rows=k.owned[rank]
+            )
+            for i, k in zip(gradients, kernels, strict=True)
         ]
-        codes, decoded, left = self._quantise([codec.to_columns(g) for g in gradients], residuals)
-        sums = self._to_owners(codes, decoded, shapes, owned)
+        matrices = [codec.to_columns(g) for g in gradients.values()]
+        codes, decoded, left = self._quantise(matrices, residuals)
+        sums = self._to_owners(codes, decoded, kernels)
         codes, _, left_of_sums = self._quantise(sums, of_sums)
-        codes = self._to_all(codes, shapes, owned)
+        codes = self._to_all(codes, kernels)
         self._keep([*residuals, *of_sums], [*left, *left_of_sums], codes, whole)
         return [
-            codec.from_columns(codec.decode(code, entries, self.bits), g.shape, g.dtype)
-            for code, (_, entries), g in zip(codes, shapes, gradients, strict=True)
+            codec.from_columns(codec.decode(code, k.entries, self.bits), g.shape, g.dtype)
+            for code, k, g in zip(codes, kernels, gradients.values(), strict=True)
         ]
 
     def _quantise(
@@ -207,78 +217,52 @@ class QuantizedOp(ExchangeOp):
         tf.cond(tf.reduce_all(finite), assign, lambda: False)
 
     def _to_owners(
-        self,
-        codes: list[codec.Code],
-        decoded: list[tf.Tensor],
-        shapes: list[tuple[int, int]],
-        owned: list[list[tuple[int, int]]],
+        self, codes: list[codec.Code], decoded: list[tf.Tensor], kernels: list[_Kernel]
     ) -> list[tf.Tensor]:
         """Stage 1: send codes to the owners; return the sums of this rank's columns."""
         rank, size = self.communicator.rank, self.communicator.size
         blocks = [
-            codec.to_bytes([_rows(code, rows[j]) for code, rows in zip(codes, owned, strict=True)])
+            codec.to_bytes(
+                [_rows(code, k.owned[j]) for code, k in zip(codes, kernels, strict=True)]
+            )
             for j in range(size)
             if j != rank
         ]
-        lengths = self._lengths(shapes, owned)
+        lengths = self._lengths(kernels)
         received, _ = self.communicator.alltoall(
             tf.concat(blocks, 0),
             [[0 if i == j else lengths[j] for j in range(size)] for i in range(size)],
         )
-        received = tf.reshape(received, (size - 1, lengths[rank]))
-        counts = [_count(rows[rank]) for rows in owned]
-        parts = codec.from_bytes(received, counts, [n for _, n in shapes], self.bits)
-        return [
-            own[slice(*rows[rank])] + self._sum(part, count, entries)
-            for own, rows, part, count, (_, entries) in zip(
-                decoded, owned, parts, counts, shapes, strict=True
-            )
-        ]
+        parts = self._codes_in(tf.reshape(received, (size - 1, lengths[rank])), kernels, rank)
+        sums = []
+        for own, part, k in zip(decoded, parts, kernels, strict=True):
+            others = codec.decode(part, k.entries, self.bits)
+            stacked = tf.reshape(others, (-1, k.count(rank), k.entries))
+            sums.append(own[slice(*k.owned[rank])] + tf.reduce_sum(stacked, 0))
+        return sums
 
-    def _sum(self, parts: codec.Code, columns: int, entries: int) -> tf.Tensor:
-        """Decode the stacked codes of several senders, and sum them."""
-        decoded = codec.decode(parts, entries, self.bits)
-        return tf.reduce_sum(tf.reshape(decoded, (-1, columns, entries)), 0)
-
-    def _to_all(
-        self,
-        codes: list[codec.Code],
-        shapes: list[tuple[int, int]],
-        owned: list[list[tuple[int, int]]],
-    ) -> list[codec.Code]:
+    def _to_all(self, codes: list[codec.Code], kernels: list[_Kernel]) -> list[codec.Code]:
         """Stage 2: send every owner's columns to every rank."""
-        lengths = self._lengths(shapes, owned)
-        gathered = self.communicator.allgather(codec.to_bytes(codes), lengths)
-        by_rank = [
-            codec.from_bytes(
-                part[None], [_count(rows[j]) for rows in owned], [n for _, n in shapes], self.bits
-            )
-            for j, part in enumerate(tf.split(gathered, lengths))
+        lengths = self._lengths(kernels)
+        gathered = tf.split(self.communicator.allgather(codec.to_bytes(codes), lengths), lengths)
+        by_rank = [self._codes_in(part[None], kernels, j) for j, part in enumerate(gathered)]
+        return [
+            codec.Code(*(tf.concat(tensors, 0) for tensors in zip(*parts, strict=True)))
+            for parts in zip(*by_rank, strict=True)
         ]
-        return [_below_each_other(parts) for parts in zip(*by_rank, strict=True)]
 
-    def _lengths(
-        self, shapes: list[tuple[int, int]], owned: list[list[tuple[int, int]]]
-    ) -> list[int]:
+    def _codes_in(self, rows: tf.Tensor, kernels: list[_Kernel], owner: int) -> list[codec.Code]:
+        """Cut bytes, a row for each sender, into the codes of an owner's columns."""
+        counts, entries = [k.count(owner) for k in kernels], [k.entries for k in kernels]
+        return codec.from_bytes(rows, counts, entries, self.bits)
+
+    def _lengths(self, kernels: list[_Kernel]) -> list[int]:
         """Return, for each rank, the bytes of the codes of its columns."""
         return [
-            sum(
-                codec.bytes_of(_count(rows[j]), entries, self.bits)
-                for rows, (_, entries) in zip(owned, shapes, strict=True)
-            )
-            for j in range(self.communicator.size)
+            sum(codec.bytes_of(k.count(rank), k.entries, self.bits) for k in kernels)
+            for rank in range(self.communicator.size)
         ]
 
 
 def _rows(code: codec.Code, rows: tuple[int, int]) -> codec.Code:
     return codec.Code(*(part[slice(*rows)] for part in code))
-
-
-def _count(rows: tuple[int, int]) -> int:
-    return rows[1] - rows[0]
-
-
-def _below_each_other(codes: Sequence[codec.Code]) -> codec.Code:
-    return codec.Code(
-        tf.concat([code.packed for code in codes], 0), tf.concat([code.scales for code in codes], 0)
-    )

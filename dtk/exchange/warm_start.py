@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
-from dtk.exchange.base import BatchPart, Exchange, ExchangeOp, Gradient, Trained, Update
+from dtk.exchange.contract import (
+    BatchPart,
+    Exchange,
+    ExchangeOp,
+    ExchangeState,
+    Gradient,
+    Trained,
+    Update,
+)
 from dtk.exchange.dense import Dense
-from dtk.exchange.state import ExchangeState
+from dtk.exchange.local_steps import LocalOp
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,8 @@ class WarmStartOp(ExchangeOp):
 
     def __init__(self, first: ExchangeOp, later: ExchangeOp, samples: int):
         super().__init__(first.communicator, first.state)
+        self.block = later.block
         self._first, self._later, self._samples = first, later, samples
-
-    def reduce(self, gradients: list[Gradient], part: BatchPart | None = None) -> list[Gradient]:
-        """See `ExchangeOp.reduce`."""
-        return tf.cond(
-            self._warm(),
-            lambda: self._first.reduce(gradients, part),
-            lambda: self._later.reduce(gradients, part),
-        )
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """See `ExchangeOp.update`."""
@@ -99,9 +99,9 @@ class WarmStartOp(ExchangeOp):
             return sums, tf.constant(True) if applied is None else applied
 
         sums, applied = tf.cond(
-            self._warm(), lambda: updated_by(self._first), lambda: updated_by(self._later)
+            self._is_warm(), lambda: updated_by(self._first), lambda: updated_by(self._later)
         )
-        return Update(sums, applied if may_wait else None)
+        return sums, applied if may_wait else None
 
     def count(self, part: BatchPart | None) -> None:
         """See `ExchangeOp.count`."""
@@ -111,31 +111,20 @@ class WarmStartOp(ExchangeOp):
                 "know; in a loop of your own use the exchange without it"
             )
 
-        def counted(count: Callable[[BatchPart], None]) -> bool:
-            count(part)
+        def exact() -> bool:
+            if isinstance(self.block, LocalOp):
+                self.block.count_exact(part)
             return True
 
-        tf.cond(
-            self._warm(),
-            lambda: counted(self._later.count_exact),
-            lambda: counted(self._later.count),
-        )
+        def later() -> bool:
+            self._later.count(part)
+            return True
+
+        tf.cond(self._is_warm(), exact, later)
         self._seen().assign_add(part.rows)
-
-    def together(self) -> tf.Tensor | None:
-        """See `ExchangeOp.together`."""
-        return self._later.together()
-
-    def averaging_weight(self) -> tf.Tensor | None:
-        """See `ExchangeOp.averaging_weight`."""
-        return self._later.averaging_weight()
-
-    def close(self) -> None:
-        """See `ExchangeOp.close`."""
-        self._later.close()
 
     def _seen(self) -> tf.Variable:
         return self.state.variable("samples_seen", "same", (), tf.int64)
 
-    def _warm(self) -> tf.Tensor:
+    def _is_warm(self) -> tf.Tensor:
         return self._seen().read_value() < self._samples

@@ -26,7 +26,7 @@ from dtk.communicators.root import on_root
 from dtk.errors import at_rank
 from dtk.inference.weights import check_ready, quantized_layers, ranks_of
 from dtk.nests import Array, Nest, Specs
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer import model_files
 from dtk.version import pip_install
 

@@ -26,7 +26,7 @@ from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_o
 from dtk.inference.sources import Data, Source, source_of
 from dtk.inference.weights import check_ready, ranks_of, strategy_of
 from dtk.nests import Array, Nest
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
 
 # A file of a part is no larger than this, unless one batch is.

@@ -14,7 +14,7 @@ from dtk.communicators.base import Communicator
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 from dtk.trainer import model_files, model_scope
 from dtk.trainer.ranks.rank_checks import compare

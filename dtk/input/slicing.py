@@ -128,14 +128,6 @@ def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor, multiple: tf.Tensor | No
     return leaf[begin:end]
 
 
-def _taken(batch: Nest, begin: tf.Tensor, end: tf.Tensor, multiples: Nest) -> Nest:
-    taken = [
-        _take(leaf, begin, end, multiple)
-        for leaf, multiple in zip(tf.nest.flatten(batch), tf.nest.flatten(multiples), strict=True)
-    ]
-    return tf.nest.pack_sequence_as(batch, taken)
-
-
 def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     known = leaf.shape[axis]
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
@@ -144,31 +136,34 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
 def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
-    multiples = _multiples(batch, rows)
-    parts, counts = [], []
-    for rank in ranks:
-        begin, end = even_bounds(rows, rank, size)
-        counts.append(end - begin)
-        # Ranks without rows come last: they take the last row as a padding row.
-        begin = tf.minimum(begin, rows - 1)
-        parts.append(_taken(batch, begin, end, multiples))
-    return Slices(tuple(parts), tuple(counts), rows)
-
-
-def rows_of(batch: Nest, begin: int, end: int) -> Nest:
-    """Take some rows of a batch."""
-    first, last = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
-    return _taken(batch, first, last, _multiples(batch, count_rows(batch)))
+    bounds = [even_bounds(rows, rank, size) for rank in ranks]
+    # Ranks without rows come last: they take the last row as a padding row.
+    padded = [(tf.minimum(begin, rows - 1), end) for begin, end in bounds]
+    return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
 def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
     """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
-    multiples = _multiples(batch, rows)
-    return tuple(
-        _taken(batch, begin, end, multiples)
-        for begin, end in (even_bounds(rows, rank, size) for rank in ranks)
-    )
+    return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
+
+
+def rows_of(batch: Nest, begin: int, end: int) -> Nest:
+    """Take some rows of a batch."""
+    bounds = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
+    return _parts(batch, count_rows(batch), [bounds])[0]
+
+
+def _parts(
+    batch: Nest, rows: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
+) -> tuple[Nest, ...]:
+    """Take the rows between each pair of bounds."""
+    leaves, multiples = tf.nest.flatten(batch), tf.nest.flatten(_multiples(batch, rows))
+    parts = []
+    for begin, end in bounds:
+        taken = [_take(leaf, begin, end, m) for leaf, m in zip(leaves, multiples, strict=True)]
+        parts.append(tf.nest.pack_sequence_as(batch, taken))
+    return tuple(parts)
 
 
 def padding_row(batch: Nest) -> Nest:

@@ -18,12 +18,12 @@ from dtk.nests import Function, Nest
 from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.parameter_server.jobs.batches import whole_batch
-from dtk.trainer.replica import replica_step, step_logs, trial
-from dtk.trainer.tracing import slice_origins
+from dtk.trainer.replica import step_metrics, step_trial
+from dtk.trainer.tracing import lookups
 
 
-class ChiefTrial(trial.Trial):
-    """Trial on the chief; the parts are the slices of a synchronous step. See `trial.Trial`."""
+class ChiefTrial(step_trial.Trial):
+    """Trial on the chief, whose parts are the slices of a synchronous step."""
 
     strategy: JobStrategy
 
@@ -51,15 +51,15 @@ class ChiefTrial(trial.Trial):
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
 
-    def _trace_whole(self, assigned: list[keras.Variable]) -> trial.Found:
+    def _trace_whole(self, assigned: list[keras.Variable]) -> step_trial.Found:
         with self._calls.noted():
             traced = self._traced(self._whole_data, self.rows, 0, 1, {})
         return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(
         self, kinds: Mapping[str, str]
-    ) -> Callable[[list[keras.Variable]], trial.Found]:
-        def trace(assigned: list[keras.Variable]) -> trial.Found:
+    ) -> Callable[[list[keras.Variable]], step_trial.Found]:
+        def trace(assigned: list[keras.Variable]) -> step_trial.Found:
             traced, first = [], 0
             for part, rows in zip(self._few.parts, self.parts, strict=True):
                 if rows:
@@ -77,42 +77,41 @@ class ChiefTrial(trial.Trial):
         random_draws.restart(rows, first, self.rows)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
             tables = keras_models.tables_of(model)
-            elsewhere = {id(v) for v in [*replica_step.metric_variables(model), *tables]}
+            elsewhere = {id(v) for v in [*step_metrics.metric_variables(model), *tables]}
             pulled = [v for v in model.variables if id(v) not in elsewhere]
             state = [(v, tf.convert_to_tensor(keras_variables.stored(v))) for v in pulled]
             state += [
                 (v, tf.zeros(v.shape, keras_variables.stored(v).dtype))
-                for v in replica_step.metric_variables(model)
+                for v in step_metrics.metric_variables(model)
             ]
             return trace_functional_step(
                 self.step_function,
                 whole_batch(slicing.forget_rows(data)),
                 model,
                 share=tf.constant(rows / self.rows, tf.float32),
-                size=tf.constant(size, tf.float32),
                 world_sum=tf.identity if size == 1 else strategy.sum_over_slices,
                 state=state,
                 tables=tables,
                 kinds=kinds,
             )
 
-    def _added_up(self, traced: list[FunctionalStep]) -> trial.Found:
+    def _added_up(self, traced: list[FunctionalStep]) -> step_trial.Found:
         """Add up the results of slices, as the chief and the servers do."""
-        metrics = replica_step.metric_variables(self.model)
+        metrics = step_metrics.metric_variables(self.model)
         totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
         with tf_replicas.in_replica(self.strategy):
             with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
-                results = trial.results_of(self.model)
+                results = step_trial.results_of(self.model)
             numbers = [
                 {
                     name: tf.cast(t.step.weighed(value), tf.float64)
-                    for name, value in step_logs.numbers_of(t.step, t.logs)
+                    for name, value in step_metrics.numbers_of(t.step, t.logs)
                 }
                 for t in traced
             ]
-            terms = [trial.terms_of(t.step) for t in traced]
-            gradients = [trial.gradients_of(t.applied) for t in traced]
-        sparse = [trial.slices_of(t.applied) for t in traced]
+            terms = [step_trial.terms_of(t.step) for t in traced]
+            gradients = [step_trial.gradients_of(t.applied) for t in traced]
+        sparse = [step_trial.slices_of(t.applied) for t in traced]
         return {
             "terms": _merged(terms, lambda column: tf.concat(column, 0)),
             "gradients": _merged(gradients, tf.add_n),
@@ -127,10 +126,10 @@ class ChiefTrial(trial.Trial):
         """Square one gradient's slices of all steps, summed as the servers sum them."""
         lines = tf.cast(column[0].dense_shape[0], tf.int64)
         tagged = [
-            slice_origins.tagged(g, slice_origins.pieces_of(g.indices, one.step.graph), lines)
+            lookups.tagged(g, lookups.pieces_of(g.indices, one.step.graph), lines)
             for one, g in zip(traced, column, strict=True)
         ]
-        return slice_origins.squares_of(slice_origins.sum_of_tagged(tagged, lines))
+        return lookups.squares_of(lookups.sum_of_tagged(tagged, lines))
 
 
 def _merged(

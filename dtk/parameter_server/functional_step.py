@@ -17,16 +17,16 @@ from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variab
 from dtk.nests import Function, Nest
 from dtk.parameter_server.recorded_updates import RecordedUpdates
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import replica_step
+from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import noting, traced_step
+from dtk.trainer.tracing import traced_step
 
 
 class FunctionalStep(NamedTuple):
     """Results of a traced step that has changed nothing."""
 
     logs: Nest  # returned by Keras's step
-    applied: list[noting.Applied]  # gradients by optimizer, in the order the step passed them
+    applied: list[traced_step.Applied]  # gradients by optimizer, in the order the step passed them
     # has the values that the step assigned (`keras.StatelessScope.get_current_value`)
     scope: keras.StatelessScope
     step: traced_step.Step
@@ -44,7 +44,6 @@ def trace_functional_step(
     model: keras.Model,
     *,
     share: tf.Tensor,
-    size: tf.Tensor,
     world_sum: Callable[[tf.Tensor], tf.Tensor],
     state: Sequence[tuple[keras.Variable, tf.Tensor]],
     tables: Sequence[keras.Variable] = (),
@@ -52,17 +51,18 @@ def trace_functional_step(
     tried: bool = False,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state."""
-    own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
-    step = traced_step.Step(share, size, model, world_sum, kinds=kinds, own=own)
-    step.tried = tried
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
-    step.noted = recorded = RecordedUpdates(scope, model, tables)
+    recorded = RecordedUpdates(scope, model, tables)
+    own = traced_step.takes_own_step(step_function, model)
+    step = traced_step.Step(
+        share, model, world_sum, kinds=kinds or {}, own=own, tried=tried, noted=recorded
+    )
     with (
         traced_step.tracing(step),
         # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
-        keras_steps.patch_results(keras_models.metrics_of(model), replica_step.result_of),
+        keras_steps.patch_results(keras_models.metrics_of(model), step_metrics.result_of),
         _looked_up_in_place(tables, model, recorded),
         scope,
     ):
@@ -76,13 +76,13 @@ def pulled_variables(
 ) -> list[keras.Variable]:
     """Return the variables that a step reads whole from the servers."""
     without = {id(variable) for variables in elsewhere for variable in variables}
-    without |= {id(variable) for variable in replica_step.metric_variables(model)}
+    without |= {id(variable) for variable in step_metrics.metric_variables(model)}
     return [variable for variable in model.variables if id(variable) not in without]
 
 
 def zero_metrics(model: keras.Model) -> list[tuple[keras.Variable, tf.Tensor]]:
     """Return the metrics' variables, each with the zeros to count from; called while tracing."""
-    metrics = replica_step.metric_variables(model)
+    metrics = step_metrics.metric_variables(model)
     return [(v, tf.zeros(v.shape, keras_variables.stored(v).dtype)) for v in metrics]
 
 

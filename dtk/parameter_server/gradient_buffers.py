@@ -23,7 +23,7 @@ import tensorflow as tf
 from dtk.compat import keras_variables
 from dtk.nests import Array, Specs
 from dtk.parameter_server import functional_step
-from dtk.trainer.tracing import slice_origins
+from dtk.trainer.tracing import lookups
 
 # A structure of numbers: tensors while a step is traced, arrays when it has run.
 ReportT = TypeVar("ReportT")
@@ -145,7 +145,7 @@ class BufferLayout:
         if id(self.weights[index]) not in self.tagged:
             return functional_step.rows_of(tf.concat(rows, 0), tf.concat(row_numbers, 0), shape)
         pairs = zip(rows, row_numbers, strict=True)
-        found = slice_origins.sum_of_tagged(
+        found = lookups.sum_of_tagged(
             [functional_step.rows_of(*pair, shape) for pair in pairs], shape[0]
         )
         return functional_step.rows_of(found.values, found.indices, shape)

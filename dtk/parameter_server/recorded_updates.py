@@ -12,7 +12,7 @@ consumes the placeholder, the step has read the weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import keras
 import tensorflow as tf
@@ -20,15 +20,16 @@ import tensorflow as tf
 from dtk.compat import keras_variables
 from dtk.errors import NotDistributedError
 from dtk.nests import Gradients
-from dtk.trainer.tracing.noting import Applied
+from dtk.trainer.tracing.traced_step import NotedGradients
 
 
-class RecordedUpdates:
+class RecordedUpdates(NotedGradients):
     """Gradients handed to optimizers by a step that is being traced."""
 
     def __init__(
         self, scope: keras.StatelessScope, model: keras.Model, tables: Collection[keras.Variable]
     ):
+        super().__init__()
         self._scope, self._model = scope, model
         self._tables = {id(variable) for variable in tables}
         self._graph = tf.compat.v1.get_default_graph()
@@ -36,11 +37,10 @@ class RecordedUpdates:
         # noted twice has two.
         self._waiting: list[tuple[keras.Variable, keras.Optimizer, tf.Tensor]] = []
         self._looked_up: set[int] = set()
-        self.applied: list[Applied] = []
         self.placeholders: dict[int, tf.Tensor] = {}
 
     def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
         """Record the gradients that an optimizer is to apply when the step is over."""
         if tf.compat.v1.get_default_graph() is not self._graph:
@@ -51,7 +51,7 @@ class RecordedUpdates:
                 "in any case. Call apply in train_step itself, without @tf.function, or use "
                 "AllReduceStrategy"
             )
-        self.applied.append(Applied(optimizer, list(gradients), list(variables)))
+        super().note(optimizer, list(gradients), list(variables))
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
                 self._put_placeholder(variable, optimizer)

@@ -23,7 +23,7 @@ from dtk.errors import at_rank
 from dtk.search import history
 from dtk.search.distributed_trial import DistributedTrial, Start
 from dtk.search.rounds import CaughtRankError, Failure, RoundMessage, Rounds
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 
 Values: TypeAlias = "float | Sequence[float] | None"
 Objective: TypeAlias = Callable[[DistributedTrial], Values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import keras
@@ -11,15 +10,15 @@ import tensorflow as tf
 from dtk import cluster, communicators, quiet
 from dtk.cluster import progress, startup_barrier
 from dtk.communicators.base import Communicator
+from dtk.communicators.local import LocalCommunicator
 from dtk.compat import tf_replicas
 from dtk.compat.tf_extended import AllReduceExtended
-from dtk.exchange import parse
-from dtk.exchange.base import Exchange
-from dtk.nests import Nest
+from dtk.errors import at_rank
+from dtk.exchange import Auto, parse
+from dtk.exchange.contract import Exchange
 from dtk.parameter_server.consistency_models import check_no_exchange
-from dtk.strategies import devices, start, watching
-from dtk.strategies.base import DtkStrategy
-from dtk.strategies.grid import make_grid
+from dtk.strategies import devices, start
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.replica.self_test import is_wanted
 from dtk.trainer.strategy import ShuffleSeed
 
@@ -85,44 +84,33 @@ class AllReduceStrategy(DtkStrategy):
     ):
         check_no_exchange(exchange)
         self.self_test = is_wanted(self_test)
-        timeout = watching.checked(stall_timeout)
+        timeout = start.checked_timeout(stall_timeout)
         parsed = parse(exchange)
         with quiet.device_start():
             world, device = _joined(communicator, memory_growth, timeout)
-        grid = make_grid(world, model_parallel)
-        super().__init__(
-            AllReduceExtended(self, device, grid.data), grid.data, None, world, grid.model
-        )
+        data, model = make_grid(world, model_parallel)
+        super().__init__(AllReduceExtended(self, device, data), data, None, world, model)
         self.exchange = parsed
-        if exchange is not None and grid.data.size == 1:
+        if exchange is not None and data.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = ShuffleSeed(
             start.agree(
                 world, device, timeout, exchange=repr(parsed), model_parallel=str(model_parallel)
             )
         )
-        grid.learn_from(world)
-        grid.check_exchange(parsed)
-        parsed.check(grid.data)
-
-    def local_ranks(self) -> Sequence[int]:
-        """Return the rank of the one replica that this process holds."""
-        return (self.communicator.rank,)
-
-    def local_index(self) -> int:
-        """Return 0: this process holds one replica."""
-        return 0
-
-    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
-        """Return the only part."""
-        return parts[0]
-
-    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Do nothing: plain variables belong to every strategy."""
-
-    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign the value of this process's replica."""
-        variable.assign(values[0])
+        for group in (data, model):
+            if group is not world:  # all ranks know whether processors are alike, and the costs
+                group.learn(world.alike, world.costs)
+        if model.size > 1 and isinstance(parsed, Auto):
+            raise ValueError(
+                at_rank(
+                    model.rank,
+                    f"exchange={parsed} with model_parallel={model.size}: the processes that hold "
+                    "parts of one model might choose differently; name the exchange, such as "
+                    '"fp16"',
+                )
+            )
+        parsed.check(data)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows of all ranks, on every rank."""
@@ -132,10 +120,6 @@ class AllReduceStrategy(DtkStrategy):
         if isinstance(rows, tf.RaggedTensor):
             return _gather_ragged(rows, self.communicator)
         return self.communicator.allgather(rows)
-
-    def join_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs unchanged; `gather_outputs` has joined them."""
-        return outputs
 
 
 def _joined(
@@ -167,3 +151,33 @@ def _gather_ragged(rows: tf.RaggedTensor, communicator: Communicator) -> tf.Ragg
     return tf.RaggedTensor.from_row_lengths(
         gathered, communicator.allgather(rows.row_lengths()), validate=False
     )
+
+
+def make_grid(world: Communicator, parts: int) -> tuple[Communicator, Communicator]:
+    """Divide ranks into models of `parts` parts. Every rank calls it.
+
+    Rank r has place `r % parts` in its model and place `r // parts` among replicas. So the parts of
+    a model are on neighbouring ranks, which launchers put on one host if possible.
+
+    Returns:
+        The processes that hold the same part, one of each replica; and the processes that hold the
+        parts of one replica.
+    """
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(
+            at_rank(world.rank, f"model_parallel={parts!r}; expected a whole number, 1 or more")
+        )
+    if world.size % parts:
+        fits = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise ValueError(
+            at_rank(
+                world.rank,
+                f"model_parallel={parts} with {world.size} processes: each model takes {parts} of "
+                f"them, and the rest would be left over; use one of {fits}, or start a multiple of "
+                f"{parts}, such as `dtk run -n {parts * max(1, round(world.size / parts))}`",
+            )
+        )
+    if parts == 1:
+        return world, LocalCommunicator(world.hosts[world.rank] if world.hosts else None)
+    data = world.split(world.rank % parts, world.rank)
+    return data, world.split(world.rank // parts, world.rank)

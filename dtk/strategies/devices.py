@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from dtk import placement
 from dtk.cluster.environment import Environment
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_CPU = "/cpu:0"
 _STARTED = "TensorFlow had started before the strategy was made, so "
 _FIRST = "; make the strategy first, at the top of the script"
 
@@ -32,7 +32,7 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
     except ValueError as error:
         raise ValueError(at_rank(place.rank, str(error))) from None
     if index is None:
-        return _CPU
+        return placement.host()
     # A single process keeps all GPUs visible, as without dtk.
     if place.size > 1:
         try:
@@ -106,7 +106,7 @@ def set_memory_growth(
 
 def given(device: str) -> str | None:
     """Return the name of the GPU that the launcher has given this process, if it gave one."""
-    one = device != _CPU and len(tf.config.list_physical_devices("GPU")) == 1
+    one = device != placement.host() and len(tf.config.list_physical_devices("GPU")) == 1
     return os.environ.get(_VARIABLE) if one else None
 
 

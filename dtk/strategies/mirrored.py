@@ -15,8 +15,8 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_datasets, tf_extended, tf_replicas
 from dtk.errors import at_rank
 from dtk.nests import Function, Nest
-from dtk.strategies.base import DtkStrategy
 from dtk.strategies.devices import set_memory_growth
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer import model_scope
 from dtk.trainer.replica.self_test import is_wanted
 
@@ -112,10 +112,6 @@ class MirroredStrategy(DtkStrategy):
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
         """Return each device's copy of a Keras variable."""
         return keras_variables.components(variable.value)
-
-    def gather_outputs(self, outputs: _Made) -> _Made:
-        """Return outputs unchanged; `join_outputs` joins the rows of all replicas."""
-        return outputs
 
     def join_outputs(self, outputs: _Made) -> _Made:
         """Concatenate the replicas' rows, in order."""

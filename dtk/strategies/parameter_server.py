@@ -31,8 +31,8 @@ from dtk.parameter_server import (
 )
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.strategies import devices, start
-from dtk.strategies.base import DtkStrategy
 from dtk.strategies.cluster_resolver import JobResolver
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test as self_testing
@@ -161,10 +161,6 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         )
         return made(model, self)
 
-    def local_ranks(self) -> Sequence[int]:
-        """Return rank 0: Keras runs once, in this process."""
-        return (0,)
-
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Move variables that were created outside the scope to the servers."""
         if self.is_evaluator:
@@ -177,10 +173,6 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
         """Move metric state that was created outside the scope to the chief."""
         self.take_variables(variables)
-
-    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign the one value that all workers read."""
-        variable.assign(values[0])
 
     def per_worker_dataset(self, dataset_fn: MakesDataset) -> worker_data.WorkerDataset:
         """Make a dataset of pipelines that workers read themselves.

@@ -1,4 +1,4 @@
-"""The start of a strategy: ranks agree on a script and a seed, and will end together."""
+"""The start of a strategy: ranks agree on a script and a seed, watch each other, end together."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import hashlib
 import os
 import platform
 import random
+import socket
 import sys
 import traceback
 from types import TracebackType
+from typing import NamedTuple
 
 import keras
+import psutil
 import tensorflow as tf
 
-from dtk.cluster import progress
-from dtk.cluster.environment import instructions
+from dtk.cluster import heartbeats, progress
+from dtk.cluster.processor import instructions
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_cache import calibrate
 from dtk.compat import tf_replicas
-from dtk.errors import advice_on_files
-from dtk.strategies import devices, watching
+from dtk.errors import ClusterError, advice_on_files
+from dtk.strategies import devices
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
@@ -40,7 +43,7 @@ def agree(
     if communicator.size == 1:
         return None
     end_together(communicator)
-    watching.watch(communicator, stall_timeout)
+    _watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     gathered = communicator.allgather_object((processor(), devices.given(device)))
@@ -146,3 +149,93 @@ def end_at_once(name: str, rank: int = 0) -> None:
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = fail
+
+
+# Stalls, in jobs that `dtk run` has not started; see `dtk.cluster.heartbeats`.
+
+DEFAULT_TIMEOUT = 300.0
+# Seconds for all ranks to reach rank 0; some of its addresses may be unreachable.
+_REACH = 30.0
+
+
+class _Meeting(NamedTuple):
+    """Rank 0's message to the other ranks: how to reach its listener."""
+
+    timeout: float  # seconds in which the job must make progress; 0: no watch
+    addresses: tuple[str, ...] = ()  # rank 0's possible addresses
+    port: int = 0  # rank 0's port
+    secret: bytes = b""  # proves that a client is a rank of this job
+
+
+def checked_timeout(stall_timeout: float | None) -> float:
+    """Return the stall timeout in seconds: the argument, DTK_STALL_TIMEOUT, or 300."""
+    if stall_timeout is not None:
+        if not _is_timeout(stall_timeout):
+            raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
+        return float(stall_timeout)
+    text = os.environ.get(progress.VARIABLE) or str(DEFAULT_TIMEOUT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not _is_timeout(seconds):
+        raise ClusterError(f"{progress.VARIABLE}={text!r}: expected 1 second or more, or 0")
+    return seconds
+
+
+def _is_timeout(seconds: float) -> bool:
+    return seconds == 0.0 or 1.0 <= seconds <= 1e6
+
+
+def _watch(communicator: Communicator, timeout: float) -> None:
+    """Make all ranks of a job watch each other; only the first call counts. All ranks call it."""
+    progress.start()
+    among_processes = communicator.environment is not None and communicator.name != "null"
+    if not among_processes or progress.is_launched() or progress.is_reporting():
+        return
+    rank, hosts = communicator.rank, communicator.hosts
+    listener = None
+    meeting = _Meeting(0.0)
+    if rank == 0 and timeout:
+        addresses = _addresses(communicator)
+        listener = heartbeats.Listener(addresses[0] if addresses == ("127.0.0.1",) else "")
+        meeting = _Meeting(timeout, addresses, listener.port, listener.secret)
+    meeting = communicator.broadcast_object(meeting, 0)
+    if not meeting.timeout:
+        return
+    lines: dict[int, heartbeats.Line] = {}
+    if listener is not None:
+        lines = listener.accept_clients(communicator.size, _REACH)
+    else:
+        line = heartbeats.connect(rank, meeting.addresses, meeting.port, meeting.secret)
+        lines = {} if line is None else {0: line}
+    # A rank that reached another listener by mistake is not among rank 0's clients.
+    there = communicator.allgather_object(sorted(lines))[0]
+    if len(there) < communicator.size - 1:
+        for line in lines.values():
+            line.end.close()
+        if rank == 0:
+            missing = [str(one) for one in range(1, communicator.size) if one not in there]
+            print(
+                f"dtk: stalls will not be detected: rank {', '.join(missing)} cannot reach port "
+                f"{meeting.port} of rank 0 ({', '.join(meeting.addresses)})"
+            )
+    elif listener is not None:
+        heartbeats.Table(hosts, lines, meeting.timeout)
+    else:
+        heartbeats.Client(rank, hosts, lines[0], meeting.timeout)
+
+
+def _addresses(communicator: Communicator) -> tuple[str, ...]:
+    """Return the addresses at which others may reach this rank, the likeliest first."""
+    if len(set(communicator.hosts)) == 1:
+        return ("127.0.0.1",)
+    environment = communicator.environment
+    told = [] if environment is None else [one.rpartition(":")[0] for one in environment.addresses]
+    own = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]
+    return tuple(dict.fromkeys([*told[:1], *own, communicator.hosts[0]]))

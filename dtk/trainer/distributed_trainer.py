@@ -2,8 +2,8 @@
 
 data of fit       feed               global batches, cut by rank
 a step            traced_step        losses weighed by the replica's share of the rows
-                  shared_optimizer   gradients reduced once, before clipping and accumulation
-                  replica_step       metrics and moving statistics of all replicas
+                  replica_step       gradients summed once, before clipping and accumulation
+                  step_metrics       metrics and moving statistics of all replicas
 around fit        fit                callbacks; rank_checks: comparisons between ranks
 state             model_state        which variables ranks share
 """
@@ -23,10 +23,17 @@ from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Nest, Specs
 from dtk.trainer import feed, jit
-from dtk.trainer.gradients import local_steps, shared_optimizer
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.replica import fixed_rows, predicting, replica_step, self_test, step_times, trial
+from dtk.trainer.replica import (
+    predicting,
+    replica_step,
+    self_test,
+    step_metrics,
+    step_times,
+    step_trial,
+)
 from dtk.trainer.strategy import Loop, StepFunction, Strategy
 
 
@@ -58,7 +65,7 @@ class DistributedTrainer(ModelState):
     def bind_optimizers(self) -> None:
         """Make the model's optimizers reduce their gradients over the replicas."""
         for optimizer in shared_optimizer.optimizers_of(self.model):
-            shared_optimizer.bind(optimizer, self.strategy)
+            replica_step.bind(optimizer, self.strategy)
 
     # Data.
 
@@ -121,7 +128,7 @@ class DistributedTrainer(ModelState):
         """Sum the state of metrics over replicas when it is read."""
         if self.takes_over:
             # Metrics that were created outside the scope hold the state of one replica only.
-            metrics = replica_step.metric_variables(self.model)
+            metrics = step_metrics.metric_variables(self.model)
             read = [v for v in metrics if keras_variables.is_alone(v)]
             if read:
                 self.strategy.take_metric_state(read)
@@ -184,7 +191,7 @@ class DistributedTrainer(ModelState):
         """Check before the first step of a kind that the replicas' parts add up to the step."""
         strategy = self.strategy
         known = None if isinstance(first.rows, tuple) else int(first.rows)
-        fixed_rows.check_stateful(self.model, known, strategy)
+        self_test.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
         self.build_by(step_function, first)
         if name in self.kinds or not asked or strategy.world.name == "null":
@@ -215,12 +222,12 @@ class DistributedTrainer(ModelState):
         servers must know their variables before a step is traced.
         """
         if keras_models.lacks_state(self.model):
-            trial.Trial(self, step_function, first).whole()
+            step_trial.Trial(self, step_function, first).whole()
             self._take_metrics()
 
-    def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> trial.Trial:
+    def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> step_trial.Trial:
         """Make the trial of a step on a few rows, see `self_test`."""
-        return trial.Trial(self, step_function, batch)
+        return step_trial.Trial(self, step_function, batch)
 
     def check_same_reading(self, name: str, when: str) -> None:
         """Raise on every rank when ranks have read different batches."""
@@ -278,15 +285,13 @@ class DistributedTrainer(ModelState):
 
     def synchronize_weights(self) -> None:
         """Average the weights of replicas that take local steps. All ranks call it together."""
-        if not self.has_local_steps:
+        blocks = shared_optimizer.blocks_of(self.model)
+        if all(bool(block.is_closed()) for block in blocks):
             return
-        equal = local_steps.weights_are_equal(self.model)
-        if equal is None or bool(equal):
-            return
-        for gradient_exchange in shared_optimizer.gradient_exchanges_of(self.model):
-            gradient_exchange.close()
-        share = local_steps.averaging_weight(self.model)
-        shared_weights.average(self.model.non_trainable_weights, share, self.strategy)
+        for block in blocks:
+            block.close()
+        weight = blocks[0].weight.read_value()
+        shared_weights.average(self.model.non_trainable_weights, weight, self.strategy)
 
     def end_call(self) -> None:
         """End `evaluate`, `predict` or a single step, whether it is inside `fit` or not."""

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from dtk import placement
 from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
 from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, ExchangeChoice, Observed, choose, overheads_of
-from dtk.exchange.base import Exchange
+from dtk.exchange.contract import Exchange
 from dtk.nests import Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
@@ -80,7 +81,7 @@ class ExchangeSelection:
         if not self._undecided or len(self._calls) < _LEAST or self._steps < window:
             return
         communicator = self._strategy.communicator
-        (device,) = self._strategy.extended.worker_devices
+        device = placement.computing(self._strategy)
         costs = communicator.costs or measure(communicator, device)
         choice = on_root(communicator, lambda: self._choose(costs, window, device))
         if self._strategy.is_chief:

@@ -13,6 +13,7 @@ from typing import TypeAlias, TypedDict
 import keras
 import tensorflow as tf
 
+from dtk import placement
 from dtk.compat import keras_data, keras_models, tf_datasets
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.input import digests, row_maps, slicing
@@ -187,7 +188,7 @@ class Feed:
         if iterator is None or not _is_shuffled(iterator.data_adapter):
             return
         if (seed is None) != (self._order is None):
-            with tf.device("CPU:0"):
+            with tf.device(placement.host()):
                 self._order = None if seed is None else tf.Variable(seed, False, dtype=tf.int64)
             keras_data.set_dataset(iterator, self._distributed(iterator.data_adapter))
         if self._order is not None:

@@ -22,7 +22,7 @@ from dtk.errors import at_rank, check_number
 from dtk.nests import Args, Function, Kwargs, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.exchange_selection import ExchangeSelection
-from dtk.trainer.ranks import rank_checks, seeds, shared_weights
+from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import Strategy
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
@@ -150,7 +150,7 @@ def _fit(
     asked["callbacks"] = trainer.callbacks = callbacks
     try:
         history = method(*given.args, **given.kwargs)
-        seeds.share_seeds(trainer)
+        shared_weights.share_seeds(trainer)
         return history
     finally:
         notify(callbacks.callbacks, "on_fit_left")
@@ -201,7 +201,7 @@ def _evaluate_or_predict(
         with trainer.reading_of(name):
             result = method(*given.args, **given.kwargs)
         if trainer.callbacks is None:
-            seeds.share_seeds(trainer)
+            shared_weights.share_seeds(trainer)
         return result
     finally:
         trainer.end_call()
@@ -307,7 +307,7 @@ class RankChecks(keras.callbacks.Callback):
             rank_checks.check_same_run(trainer, self.params)
             shared_weights.start_from(0, trainer, trainer.agreed_variables())
             shared_weights.start_from_epoch_of_rank_0(trainer)
-        seeds.spread_seeds(trainer)
+        shared_weights.spread_seeds(trainer)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._stepped = False

@@ -18,7 +18,7 @@ import keras
 from dtk.cluster.variables import JIT_COMPILE
 from dtk.compat import fused_kernels, keras_models
 from dtk.errors import at_rank
-from dtk.trainer.gradients import partitioned_variables, shared_optimizer
+from dtk.trainer.gradients import shared_optimizer, variable_parts
 from dtk.trainer.strategy import Strategy
 
 
@@ -71,7 +71,7 @@ def _say_or_refuse(
 def compile_updates(model: keras.Model, wished: bool) -> None:
     """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
     for optimizer in shared_optimizer.optimizers_of(model):
-        for member in partitioned_variables.members(optimizer):
+        for member in variable_parts.members(optimizer):
             fused_kernels.compile_updates(member, wished)
 
 

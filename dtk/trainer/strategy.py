@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
-from dtk.exchange.base import Exchange
+from dtk.exchange.contract import Exchange
 from dtk.nests import Nest
 
 _Made = TypeVar("_Made")
@@ -165,13 +165,15 @@ class Strategy(tf.distribute.Strategy):
         """
         return self.communicator.concurrent(name)
 
+    # What follows is right for one replica in each process; other strategies override it.
+
     def local_ranks(self) -> Sequence[int]:
         """Return the ranks of the replicas that this process holds."""
-        raise NotImplementedError
+        return (self.communicator.rank,)
 
     def local_index(self) -> int:
         """Return the index in `local_ranks` of the running replica; call in a replica context."""
-        raise NotImplementedError
+        return 0
 
     def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
         """Return an argument for `run` that gives `parts[i]` to replica i.
@@ -179,15 +181,14 @@ class Strategy(tf.distribute.Strategy):
         Args:
             parts: One structure of tensors for each of `local_ranks`.
         """
-        raise NotImplementedError
+        return parts[0]
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Make variables created outside the scope usable under this strategy.
 
         Args:
-            variables: Keras variables; they keep their values.
+            variables: Keras variables; they keep their values. Plain ones belong to every strategy.
         """
-        raise NotImplementedError
 
     def take_metric_state(self, variables: Sequence[keras.Variable]) -> None:
         """Make the state of metrics created outside the scope be summed when it is read.
@@ -206,7 +207,7 @@ class Strategy(tf.distribute.Strategy):
             variable: The variable.
             values: One value for each of `local_ranks`.
         """
-        raise NotImplementedError
+        variable.assign(values[0])
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
         """Return the copies of a Keras variable that this process's replicas hold.
@@ -228,7 +229,7 @@ class Strategy(tf.distribute.Strategy):
         Returns:
             The same structure; with the rows of all ranks if other processes hold some.
         """
-        raise NotImplementedError
+        return outputs
 
     def join_outputs(self, outputs: _Made) -> _Made:
         """Concatenate the rows of this process's replicas, outside a replica context.
@@ -239,4 +240,4 @@ class Strategy(tf.distribute.Strategy):
         Returns:
             The same structure with all rows, in rank order.
         """
-        raise NotImplementedError
+        return outputs

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dtk.bench.models import PROBLEMS
 from dtk.bench.setting import EXCHANGES, MODELS, BenchError, Setting, bytes_of, parse_size
-from dtk.exchange import BlockMomentum
-from dtk.exchange.names import NAMES
+from dtk.exchange import NAMES, BlockMomentum
 
 
 def test_the_names_are_those_of_dtk():

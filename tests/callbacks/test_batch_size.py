@@ -26,7 +26,7 @@ from dtk.callbacks.batch_size import (
     trial_sizes,
 )
 from dtk.compat import tf_replicas
-from dtk.trainer.replica import snapshot
+from dtk.trainer.replica import step_trial
 from dtk.trainer.strategy import ShuffleSeed
 
 from callbacks.bodies import (
@@ -313,7 +313,7 @@ def check_trials(results):
 
 def all_state(model):
     """Everything a step may change, as this process holds it, bit for bit."""
-    kept = snapshot.Snapshot(snapshot.changed_by_training(model))._kept
+    kept = step_trial.Snapshot(step_trial.changed_by_training(model))._kept
     numpy_state = np.random.get_state(legacy=False)["state"]
     return (
         [value.tobytes() for _, value in kept],

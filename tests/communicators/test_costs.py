@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dtk.communicators import buckets, determinism, measuring
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, fit_allreduces
 from dtk.communicators.null import NullCommunicator
+from dtk.exchange.contract import ExchangeState
 from dtk.exchange.dense import DenseOp
 from dtk.exchange.factors import Factored
-from dtk.exchange.state import ExchangeState
 
 SIZES = st.integers(2, 4096)
 SECONDS = st.floats(1e-6, 1.0)
@@ -98,7 +98,7 @@ def test_factors_are_sent_by_its_costs():
         nobody = NullCommunicator(0, 2)
         nobody.costs = Costs(2, message=1e-3, byte=1e-9, operation=operation)
         gradient = Factored(tf.ones([8, 256]), tf.ones([8, 256]))
-        DenseOp(nobody, ExchangeState(nobody, "CPU:0"), None).reduce([gradient])
+        DenseOp(nobody, ExchangeState(nobody, "CPU:0"), None).update([gradient])
         sent[operation] = nobody.bytes_sent
     assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 

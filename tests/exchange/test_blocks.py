@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from dtk.trainer.rank_callbacks import SynchronizeWeights
 
 from dtk import exchange as exchanges
 from dtk.communicators.null import NullCommunicator
@@ -20,11 +21,9 @@ from dtk.exchange import (
     Quantized,
     WarmStart,
 )
-from dtk.exchange.base import BatchPart, Trained
-from dtk.exchange.state import ExchangeState
-from dtk.trainer.fit import SynchronizeWeights
+from dtk.exchange.contract import BatchPart, ExchangeState, Trained
 from dtk.trainer.model_scope import trainer_of
-from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
 from exchange.exchanged import (
     ROUNDING,
@@ -59,7 +58,7 @@ def combined(value, locals_of_rounds, rows=None):
         op.update([tf.constant(0.0)], part)
         weight.assign(local)
         op.count(part)
-        after.append((float(weight), float(slot), bool(op.together())))
+        after.append((float(weight), float(slot), bool(op.is_closed())))
     return after
 
 
@@ -124,9 +123,9 @@ def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one
     op = WarmStart(Delayed(), samples=6).init(communicator, state, Trained())
     part, seen = BatchPart(tf.constant(2, tf.int64), tf.constant(0.5, tf.float64)), []
     for step in range(1, 6):
-        update = op.update([tf.constant(float(step))], part)
-        if update.applied is None or update.applied:
-            applied.assign_add(update.gradients[0])
+        gradients, is_applied = op.update([tf.constant(float(step))], part)
+        if is_applied is None or is_applied:
+            applied.assign_add(gradients[0])
         op.count(part)
         seen.append(float(applied))
     assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"

@@ -15,7 +15,7 @@ from dtk.layers.pipelining.schedule import (
     one_forward_one_backward,
 )
 
-MODULES = ["layers.pipelining.schedule", "layers.pipeline", "layers.whole", "strategies.grid"]
+MODULES = ["layers.pipelining.schedule", "layers.pipeline", "layers.whole"]
 
 
 @pytest.mark.parametrize("module", MODULES)

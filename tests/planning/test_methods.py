@@ -14,8 +14,7 @@ from dtk.communicators.collective import _round_up
 from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
-from dtk.exchange.base import Trained
-from dtk.exchange.state import ExchangeState
+from dtk.exchange.contract import ExchangeState, Trained
 from dtk.planning import methods
 from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
 from dtk.planning.methods import METHODS, predict
@@ -125,7 +124,7 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
     communicator = NullCommunicator(0, workers)
     memory = ExchangeState(communicator, "CPU:0")
     op = parse(None if exchange == "dense" else exchange).init(communicator, memory, Trained())
-    op.reduce([tf.ones([column, columns])])
+    op.update([tf.ones([column, columns])])
     job = Job(1.0, column * columns, column=column)
     assert communicator.bytes_sent == job.size(exchange)
 
@@ -166,7 +165,7 @@ def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, worke
     )
     rows, biases = 8, 256
     gradients = [factors.Factored(*(tf.ones([rows, n]) for n in KERNEL)), tf.ones([biases])]
-    op.reduce(gradients)
+    op.update(gradients)
     job = Job(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
     told = methods.dense(job, Cluster(Link()), workers, exchange)
     counts = 8  # of the rows of the kernel

@@ -64,19 +64,6 @@ def test_a_bad_number_is_named(make, name, wrong):
     assert str(error.value).startswith(f"{name}={wrong!r}; expected 0 or more")
 
 
-def test_a_bound_is_not_forgotten_by_mistake():
-    with pytest.raises(TypeError, match="tau"):
-        BoundedDelay()
-
-
-@pytest.mark.parametrize("value", [Sync(1), BoundedDelay(4), Async()])
-def test_a_value_stays_what_it_is(value):
-    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
-        value.tau = 7
-    assert value == pickle.loads(pickle.dumps(value))
-    assert len({value, pickle.loads(pickle.dumps(value))}) == 1
-
-
 @pytest.mark.parametrize(
     "value, tau, slices, spare",
     [
@@ -207,13 +194,6 @@ def offered(schedule: Schedule, steps: int) -> Schedule:
     return schedule
 
 
-def test_nothing_starts_that_was_not_offered():
-    schedule = Schedule(math.inf)
-    assert taken(schedule, 0) == [None]
-    schedule.offer()
-    assert taken(schedule, 0, 1) == [(0, 0), None]
-
-
 def test_pieces_come_in_order_of_step_and_slice():
     schedule = offered(Schedule(tau=1, slices=3), 2)
     assert taken(schedule, *range(6)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
@@ -224,33 +204,6 @@ def test_tau_more_steps_start_before_the_first_is_finished(tau):
     schedule = offered(Schedule(tau), 9)
     pieces = [schedule.take(worker) for worker in range(9)]
     assert [piece is not None for piece in pieces] == [True] * (tau + 1) + [False] * (8 - tau)
-
-
-def test_a_step_waits_for_every_step_before_not_for_as_many():
-    """With tau=2, steps 1 and 2 finished and 0 not, step 3 must wait: counting would let it go.
-
-    step   0 ------------------------|
-           1 -----|
-           2 --------|
-           3                          |--   needs every step before 3 - 2
-    """
-    schedule = offered(Schedule(tau=2), 4)
-    oldest = schedule.take(0)
-    for worker in (1, 2):
-        finish(schedule, schedule.take(worker), worker)
-    assert taken(schedule, 1, 2) == [None, None]
-    finish(schedule, oldest, 0)
-    assert taken(schedule, 1, 2) == [(3, 0), None]
-
-
-def test_a_computed_step_is_not_finished_before_it_is_applied():
-    """Starting on `complete` would read weights without the gradients of the step before."""
-    schedule = offered(Schedule(tau=0), 2)
-    piece = schedule.take(0)
-    assert schedule.returned(piece, 0)
-    assert taken(schedule, 0) == [None]
-    schedule.applied(0)
-    assert taken(schedule, 0) == [(1, 0)]
 
 
 def test_async_goes_on_past_a_silent_worker():
@@ -278,24 +231,6 @@ def test_a_slow_worker_holds_the_others_back_the_less_the_larger_tau():
 # --- several slices, and losses -------------------------------------------------------------------
 
 
-def test_a_step_is_complete_with_its_last_slice():
-    schedule = offered(Schedule(tau=0, slices=3), 1)
-    pieces = [schedule.take(worker) for worker in range(3)]
-    for worker in (2, 0, 1):
-        assert not schedule.complete(0)
-        assert schedule.returned(pieces[worker], worker)
-    assert schedule.complete(0)
-    schedule.applied(0)
-    assert not schedule.complete(0), "a step that is applied must not be applied again"
-
-
-def test_one_worker_does_all_slices_when_the_others_are_gone():
-    ran = simulate(Schedule(tau=0, slices=3), 2, [1])
-    assert [(one.piece.step, one.piece.slice) for one in ran] == [
-        (step, part) for step in (0, 1) for part in (0, 1, 2)
-    ]
-
-
 def test_lost_pieces_are_first_in_line_and_in_order():
     schedule = offered(Schedule(tau=1, slices=2), 3)
     pieces = [schedule.take(worker) for worker in range(3)]
@@ -315,18 +250,6 @@ def test_a_loss_is_counted_as_a_retry_when_it_is_handed_out_again():
     assert schedule.retried == 0
     assert schedule.take(1).copy == 1
     assert schedule.retried == 1
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_lost_piece_whose_slice_has_counted_is_not_repeated(finished):
-    schedule = offered(Schedule(tau=0, slices=2, spare=1), 1)
-    first, other, backup = (schedule.take(worker) for worker in range(3))
-    assert schedule.returned(backup, 2)
-    if finished:
-        finish(schedule, other, 1)
-    schedule.lost(first, 0)
-    assert (schedule.waiting, schedule.retried) == (0, 0)
-    assert taken(schedule, 2) == ([None] if finished else [(0, 1)]), "(0, 1) is a backup"
 
 
 def test_a_piece_is_lost_when_its_last_copy_is():
@@ -360,23 +283,6 @@ def test_the_longest_running_slice_is_repeated_and_the_first_result_counts():
     assert schedule.dropped == 1
 
 
-def test_a_worker_does_not_repeat_its_own_slice():
-    schedule = offered(Schedule(tau=0, slices=2, spare=2), 1)
-    assert taken(schedule, 0, 1, 0) == [(0, 0), (0, 1), (0, 1)]
-    assert taken(schedule, 0, 1) == [None, (0, 0)]
-
-
-def test_only_the_oldest_step_is_repeated():
-    schedule = offered(Schedule(tau=1, slices=1, spare=2), 2)
-    oldest, newer = schedule.take(0), schedule.take(1)
-    assert taken(schedule, 1) == [(0, 0)]
-    assert schedule.returned(oldest, 0)
-    assert taken(schedule, 0) == [None], "step 0 has its result, and step 1 is not the oldest"
-    schedule.applied(0)
-    assert newer.step == 1
-    assert taken(schedule, 0) == [(1, 0)]
-
-
 def test_new_work_comes_before_backups():
     schedule = offered(Schedule(tau=1, slices=1, spare=1), 2)
     assert taken(schedule, 0, 1, 2) == [(0, 0), (1, 0), (0, 0)]
@@ -400,16 +306,6 @@ def test_a_slice_may_have_as_many_backups_as_there_are_spare_workers():
 def test_the_slice_with_the_fewest_copies_is_repeated_first():
     schedule = offered(Schedule(tau=0, slices=2, spare=3), 1)
     assert taken(schedule, *range(6)) == [(0, 0), (0, 1), (0, 0), (0, 1), (0, 0), None]
-
-
-def test_no_slice_has_more_backups_than_spare():
-    """Workers with two pieces each let a slice run three times with one spare worker."""
-    schedule = offered(Schedule(tau=0, slices=3, spare=1), 1)
-    pieces = [schedule.take(worker) for worker in range(3)]
-    assert taken(schedule, 3) == [(0, 0)]
-    schedule.lost(pieces[2], 2)
-    assert taken(schedule, 1) == [(0, 2)], "besides slice 1"
-    assert taken(schedule, 1) == [None]
 
 
 def test_a_silent_worker_with_several_pieces_counts_once():
@@ -447,21 +343,6 @@ def test_n_workers_are_free_when_a_step_completes(slices, spare, steps, random):
 
 
 # --- counting -------------------------------------------------------------------------------------
-
-
-def test_waiting_and_unfinished():
-    schedule = offered(Schedule(tau=1, slices=2), 3)
-    assert (schedule.waiting, schedule.unfinished) == (3, 3)
-    pieces = [schedule.take(worker) for worker in range(3)]
-    assert schedule.waiting == 2, "step 1 is handed out in part"
-    schedule.lost(pieces[2], 2)
-    assert schedule.waiting == 2, "step 1 once, though both its slices wait"
-    schedule.lost(pieces[0], 0)
-    assert schedule.waiting == 3
-    finish(schedule, schedule.take(0), 0)
-    finish(schedule, pieces[1], 1)
-    assert (schedule.waiting, schedule.unfinished) == (2, 2)
-    assert (schedule.offered, schedule.finished) == (3, 1)
 
 
 def test_staleness_is_the_steps_missing_from_the_weights():
@@ -517,35 +398,6 @@ def test_staleness_never_exceeds_what_fit_lets_wait(workers, tau, data):
     assert schedule.statistics.lag <= tau
 
 
-def test_a_serial_schedule_is_never_stale():
-    for schedule in (Schedule(tau=0), Schedule(tau=0, slices=2), Schedule(0, slices=2, spare=1)):
-        simulate(schedule, 20, [1, 2, 5])
-        assert schedule.statistics == Staleness(histogram={0: 20}, lag=0)
-
-
-def test_staleness_is_that_of_the_result_that_counts():
-    """Step 1 was first taken before step 0 was finished, but that attempt was lost."""
-    schedule = offered(Schedule(tau=1), 2)
-    oldest = schedule.take(0)
-    schedule.lost(schedule.take(1), 1)
-    finish(schedule, oldest, 0)
-    finish(schedule, schedule.take(1), 1)
-    assert schedule.statistics.histogram == {0: 2}
-
-
-@pytest.mark.parametrize("stale_first", [False, True])
-def test_staleness_of_a_step_is_that_of_its_stalest_slice(stale_first):
-    schedule = offered(Schedule(tau=1, slices=2), 2)
-    oldest = [schedule.take(0), schedule.take(1)]
-    stale = schedule.take(2)
-    for worker, piece in enumerate(oldest):
-        finish(schedule, piece, worker)
-    second = [(stale, 2), (schedule.take(0), 0)]
-    for piece, worker in second if stale_first else reversed(second):
-        finish(schedule, piece, worker)
-    assert schedule.statistics == Staleness(histogram={0: 1, 1: 1}, lag=1)
-
-
 def test_statistics_begin_anew_when_taken():
     """Per-epoch logs must not average over all epochs before."""
     schedule = Schedule(math.inf)
@@ -572,13 +424,6 @@ def test_memory_stays_bounded(durations):
     assert schedule.finished > 8900
     assert max(sizes) < 2000
     assert sizes[2] - sizes[1] < 50, "numbers may get longer, not more"
-
-
-def test_offered_steps_take_no_memory():
-    schedule = Schedule(tau=3)
-    before = len(pickle.dumps(schedule))
-    offered(schedule, 5000)
-    assert len(pickle.dumps(schedule)) - before < 20
 
 
 # --- misuse ---------------------------------------------------------------------------------------

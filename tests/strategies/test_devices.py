@@ -8,7 +8,7 @@ import warnings
 import pytest
 import tensorflow as tf
 
-from dtk import communicators
+from dtk import communicators, placement
 from dtk.cluster import Environment, detect
 from dtk.communicators.null import NullCommunicator
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
@@ -171,7 +171,7 @@ def test_once_tensorflow_has_started_the_rank_keeps_its_gpu_and_says_so(monkeypa
 def test_a_script_that_hid_all_gpus_computes_on_the_cpu(monkeypatch):
     machine = Machine(monkeypatch, gpus=2)
     machine.visible = []
-    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == "/cpu:0"
+    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == placement.host()
     assert machine.calls == []
 
 
@@ -196,7 +196,7 @@ def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch):
 def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
     machine = Machine(monkeypatch, gpus=1)
     machine.set(CUDA_VISIBLE_DEVICES="0")
-    assert devices.given("/gpu:0") == "0" and devices.given("/cpu:0") is None
+    assert devices.given("/gpu:0") == "0" and devices.given(placement.host()) is None
     world = NullCommunicator(0, 2)
     with pytest.warns(RuntimeWarning, match="ranks 0 and 1 on .* CUDA_VISIBLE_DEVICES=0; if that"):
         devices.warn_of_shared(["0", "0"], world)

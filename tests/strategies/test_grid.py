@@ -14,7 +14,7 @@ from dtk.communicators.null import NullCommunicator
 from dtk.communicators.shard import Shard
 from dtk.compat.keras_variables import set_shard
 from dtk.errors import DisagreementError
-from dtk.strategies.grid import make_grid
+from dtk.strategies.allreduce import make_grid
 
 import world
 from strategies import bodies
@@ -29,12 +29,6 @@ def test_a_number_of_parts_that_is_none(parts):
 def test_ranks_that_do_not_make_a_grid():
     with pytest.raises(ValueError, match=r"=4 with 6 processes.*one of \[1, 2, 3, 6\].*-n 8"):
         make_grid(NullCommunicator(0, 6), 4)
-
-
-def test_an_exchange_that_chooses_by_itself_is_refused():
-    grid = make_grid(NullCommunicator(0, 4), 2)
-    with pytest.raises(ValueError, match="name the exchange"):
-        grid.check_exchange(dtk.exchange.Auto())
 
 
 @functools.cache
@@ -54,9 +48,16 @@ def places():
     )
 
 
+def chooses_by_itself():
+    with pytest.raises(ValueError, match="name the exchange"):
+        dtk.strategies.AllReduceStrategy(world.communicator(), "auto", model_parallel=2)
+    return True
+
+
 @pytest.mark.worlds(("collective", 2))
 def test_one_replica_of_two_parts(pool):
     assert pool.run(places) == [(0, 1, 0, 0, True, 2), (1, 1, 0, 1, False, 2)]
+    assert pool.run(chooses_by_itself) == [True, True]
 
 
 @pytest.mark.worlds(("collective", 4), ("horovod-mpi", 4))

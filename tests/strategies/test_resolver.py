@@ -198,7 +198,7 @@ def test_the_chief_of_parameter_servers(world, backend, size):
 
 
 @pytest.mark.parametrize("backend, size", [("local", 1)])
-@pytest.mark.parametrize("module", ["cluster_resolver", "base", "devices"])
+@pytest.mark.parametrize("module", ["cluster_resolver", "dtk_strategy", "devices"])
 def test_the_examples_run(world, backend, size, module):
     ((failed, tried),) = world(backend, size).run(
         callback_bodies.examples, f"dtk.strategies.{module}"

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk.input import digests
 from dtk.trainer.model_scope import trainer_of
-from dtk.trainer.replica import self_test, snapshot
+from dtk.trainer.replica import self_test, step_trial
 
 from once import once
 from strategies import bodies, cases
@@ -131,11 +131,11 @@ def changed_nothing():
     model.fit(x, y, batch_size=8, verbose=0)
     model.reset_metrics()
     trainer = trainer_of(model)
-    variables = snapshot.changed_by_training(model)
+    variables = step_trial.changed_by_training(model)
     before = [v.numpy().tobytes() for v in variables]
     batch = trainer.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
-    trial = trainer.make_trial(model.train_step, next(iter(batch)))
-    verdict = self_test.run(trial, ["a test"])
+    tried = trainer.make_trial(model.train_step, next(iter(batch)))
+    verdict = self_test.run(tried, ["a test"])
     assert digests.digest(tf.constant([1])) is not None
     return before == [v.numpy().tobytes() for v in variables], verdict
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from dtk.trainer.tracing.slice_origins import LINES, PLACES, ROWS, pieces_of
+from dtk.trainer.tracing.lookups import LINES, PLACES, ROWS, pieces_of
 
 LINES_OF_TABLE = 40
 STORED = tf.Variable([[0, 1], [1, 0]], trainable=False)

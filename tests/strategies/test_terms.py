@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.trainer.replica import self_test, trial
+from dtk.trainer.replica import self_test, step_trial
 from dtk.trainer.tracing import loss_terms
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
@@ -51,7 +51,7 @@ def outcome(values, numerators=None, denominators=None):
     """Of one term, on each replica."""
     nothing = [np.nan] * len(values)
     table = np.array([values, numerators or nothing, denominators or nothing]).T
-    return trial.Outcome({"loss 0": table}, {}, {}, {})
+    return step_trial.Outcome({"loss 0": table}, {}, {}, {})
 
 
 SHARES = np.array([0.6, 0.4])
@@ -82,7 +82,7 @@ def test_what_is_neither_is_told_with_its_numbers():
 def test_what_is_not_a_number_is_told_as_that():
     """Breaks as a difference of nan %."""
     whole, parts = (
-        trial.Outcome({}, {"bias": np.ones(2), "kernel": np.array([value])}, {}, {})
+        step_trial.Outcome({}, {"bias": np.ones(2), "kernel": np.array([value])}, {}, {})
         for value in (1.0, np.nan)
     )
     wrong, _ = self_test._compare(whole, parts, 1e-3)

@@ -18,7 +18,7 @@ import pytest
 from dtk.cluster import mpi_installs
 from dtk.cluster.heartbeats import Line, Listener, connect
 from dtk.errors import ClusterError
-from dtk.strategies import watching
+from dtk.strategies import start
 
 SCRIPT = """
 import os, signal, sys, time
@@ -208,12 +208,12 @@ def test_a_message_that_was_said_before_is_refused():
 
 def test_what_a_timeout_may_be(monkeypatch):
     monkeypatch.delenv("DTK_STALL_TIMEOUT", raising=False)
-    assert (watching.checked(None), watching.checked(0), watching.checked(7)) == (300.0, 0.0, 7.0)
+    assert [start.checked_timeout(given) for given in (None, 0, 7)] == [300.0, 0.0, 7.0]
     with pytest.raises(ValueError, match=r"stall_timeout=0\.5: expected 1 second or more, or 0"):
-        watching.checked(0.5)
+        start.checked_timeout(0.5)
     monkeypatch.setenv("DTK_STALL_TIMEOUT", "60")
-    assert watching.checked(None) == 60.0
+    assert start.checked_timeout(None) == 60.0
     for wrong in ("soon", "nan", "-1"):
         monkeypatch.setenv("DTK_STALL_TIMEOUT", wrong)
         with pytest.raises(ClusterError, match="DTK_STALL_TIMEOUT='" + wrong):
-            watching.checked(None)
+            start.checked_timeout(None)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.exchange.state import SavedItem
+from dtk.exchange.contract import SavedItem
 from dtk.nests import Array, Logs
 from dtk.trainer.feed import FeedPosition
 

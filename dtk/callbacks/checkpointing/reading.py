@@ -24,7 +24,7 @@ from dtk.callbacks.checkpointing.writing import (
 )
 from dtk.compat import tf_replicas
 from dtk.errors import CheckpointFormatError
-from dtk.exchange.state import SavedItem
+from dtk.exchange.contract import SavedItem
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array
 from dtk.parameter_server import evaluator
@@ -32,8 +32,8 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.ranks import seeds, shared_weights
-from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.ranks import shared_weights
+from dtk.trainer.replica.step_metrics import metric_variables
 
 _ELSE = "use another directory, or resume=False"
 
@@ -183,7 +183,7 @@ def restore(
     if parts is None:
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
-    seeds.spread_seeds(trainer)
+    shared_weights.spread_seeds(trainer)
     states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
     states.to_generators(state["random"])
     _restore_seeds(state, trainer)

@@ -18,14 +18,14 @@ from dtk.callbacks.find_non_finite import non_finite_weights
 from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
-from dtk.exchange.state import SavedItem
+from dtk.exchange.contract import SavedItem
 from dtk.layers.plain import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.replica.replica_step import metric_variables
+from dtk.trainer.replica.step_metrics import metric_variables
 from dtk.trainer.strategy import Strategy
 
 T = TypeVar("T")

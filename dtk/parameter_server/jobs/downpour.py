@@ -169,7 +169,6 @@ class DownpourJob:
                 data,
                 model,
                 share=tf.constant(1.0),
-                size=tf.constant(1.0),
                 world_sum=lambda value: value,
                 state=state,
                 tables=tables,

@@ -17,8 +17,8 @@ from dtk.nests import Array
 from dtk.parameter_server import functional_step, gradient_buffers
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.trainer.gradients import lookup_slices, partitioned_variables, shared_optimizer
-from dtk.trainer.tracing import slice_origins, traced_step
+from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.tracing import lookups, traced_step
 
 # Makes a layout from weights, and the ids of the weights with sparse gradients.
 NewLayout: TypeAlias = Callable[
@@ -119,9 +119,9 @@ class GradientCommit:
             return gradient
         slices = functional_step.as_slices(gradient)
         rank = self._trainer.strategy.rank
-        pieces = lookup_slices.known_pieces(slices, variable.path, rank, False, step)
+        pieces = lookups.known_pieces(slices, variable.path, rank, False, step)
         self.layout.tagged |= {id(part) for part in self._trainer.parts_of(variable)}
-        return slice_origins.tagged(slices, pieces, variable.shape[0])
+        return lookups.tagged(slices, pieces, variable.shape[0])
 
     def _checked_parts(
         self, optimizer: keras.Optimizer, variable: keras.Variable
@@ -134,7 +134,7 @@ class GradientCommit:
                 "of the model, so workers have no place to send it to; make the layer that "
                 "has it an attribute of the model"
             )
-        partitioned_variables.check_parts(optimizer, variable, parts)
+        variable_parts.check_parts(optimizer, variable, parts)
         return parts
 
     def moved_by(

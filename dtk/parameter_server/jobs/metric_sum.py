@@ -15,7 +15,7 @@ from dtk.compat import keras_variables
 from dtk.input import slicing
 from dtk.nests import Array, Nest
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.trainer.replica import replica_step, step_logs
+from dtk.trainer.replica import step_metrics
 from dtk.trainer.tracing.traced_step import Path
 
 # Results of metrics by name, maybe in groups, as Keras's step returns them.
@@ -42,15 +42,15 @@ class MetricSum:
 
     def count(self, traced: FunctionalStep, data: Nest) -> Counted:
         """Collect what a step adds to the metrics, the other numbers it returned, and its rows."""
-        self._logged = step_logs.results_in(traced.step, traced.logs)
+        self._logged = step_metrics.results_in(traced.step, traced.logs)
         return {
             "metrics": [
                 traced.scope.get_current_value(v)
-                for v in replica_step.metric_variables(self._model)
+                for v in step_metrics.metric_variables(self._model)
             ],
             "logs": {
                 name: tf.convert_to_tensor(traced.step.weighed(value))
-                for name, value in step_logs.numbers_of(traced.step, traced.logs)
+                for name, value in step_metrics.numbers_of(traced.step, traced.logs)
             },
             "rows": slicing.count_rows(data),
         }
@@ -59,7 +59,7 @@ class MetricSum:
         """Add the counts of a batch's slices to the chief's metrics; update the logs."""
         deltas = []
         for variable, *column in zip(
-            replica_step.metric_variables(self._model),
+            step_metrics.metric_variables(self._model),
             *(c["metrics"] for c in counted),
             strict=True,
         ):
@@ -74,7 +74,7 @@ class MetricSum:
         model = self._model
 
         def add(deltas: list[tf.Tensor]) -> _Results:
-            for variable, delta in zip(replica_step.metric_variables(model), deltas, strict=True):
+            for variable, delta in zip(step_metrics.metric_variables(model), deltas, strict=True):
                 keras_variables.stored(variable).assign_add(delta)
             logs: _Results = {}
             for path, metric, part in self._logged:

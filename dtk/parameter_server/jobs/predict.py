@@ -49,7 +49,6 @@ class PredictJob:
                 replica_step.without_optionals(data),
                 model,
                 share=tf.constant(1.0),
-                size=tf.constant(1.0),
                 world_sum=lambda value: value,
                 state=[*pulled, *given],
                 tables=tables,

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.nests import Array
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.scheduler import Schedule, StepSlice
-from dtk.trainer.ranks import seeds
+from dtk.trainer.ranks import shared_weights
 
 # Distance between the random states of steps that compute at the same time.
 RNG_STRIDE = 1 << 10
@@ -56,7 +56,7 @@ class RngStates:
         if schedule.tau:
             states[:, 1] += rng_offset(piece.step - self._begun.first)
         return np.array(
-            [seeds.fold_seed(state, piece.slice) for state in states], "uint32"
+            [shared_weights.fold_seed(state, piece.slice) for state in states], "uint32"
         ).reshape(-1, 2)
 
     def values(self, rng_states: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:

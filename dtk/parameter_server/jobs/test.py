@@ -60,7 +60,6 @@ class TestJob:
                 data,
                 model,
                 share=share,
-                size=size,
                 world_sum=strategy.sum_over_slices,
                 state=[*state, *given],
                 tables=tables,

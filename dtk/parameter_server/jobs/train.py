@@ -87,7 +87,6 @@ class TrainJob:
                 data,
                 model,
                 share=share,
-                size=size,
                 world_sum=strategy.sum_over_slices,
                 state=state,
                 tables=tables,

@@ -1,9 +1,9 @@
-"""Compare the weights of all ranks bit for bit, send them from one rank, or average them."""
+"""The weights that ranks share, bit for bit, and their random seeds, different in training only."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -13,18 +13,15 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables
 from dtk.errors import DisagreementError, at_rank
+from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
-from dtk.trainer.ranks.seeds import spread_seeds
 from dtk.trainer.strategy import Strategy
 
 _SAME_UPDATES = (
     "every rank must change weights in the same way: through an optimizer that is an attribute of "
     "the model, and with the same callbacks on every rank"
 )
-
-
-# Weights.
 
 
 def fingerprint(value: tf.Tensor | tf.Variable) -> str:
@@ -137,3 +134,42 @@ def agree_on_weights(trainer: ModelState) -> None:
         compare(_shapes(trainer), strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)
+
+
+# Seeds of random layers, such as dropout.
+
+# Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
+_SEED_STEP = 0x9E3779B1
+
+
+def spread_seeds(trainer: ModelState) -> None:
+    """Give every replica different random masks, reproducibly: seeds derive from rank 0's."""
+    _derive_seeds(trainer, fold_seed)
+
+
+def share_seeds(trainer: ModelState) -> None:
+    """Give every replica rank 0's seeds.
+
+    The script may use these layers elsewhere, too, such as in a pipeline, which must give the same
+    rows on all ranks.
+    """
+    _derive_seeds(trainer, lambda state, rank: state)
+
+
+def _derive_seeds(trainer: ModelState, derive: Callable[[Array, int], Array]) -> None:
+    strategy = trainer.strategy
+    for state in trainer.seed_states():
+        base = keras.ops.convert_to_tensor(state).numpy()
+        holders = strategy.world if keras_variables.is_of_all(state) else strategy.communicator
+        base = holders.broadcast_object(base)
+        strategy.set_per_replica(state, [derive(base, rank) for rank in strategy.local_ranks()])
+
+
+def fold_seed(state: Array, rank: int) -> Array:
+    """Derive the seed state of one rank from rank 0's; rank 0 keeps its own."""
+    return np.array([spread_seed(int(state[0]), rank), int(state[1])], state.dtype)
+
+
+def spread_seed(seed: int, rank: int) -> int:
+    """Derive one rank's seed; rank 0 keeps the given one."""
+    return (seed + rank * _SEED_STEP) % 2**31 if rank else seed

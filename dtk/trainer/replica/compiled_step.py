@@ -12,7 +12,7 @@ The cluster returns all gradients at once, so communication does not overlap wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import keras
@@ -21,20 +21,16 @@ import tensorflow as tf
 from dtk.compat import keras_variables
 from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
-from dtk.trainer.replica import step_logs
+from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import noting, slice_origins, traced_step
+from dtk.trainer.tracing import lookups, loss_terms, traced_step
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
 # in the step's logs.
 _Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
 
 
-class UncompilableError(ValueError):
-    """Raised for a step that would compute something else if it were compiled."""
-
-
-class _Noted(noting.Gathered):
+class _Noted(traced_step.NotedGradients):
     """Receiver of a compiled step's gradients; refuses gradients from a branch or loop."""
 
     def __init__(self) -> None:
@@ -45,9 +41,11 @@ class _Noted(noting.Gathered):
     def note(
         self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """See `Gathered.note`."""
+        """See `NotedGradients.note`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
-            raise UncompilableError("its train_step applies gradients in a branch or a loop")
+            raise traced_step.UncompilableError(
+                "its train_step applies gradients in a branch or a loop"
+            )
         self.marks.append(len(self._graph.get_operations()))
         super().note(optimizer, gradients, variables)
 
@@ -67,21 +65,14 @@ class _Counts:
 class CompiledStep:
     """A step of one replica, traced into a cluster."""
 
-    def __init__(
-        self,
-        step_function: StepFunction,
-        step: traced_step.Step,
-        kinds: Mapping[str, str],
-        factors: bool,
-    ):
+    def __init__(self, step_function: StepFunction, step: traced_step.Step, factors: bool):
         self._step_function = step_function
         self._step = step
-        self._kinds = kinds
         self._factors = factors
         self._noted: _Noted
         self._inside: traced_step.Step
         self._counts = _Counts(())
-        self._pieces: list[list[slice_origins.LookupSlices]] = []
+        self._pieces: list[list[lookups.LookupSlices]] = []
         self._logs: Nest = None
 
     def trace(self, data: Nest) -> Callable[[], Nest]:
@@ -95,7 +86,9 @@ class CompiledStep:
             counting = tf.function(self._count, autograph=False)
             counts = counting.get_concrete_function(data, step.share)
             if _assigns(counts.graph):
-                raise UncompilableError("its step assigns to variables that are not Keras's")
+                raise traced_step.UncompilableError(
+                    "its step assigns to variables that are not Keras's"
+                )
             totals = list(step.world_sum(counts(data, step.share)))
             concrete = self._compiled(data, totals)
 
@@ -119,18 +112,19 @@ class CompiledStep:
     def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
         """Compute the step up to its first communication; traced into the cluster."""
         self._noted, self._counts, self._pieces = _Noted(), _Counts(totals), []
+        outside = self._step
         self._inside = inside = traced_step.Step(
             share,
-            self._step.size,
-            self._step.model,
+            outside.model,
             self._counts,
-            kinds=self._kinds,
-            own=self._step.own,
+            kinds=outside.kinds,
+            own=outside.own,
+            noted=self._noted,
         )
-        inside.noted = self._noted
         with traced_step.tracing(inside):
             logs = self._step_function(data)
-            self._logs = step_logs.replaced(logs, dict(step_logs.numbers_of(inside, logs)))
+            numbers = dict(step_metrics.numbers_of(inside, logs))
+            self._logs = step_metrics.with_numbers(logs, numbers)
         found = [list(map(self._divided, applied.gradients)) for applied in self._noted.applied]
         if self._factors:
             found = [[factored(gradient) for gradient in gradients] for gradients in found]
@@ -140,9 +134,9 @@ class CompiledStep:
         """Divide slices by their origin, which only the graph inside the cluster shows."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        pieces = slice_origins.pieces_of(gradient.indices, self._inside.graph)
+        pieces = lookups.pieces_of(gradient.indices, self._inside.graph)
         self._pieces.append(pieces)
-        return slice_origins.parts_of(gradient, pieces)
+        return lookups.parts_of(gradient, pieces)
 
     def _whole(self, gradients: list[Nest]) -> Gradients:
         """Multiply factors and join slices; the exchange finds the factors in the graph again."""
@@ -153,7 +147,7 @@ class CompiledStep:
         pieces = self._pieces.pop(0)
         for piece, part in zip(pieces, parts, strict=True):
             self._step.origins[part.indices.ref()] = piece.kind, piece.sure
-        return slice_origins.concatenated(parts)
+        return lookups.concatenated(parts)
 
     def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():
@@ -185,7 +179,7 @@ class CompiledStep:
     def _check(self, graph: tf.Graph) -> None:
         names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
         if names:
-            raise UncompilableError(
+            raise traced_step.UncompilableError(
                 f"it communicates within the step (op {names[0]!r}), and XLA can compile no "
                 "communication"
             )
@@ -209,7 +203,7 @@ class CompiledStep:
             for op in graph.get_operations()[mark:]:
                 for tensor in op.inputs:
                     if tensor.ref() in handles:
-                        raise UncompilableError(
+                        raise traced_step.UncompilableError(
                             f"its {self._step_function.__name__} uses {handles[tensor.ref()]!r} "
                             "after an optimizer has changed it, and the compiled part of a step "
                             "ends before any update"
@@ -220,9 +214,9 @@ class CompiledStep:
         results = self._inside.results
         logged = [v for v in keras.tree.flatten(self._logs) if tf.is_tensor(v)]
         starts = [v for v in logged if v.ref() not in results]
-        for tensor in _computed_from(starts):
+        for tensor in loss_terms.computed_from(starts):
             if tensor.ref() in results:
-                raise UncompilableError(
+                raise traced_step.UncompilableError(
                     f"its {self._step_function.__name__} computes with the result of metric "
                     f"{results[tensor.ref()][0].name!r}, which is known outside the compiled part "
                     "only"
@@ -243,15 +237,3 @@ def _nodes(graph: tf.Graph) -> Iterable[tf.compat.v1.NodeDef]:
 
 def _assigns(graph: tf.Graph) -> bool:
     return any(node.op.startswith("Assign") for node in _nodes(graph))
-
-
-def _computed_from(tensors: Iterable[tf.Tensor]) -> Iterable[tf.Tensor]:
-    """Return tensors and everything in their graph that they are computed from."""
-    seen: set[Hashable] = set()
-    left = list(tensors)
-    while left:
-        one = left.pop()
-        if one.ref() not in seen:
-            seen.add(one.ref())
-            yield one
-            left.extend(one.op.inputs)

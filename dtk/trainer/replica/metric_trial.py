@@ -217,9 +217,7 @@ def _result(
     start = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
     states = []
     for piece, share in pieces:
-        step = traced_step.Step(
-            tf.constant(share, tf.float32), len(pieces), model, tf.identity, None, kinds
-        )
+        step = traced_step.Step(tf.constant(share, tf.float32), model, tf.identity, kinds=kinds)
         args, kwargs = tf.nest.map_structure(_tensor, (piece.args, piece.kwargs))
         with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
             metric.update_state(*args, **kwargs)

@@ -1,11 +1,9 @@
-"""Run one replica's step so that all replicas together equal one process.
+"""One replica's step, from its rows to the update, so that all replicas equal one process.
 
-Keras's own train or test step runs on this replica's slice; its results are then made global:
-
-* Metric state is summed over ranks before any result is computed, so a step logs the results of the
-  global batch.
-* Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
-* A replica without rows computes with a padding row, which its metrics forget.
+run_step             this replica's rows of the global batch, and their share of it
+  Keras's own step     forward pass, loss (`traced_step` weighs it), backward pass
+    apply_gradients      the gradients' sum over all replicas, then the optimizer's update
+  `step_metrics`       metrics, moving statistics and logs of the global batch
 """
 
 from __future__ import annotations
@@ -17,15 +15,19 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster import progress
-from dtk.compat import keras_models, keras_steps, tf_replicas
+from dtk.compat import keras_models, keras_optimizers, keras_steps, tf_replicas
+from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, at_rank
+from dtk.exchange.contract import BatchPart
 from dtk.input import slicing
-from dtk.nests import Nest
+from dtk.nests import Gradients, Nest
 from dtk.trainer import jit
-from dtk.trainer.gradients import local_steps, shared_optimizer
-from dtk.trainer.replica import compiled_step, gathered_metrics, step_logs
+from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.gradients.gradient_exchange import GradientExchange
+from dtk.trainer.gradients.shared_optimizer import Variables
+from dtk.trainer.replica import compiled_step, step_metrics
 from dtk.trainer.strategy import StepFunction, Strategy
-from dtk.trainer.tracing import lookups, sync_batch_norm, traced_step
+from dtk.trainer.tracing import lookups, moments, traced_step
 
 
 @contextlib.contextmanager
@@ -34,10 +36,10 @@ def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
     with (
         progress.inside(f"{name} step"),
         traced_step.in_shares(),
-        keras_steps.patch_results(keras_models.metrics_of(model), result_of),
-        keras_steps.patch_moments(sync_batch_norm.of_all_replicas),
+        keras_steps.patch_results(keras_models.metrics_of(model), step_metrics.result_of),
+        keras_steps.patch_moments(moments.of_all_replicas),
         lookups.in_place(),
-        gathered_metrics.on_all_rows(gathered),
+        step_metrics.counted_on_all_rows(gathered),
     ):
         yield
 
@@ -55,48 +57,24 @@ def run_step(
     This Python runs while the step is traced, or eagerly, and waits for no rank by itself: code
     that does wait reports so.
     """
-    data, step, present = begin_step(step_function, batch, model, strategy, kinds)
+    data, step = begin_step(step_function, batch, model, strategy, kinds)
     step.tried = tried
-    before = {id(v): tf.identity(v) for v in metric_variables(model)}
     trains = step_function.__name__ == "train_step"
-    world = WorldState(step, before, present)
+    world = step_metrics.WorldState(step)
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
         step.result_of = world.result_of
     tracing = progress.alone("the Python of")
-    with tracing, traced_step.tracing(step), tf_replicas.counted_if(present):
-        logs = _compute(step_function, data, step, kinds, strategy)
-        _forget_padding(present, before, model)
+    with tracing, traced_step.tracing(step), tf_replicas.counted_if(step.present):
+        # Forward pass, loss and backward pass; Keras hands the gradients to `apply_gradients`.
+        logs = _compute(step_function, data, step, strategy)
+        world.forget_padding()
         if trains:
-            check_reduced(step, model, strategy)
-            if local_steps.average_statistics(step, model):
+            check_reduced(step, strategy)
+            if step_metrics.average_after_block(step):
                 return logs
-            sync_batch_norm.tell_of_others(step, strategy)
+            moments.tell_of_others(step, strategy)
         world.average()
-        return _sum_numbers(step, logs)
-
-
-def _compute(
-    step_function: StepFunction,
-    data: Nest,
-    step: traced_step.Step,
-    kinds: Mapping[str, str],
-    strategy: Strategy,
-) -> Nest:
-    """Run Keras's own step, compiled by XLA where the model asks for it."""
-    model = step.model
-    compiles = bool(model.jit_compile) and not tf.executing_eagerly()
-    jit.compile_updates(model, compiles)
-    if not compiles:
-        return step_function(data)
-    compiled = compiled_step.CompiledStep(
-        step_function, step, kinds, factors=strategy.communicator.size > 1
-    )
-    try:
-        run = compiled.trace(data)
-    except compiled_step.UncompilableError as why:
-        jit.leave(model, strategy, str(why))
-        return step_function(data)
-    return run()
+        return step_metrics.of_all_replicas(step, logs)
 
 
 def begin_step(
@@ -105,57 +83,51 @@ def begin_step(
     model: keras.Model,
     strategy: Strategy,
     kinds: Mapping[str, str],
-) -> tuple[Nest, traced_step.Step, tf.Tensor]:
-    """Prepare the step of this replica."""
+) -> tuple[Nest, traced_step.Step]:
+    """Return this replica's rows, and its step."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
-    rows = _sum_over_replicas(mine) if isinstance(batch.rows, tuple) else batch.rows
-    share = tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64))
-    own = step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
-    size = strategy.num_replicas_in_sync
+    known_as_sum = isinstance(batch.rows, tuple)
+    rows = step_metrics.sum_over_replicas(mine) if known_as_sum else batch.rows
     step = traced_step.Step(
-        share, size, model, _sum_over_replicas, tf.cast(rows, tf.int64), kinds, own
+        share=tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)),
+        model=model,
+        world_sum=step_metrics.sum_over_replicas,
+        rows=tf.cast(rows, tf.int64),
+        kinds=kinds,
+        own=traced_step.takes_own_step(step_function, model),
+        present=mine > 0,
     )
-    step.present = mine > 0
-    return data, step, step.present
+    return data, step
 
 
-def _sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+def _compute(
+    step_function: StepFunction, data: Nest, step: traced_step.Step, strategy: Strategy
+) -> Nest:
+    """Run Keras's own step, compiled by XLA where the model asks for it."""
+    compiles = bool(step.model.jit_compile) and not tf.executing_eagerly()
+    jit.compile_updates(step.model, compiles)
+    if not compiles:
+        return step_function(data)
+    compiled = compiled_step.CompiledStep(
+        step_function, step, factors=strategy.communicator.size > 1
+    )
+    try:
+        run = compiled.trace(data)
+    except traced_step.UncompilableError as why:
+        jit.leave(step.model, strategy, str(why))
+        return step_function(data)
+    return run()
 
 
-def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the state variables of every metric of a model, the loss tracker among them."""
-    found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
-    return list({id(v): v for v in found}.values())
-
-
-def _forget_padding(
-    present: tf.Tensor, before: Mapping[int, tf.Tensor], model: keras.Model
-) -> None:
-    """Restore the metrics of a replica that has no rows."""
-
-    def restore() -> tf.Tensor:
-        for variable in metric_variables(model):
-            variable.assign(before.get(id(variable), tf.zeros_like(variable)))
-        return tf.constant(True)
-
-    tf.cond(present, lambda: tf.constant(False), restore)
-
-
-def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy) -> None:
+def check_reduced(step: traced_step.Step, strategy: Strategy) -> None:
     """Check that a train step gave its gradients to an optimizer that reduces them."""
-    if step.reductions or not model.trainable_variables:
+    if step.reductions or not step.model.trainable_variables:
         return
-    if tf.executing_eagerly() and any(
-        shared_optimizer.accumulates(optimizer)
-        for optimizer in shared_optimizer.optimizers_of(model)
-    ):
-        return  # Eagerly, an accumulation window reduces only when it closes.
     raise NotDistributedError(
         at_rank(
             strategy.rank,
-            f"the first training step of model {model.name!r} finished without reducing any "
+            f"the first training step of model {step.model.name!r} finished without reducing any "
             f"gradient over {strategy.num_replicas_in_sync} replicas, so each would train "
             "alone. Its train_step must hand gradients to an optimizer that is an attribute of the "
             "model (self.optimizer.apply(gradients, self.trainable_variables)).",
@@ -163,99 +135,114 @@ def check_reduced(step: traced_step.Step, model: keras.Model, strategy: Strategy
     )
 
 
-class WorldState:
-    """A step's state over all replicas: metrics summed, moving statistics averaged.
-
-    One reduction serves all results that a step asks for, unless it assigns variables between them.
-    """
-
-    def __init__(self, step: traced_step.Step, before: Mapping[int, tf.Tensor], present: tf.Tensor):
-        self._step = step
-        self._before = before
-        self._present = present
-        self._reduced_at = -1
-        self._averaged: dict[int, int] = {}
-        self._totals: list[tuple[keras.Variable, tf.Tensor]] = []
-        self._inside = False
-
-    def result_of(self, original: Callable[[], Nest]) -> Nest:
-        """Compute a metric's `result` from the state of all replicas."""
-        if self._inside:
-            return original()
-        if self._reduced_at != self._step.assignments:
-            self._reduce([v for v in metric_variables(self._step.model) if v.aggregation == "sum"])
-        self._inside = True
-        try:
-            with keras.StatelessScope(state_mapping=self._totals):
-                return keras.tree.map_structure(_value_of, original())
-        finally:
-            self._inside = False
-
-    def average(self) -> None:
-        """Average the moving statistics that were assigned since the last reduction."""
-        if self._unaveraged():
-            self._reduce([])
-
-    def _unaveraged(self) -> list[keras.Variable]:
-        return [
-            v
-            for v in local_steps.moving_statistics(self._step)
-            if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
-        ]
-
-    def _reduce(self, summed: list[keras.Variable]) -> None:
-        step, replica = self._step, tf.distribute.get_replica_context()
-        averaged = self._unaveraged()
-        values = [self._counted(v) for v in summed] + [step.weighed(v) for v in averaged]
-        # Run beside the gradients' collectives: this state is ready earlier.
-        with tf_replicas.counted_if(None), replica.strategy.concurrent("state"):
-            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, values) if values else []
-        self._totals = list(zip(summed, reduced, strict=False))
-        for variable, mean in zip(averaged, reduced[len(summed) :], strict=True):
-            variable.assign(mean)
-            self._averaged[id(variable)] = step.assigned_at[id(variable)]
-        self._reduced_at = step.assignments if summed else -1
-
-    def _counted(self, variable: keras.Variable) -> tf.Tensor:
-        now = tf.convert_to_tensor(variable)
-        before = self._before.get(id(variable))
-        return tf.where(self._present, now, tf.zeros_like(now) if before is None else before)
-
-
-def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
-    return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
-
-
-def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
-    """Compute a metric's result from the state of all replicas, in place of `Metric.result`."""
-    step = traced_step.current()
-    if step is None:
-        return original()
-    result = original() if step.result_of is None else step.result_of(original)
-    # Some metrics return a variable, which outside `result_of` holds this replica's value.
-    result = keras.tree.map_structure(_value_of, result)
-    for path, value in keras.tree.flatten_with_path(result):
-        if isinstance(value, tf.Tensor):
-            step.results.setdefault(value.ref(), (metric, path))
-    return result
-
-
-def _sum_numbers(step: traced_step.Step, logs: Nest) -> Nest:
-    """Sum over replicas the numbers that a step logs besides metric results."""
-    numbers = step_logs.numbers_of(step, logs)
-    if not numbers:
-        return logs
-    replica = tf.distribute.get_replica_context()
-    with tf_replicas.counted_if(None), replica.strategy.concurrent("state"):
-        sums = replica.all_reduce(
-            tf.distribute.ReduceOp.SUM, [step.weighed(value) for _, value in numbers]
-        )
-    found = dict(zip((name for name, _ in numbers), sums, strict=True))
-    return step_logs.replaced(logs, found)
-
-
 def without_optionals(data: Nest) -> Nest:
     """Replace values that Keras marks as absent (`Optional`) by None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )
+
+
+# Gradients.
+
+
+def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Make an optimizer exchange its gradients once, before it checks, accumulates or clips them.
+
+    With accumulation, it exchanges the sum of a window at the window's end.
+    """
+    bond = shared_optimizer.own(optimizer, strategy)
+    for member in variable_parts.members(optimizer):
+        keras_optimizers.index_variables(member)
+    if bond.exchange is not None:
+        return
+    outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
+    bond.exchange = exchange = GradientExchange(outer, inner, strategy)
+    accumulates = bool(inner.gradient_accumulation_steps)
+
+    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Nest:
+        """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
+        if not outer.built and variables is not None:
+            shared_optimizer.build_outside_step(outer, variables, strategy)
+        trained = list(variables or keras_optimizers.trained_variables(inner))
+        step = traced_step.current()
+        if step is not None:
+            grads = step.handed_over(grads)
+            step.reductions += 1
+            if step.noted is not None:  # applied behind a cluster of XLA, or never, in a trial
+                step.noted.note(outer, grads, trained)
+                return None
+        if not _in_replica(strategy):
+            return apply(grads, variables)
+        replacing = _replacements(grads, trained, strategy)
+        found = [None if i in replacing else g for i, g in enumerate(grads)]
+        if accumulates:  # `clip_window` exchanges them later
+            found, applied = tf_replicas.if_present(found), None
+            trained = [v for g, v in zip(found, trained, strict=True) if g is not None]
+        else:
+            found, applied = exchange.update(found, trained, _part_of(step))
+        found = [replacing.get(i, g) for i, g in enumerate(found)]
+        result = _apply_if(applied, lambda: apply(found, variables))
+        exchange.count(trained, _part_of(step))
+        return result
+
+    def clip_window(grads: Gradients, variables: Variables, clip: Clip) -> Gradients:
+        """Exchange the sum of a window, then clip it."""
+        if _in_replica(strategy):
+            # The sums of earlier steps of the window count even if this step has no rows.
+            with tf_replicas.counted_if(None):
+                part = _part_of(traced_step.current())
+                grads, _ = exchange.update(list(grads), variables, part)
+        return clip(grads)
+
+    keras_optimizers.patch_scale_loss(outer, shared_optimizer.weighed_in_scale)
+    keras_optimizers.patch_apply(outer, apply_gradients)
+    if accumulates:
+        keras_optimizers.patch_clip(inner, clip_window)
+        if outer is not inner:
+            keras_optimizers.patch_check_finite(outer, _everywhere)
+
+
+def _part_of(step: traced_step.Step | None) -> BatchPart | None:
+    return None if step is None else BatchPart(step.rows, step.share)
+
+
+def _in_replica(strategy: Strategy) -> bool:
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.strategy is strategy
+
+
+def _replacements(
+    grads: Gradients, variables: Variables, strategy: Strategy
+) -> dict[int, tf.Tensor]:
+    """Compute the values that replace variables: the largest "gradients" over the replicas.
+
+    Each replica has seen its own rows only. Keras, too, takes the largest over the steps of an
+    accumulation window.
+    """
+    mine = {
+        i: g
+        for i, (g, v) in enumerate(zip(grads, variables, strict=True))
+        if g is not None and getattr(v, "overwrite_with_gradient", False)
+    }
+    # Replicas with local steps send nothing here and average their weights later.
+    if not mine or (strategy.exchange is not None and strategy.exchange.local):
+        return mine
+    given = tf_replicas.if_present(list(mine.values()))
+    largest = strategy.extended.reduce_over_replicas(given, "max")
+    return dict(zip(mine, largest, strict=True))
+
+
+def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
+    if condition is None:
+        return apply()
+
+    def applied() -> bool:
+        apply()
+        return True
+
+    return tf.cond(condition, applied, lambda: False)
+
+
+def _everywhere(flag: tf.Tensor) -> tf.Tensor:
+    """True where `flag` is true on every replica."""
+    return step_metrics.sum_over_replicas(tf.cast(tf.logical_not(flag), tf.int32)) == 0

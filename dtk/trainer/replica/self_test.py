@@ -18,8 +18,10 @@ all rows, synchronized or not: neither is a mistake of the script. Nor is a kink
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +29,16 @@ from typing import NamedTuple, NoReturn
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models, keras_optimizers, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import fixed_rows, metric_trial
-from dtk.trainer.replica.trial import Outcome, Trial
+from dtk.trainer.replica import metric_trial
+from dtk.trainer.replica.step_trial import Outcome, Trial
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
 # Number of other weights at which a step is tried before it is refused.
@@ -86,7 +90,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     began = time.perf_counter()
     strategy, model = trial.strategy, trial.model
     name = trial.step_function.__name__
-    with fixed_rows.explaining_failures(name, model, trial.rows, strategy):
+    with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial)
     if verdict.wrong:
         raise NotDistributedError(
@@ -355,3 +359,63 @@ def _is_foreign(layer: keras.Layer) -> bool:
         return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)
+
+
+# Models made for a fixed number of rows: a worker has only its share of the rows.
+
+# Words in TensorFlow's errors about shapes that do not match.
+_OF_SHAPES = re.compile(r"shape|size|dimension|broadcast", re.IGNORECASE)
+
+
+def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> None:
+    """Refuse layers that keep a state for every row from one batch to the next."""
+    size = strategy.num_replicas_in_sync
+    stateful = [x for x in keras_models.layers_of(model) if getattr(x, "stateful", False)]
+    if size == 1 or not stateful:
+        return
+    layer = stateful[0]
+    batch = "a batch" if rows is None else f"a batch of {rows}"
+    raise NotDistributedError(
+        at_rank(
+            strategy.rank,
+            f"layer {layer.name!r} of model {model.name!r} has stateful=True: it keeps a state for "
+            f"every row of {batch}, and each of {size} replicas computes a part of the rows. Make "
+            f"it `keras.layers.{type(layer).__name__}(..., stateful=False)`, or train on one "
+            "process, where it works as without dtk",
+        )
+    )
+
+
+@contextlib.contextmanager
+def _explaining_failures(
+    name: str, model: keras.Model, rows: int, strategy: Strategy
+) -> Iterator[None]:
+    """Return a context for a step tried on a few rows, which says what to do if the step fails.
+
+    After an error about shapes, the model may be made for one batch size. Any other error is raised
+    unchanged, since one process would raise it, too: labels that are out of range, for example.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        said, _, node = error.message.partition("[[")
+        said = re.sub(r"\{\{.*?\}\}", "", said).strip()
+        if not _OF_SHAPES.search(said):
+            tried = f"the {name} of model {model.name!r} was tried on {rows} rows"
+            error.add_note(at_rank(strategy.rank, tried))
+            raise
+        at = re.search(r"node ([^}]+)", node)
+        advice = (
+            "If the step takes a batch apart by its first axis, such as data[0] and data[1], let "
+            "the dataset give a tuple of arrays instead: workers share the rows of that axis"
+            if said.startswith("slice index")
+            else "If the model is made for one size of batch, of which a worker computes only a "
+            "part, write -1 or keras.ops.shape(x)[0] where that size stands"
+        )
+        raise NotDistributedError(
+            at_rank(
+                strategy.rank,
+                f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
+                f"failed on {rows} rows. {advice}",
+            )
+        ) from error

@@ -16,7 +16,7 @@ it linearly; without a graph (`run_eagerly`) the loss is one term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -170,14 +170,18 @@ def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
 
     Variables and constants are not inputs.
     """
+    sources = computed_from([tensor], () if by_shape else ("Shape", "Size", "Rank"))
+    inputs = ("Placeholder", "PlaceholderWithDefault")
+    return any(one.op.type in inputs and one.dtype != tf.resource for one in sources)
+
+
+def computed_from(tensors: Iterable[tf.Tensor], without: Sequence[str] = ()) -> Iterator[tf.Tensor]:
+    """Yield tensors and all that they are computed from, but through no op of some types."""
     seen: set[Hashable] = set()
-    left = [tensor]
+    left = list(tensors)
     while left:
         one = left.pop()
-        if one.ref() in seen or not by_shape and one.op.type in ("Shape", "Size", "Rank"):
-            continue
-        seen.add(one.ref())
-        if one.op.type in ("Placeholder", "PlaceholderWithDefault") and one.dtype != tf.resource:
-            return True
-        left.extend(one.op.inputs)
-    return False
+        if one.ref() not in seen and one.op.type not in without:
+            seen.add(one.ref())
+            yield one
+            left.extend(one.op.inputs)

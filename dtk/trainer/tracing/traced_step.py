@@ -17,17 +17,17 @@ gets them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
-from dtk.trainer.tracing import noting
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # The step that Keras is tracing; one per thread, because a mirrored strategy traces its replicas in
@@ -38,41 +38,57 @@ _running = threading.local()
 Path: TypeAlias = tuple[str | int, ...]
 
 
+class UncompilableError(ValueError):
+    """Raised for a step that would compute something else if it were compiled."""
+
+
+class Applied(NamedTuple):
+    """Gradients that a step handed to an optimizer, weighed by the replica's share."""
+
+    optimizer: keras.Optimizer
+    gradients: Gradients
+    variables: list[keras.Variable]
+
+
+class NotedGradients:
+    """The gradients of a step whose optimizers only note them, in order."""
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def note(
+        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Note gradients that an optimizer is given."""
+        self.applied.append(Applied(optimizer, gradients, variables))
+
+
+@dataclasses.dataclass(eq=False)
 class Step:
     """One replica's step being traced."""
 
-    def __init__(
-        self,
-        share: tf.Tensor,
-        size: int | tf.Tensor,
-        model: keras.Model,
-        world_sum: Callable[[tf.Tensor], tf.Tensor],
-        rows: tf.Tensor | None = None,
-        kinds: Mapping[str, str] | None = None,
-        own: bool = False,
-    ):
-        self.share = share
-        self.size = size
-        self.model = model
-        self.world_sum = world_sum
-        self.rows = rows
-        self.own = own
-        self.noted: noting.Noting | None = None
-        self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
+    share: tf.Tensor  # this replica's part of the batch's rows
+    model: keras.Model
+    world_sum: Callable[[tf.Tensor], tf.Tensor]  # sums a number over the replicas
+    rows: tf.Tensor | None = None  # of the global batch
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its losses' terms
+    own: bool = False  # whether it is Keras's own train step, which weighs its loss
+    present: tf.Tensor | None = None  # whether this replica has rows
+    tried: bool = False  # whether `self_test` has compared it with one process's step
+    noted: NotedGradients | None = None
+    # Computes a metric's result from the state of all replicas; see `step_metrics.WorldState`.
+    result_of: Callable[[Callable[[], Nest]], Nest] | None = None
+
+    def __post_init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
-        self.reductions = 0
+        self.terms = Terms(self.share, self.world_sum, self.kinds)
+        self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
+        self.reductions = self.assignments = 0
         self.assigned: dict[int, keras.Variable] = {}
-        self.assignments = 0
         self.assigned_at: dict[int, int] = {}
-        # Computes a metric's result from the state of all replicas; see `replica_step.WorldState`.
-        self.result_of: Callable[[Callable[[], Nest]], Nest] | None = None
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
-        self.terms = Terms(share, world_sum, kinds or {})
-        self.inside_loss = False
-        self.weighed_later = False
-        self.tried = False
         self.origins: dict[Hashable, tuple[str, bool]] = {}
-        self.present: tf.Tensor | None = None
+        self.inside_loss = self.weighed_later = False
 
     def take(self, inside: Step) -> None:
         """Take over the assignments and reductions of a part that has weighed its gradients."""
@@ -102,6 +118,11 @@ class Step:
     def handed_over(self, gradients: Gradients) -> Gradients:
         """Weigh gradients for an optimizer, unless the loss was weighed."""
         return gradients if self.own else [self.weighed(g) for g in gradients]
+
+
+def takes_own_step(step_function: Callable[[Nest], Nest], model: keras.Model) -> bool:
+    """Return whether a step function is Keras's own train step."""
+    return step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
 
 
 def current() -> Step | None:

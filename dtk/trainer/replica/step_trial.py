@@ -6,7 +6,7 @@ The steps apply no gradients, and every variable they assign gets its old value 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import keras
@@ -22,13 +22,12 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import slicing
-from dtk.nests import Array, Function, Leaf, Nest
-from dtk.trainer.gradients import lookup_slices
+from dtk.nests import Array, Function, Leaf, Nest, Specs
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.replica import gathered_metrics, metric_trial, replica_step, step_logs
-from dtk.trainer.replica.snapshot import Snapshot, changed_by_training
+from dtk.trainer.replica import metric_trial, replica_step, step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import noting, slice_origins, sync_batch_norm, traced_step
+from dtk.trainer.tracing import lookups, moments, traced_step
 
 # Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
@@ -38,9 +37,6 @@ _FAR = 1e-2
 
 # What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
 Found: TypeAlias = dict[str, Nest]
-
-# A tensor as arrays that can be sent: one array, or the parts of a ragged or sparse tensor.
-Arrays: TypeAlias = "Array | list[Array | list[Array]] | None"
 
 
 class Outcome(NamedTuple):
@@ -56,6 +52,56 @@ class Outcome(NamedTuple):
     squares: dict[str, Array] = {}
 
 
+class Snapshot:
+    """Values of some variables, Keras's or TensorFlow's, on this process's replicas.
+
+    Each replica gets its own value back, even where values differ by replica (metric state, dropout
+    seeds, unfinished gradient accumulation). Nothing is communicated.
+
+    Example:
+        >>> import keras
+        >>> variable = keras.Variable([1.0, 2.0])
+        >>> before = Snapshot([variable])
+        >>> variable.assign([3.0, 4.0]) is None
+        False
+        >>> before.restore()
+        >>> variable.numpy().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, variables: Iterable[keras.Variable | tf.Variable]):
+        self._kept: dict[int, tuple[tf.Variable, Array]] = {}
+        for variable in variables:
+            self.keep(variable)
+
+    def keep(self, variable: keras.Variable | tf.Variable) -> None:
+        """Keep the value of one more variable; a value kept before stays."""
+        for copy in keras_variables.components(_stored(variable)):
+            self._kept.setdefault(id(copy), (copy, copy.numpy()))
+
+    def restore(self) -> None:
+        """Assign the values back."""
+        for copy, value in self._kept.values():
+            copy.assign(value)
+
+
+def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
+
+
+def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
+    """Return every variable that a training step may change.
+
+    Weights, seeds, metrics, and the state of optimizers and of the gradient exchange.
+    """
+    optimizers = shared_optimizer.optimizers_of(model)
+    of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
+    remembered = [
+        v for e in shared_optimizer.gradient_exchanges_of(model) for v in e.state.variables
+    ]
+    return [*model.variables, *step_metrics.metric_variables(model), *of_optimizers, *remembered]
+
+
 class Trial:
     """A step on a few rows that leaves every variable unchanged."""
 
@@ -66,14 +112,20 @@ class Trial:
         parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
         batch = batch._replace(parts=parts)
         self._few = _first_rows(batch, self._ranks(batch))
-        mine = [int(n) for n in self._few.counts]
-        gathered = self.strategy.communicator.allgather_object((mine, _packed(self._few)))
-        self.parts = [n for counts, _ in gathered for n in counts]
+        # Ragged and sparse tensors are sent as the tensors that they consist of.
+        mine = [
+            (int(count), [None if t is None else np.asarray(t) for t in _tensors_of(part)])
+            for part, count in zip(self._few.parts, self._few.counts, strict=True)
+        ]
+        gathered = self.strategy.communicator.allgather_object(mine)
+        pieces = [piece for of_rank in gathered for piece in of_rank]
+        self.parts = [count for count, _ in pieces]
         self.rows = sum(self.parts)
         self._few = self._few._replace(rows=tf.constant(self.rows, tf.int64))
-        pieces = [piece for _, packed in gathered for piece in _unpacked(packed, self._few)]
-        present = [p for p, n in zip(pieces, self.parts, strict=True) if n]
-        self._whole_data = tf.nest.map_structure(_joined, *present)
+        like = slicing.spec_of(self._few.parts[0])
+        self._whole_data = tf.nest.map_structure(
+            _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
+        )
         self.layouts: Mapping[int, str] = {}
         self.draws: list[int] = []
         self.counted: list[metric_trial.Call] = []
@@ -149,7 +201,7 @@ class Trial:
     def _global_numbers(self) -> Iterator[None]:
         """Return a context in which a step's losses and metrics are over all replicas."""
         metrics = keras_models.metrics_of(self.model)
-        with traced_step.in_shares(), keras_steps.patch_results(metrics, replica_step.result_of):
+        with traced_step.in_shares(), keras_steps.patch_results(metrics, step_metrics.result_of):
             yield
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
@@ -165,7 +217,7 @@ class Trial:
         original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Compute mean and variance for batch normalization."""
-        return sync_batch_norm.of_all_replicas(x, axes, keepdims, original)
+        return moments.of_all_replicas(x, axes, keepdims, original)
 
     def _changed_by(
         self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
@@ -182,8 +234,15 @@ class Trial:
         with tf_replicas.as_one_replica(self.strategy):
             random_draws.restart(self.rows, 0, self.rows)
             rows = tf.constant(self.rows, tf.int64)
-            step = traced_step.Step(tf.ones([]), 1, self.model, tf.identity, rows, own=self.own)
-            step.noted, step.tried = noting.Gathered(), True
+            step = traced_step.Step(
+                tf.ones([]),
+                self.model,
+                tf.identity,
+                rows,
+                own=traced_step.takes_own_step(self.step_function, self.model),
+                tried=True,
+                noted=traced_step.NotedGradients(),
+            )
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 found = self._observed(step, logs, assigned)
@@ -200,21 +259,20 @@ class Trial:
                 with strategy.sequence(sequence):
                     rank = strategy.local_ranks()[strategy.local_index()]
                     random_draws.restart(max(1, self.parts[rank]), int(starts[rank]), self.rows)
-                    data, step, present = replica_step.begin_step(
+                    data, step = replica_step.begin_step(
                         self.step_function, batch, model, strategy, kinds
                     )
-                    step.tried = True
-                    before = {id(v): tf.identity(v) for v in replica_step.metric_variables(model)}
-                    world = replica_step.WorldState(step, before, present)
-                    step.noted, step.result_of = noting.Gathered(), world.result_of
-                    with traced_step.tracing(step), tf_replicas.counted_if(present):
+                    world = step_metrics.WorldState(step)
+                    step.tried, step.noted = True, traced_step.NotedGradients()
+                    step.result_of = world.result_of
+                    with traced_step.tracing(step), tf_replicas.counted_if(step.present):
                         logs = self.step_function(data)
                         if self.step_function.__name__ == "train_step":
-                            replica_step.check_reduced(step, model, strategy)
+                            replica_step.check_reduced(step, strategy)
                         world.average()
                         return self._observed(step, logs, assigned, of_replicas=True)
 
-            with gathered_metrics.on_all_rows(self.trainer.gathered):
+            with step_metrics.counted_on_all_rows(self.trainer.gathered):
                 found = strategy.run(one, args=(self._few,))
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
@@ -229,13 +287,6 @@ class Trial:
         compiled = self.model.jit_compile and not keras_models.is_auto_jit(self.model)
         return not (compiled or self.trainer.has_local_steps)
 
-    @property
-    def own(self) -> bool:
-        """Whether the step is Keras's own train step."""
-        return self.step_function.__name__ == "train_step" and keras_models.takes_own_step(
-            self.model
-        )
-
     def _observed(
         self,
         step: traced_step.Step,
@@ -245,12 +296,12 @@ class Trial:
     ) -> Found:
         """Return a traced step's results, and add the variables that it assigns to `assigned`."""
         strategy = self.strategy
-        numbers = step_logs.numbers_of(step, logs)
+        numbers = step_metrics.numbers_of(step, logs)
         results = results_of(self.model)
         applied = step.noted.applied if step.noted else []
         gradients, sparse = gradients_of(applied), slices_of(applied)
         own = {
-            id(v) for v in [*replica_step.metric_variables(self.model), *self.trainer.seed_states()]
+            id(v) for v in [*step_metrics.metric_variables(self.model), *self.trainer.seed_states()]
         }
         state = {v.path: tf.identity(v) for key, v in step.assigned.items() if key not in own}
         terms = terms_of(step)
@@ -258,8 +309,7 @@ class Trial:
         with tf_replicas.counted_if(None):
             weighed = {name: step.weighed(value) for name, value in numbers}
             if of_replicas:
-                division = lookup_slices.Division([*sparse], strategy.rank)
-                divided, join = division.of([*sparse.values()])
+                divided, join = lookups.divided([*sparse.values()], [*sparse], strategy.rank)
                 whole = join(strategy.extended.reduce_over_replicas(divided)) if divided else []
                 sparse = dict(zip(sparse, whole, strict=True))
                 terms = strategy.gather_outputs(terms)
@@ -267,17 +317,14 @@ class Trial:
             return {
                 "terms": terms,
                 "gradients": gradients,
-                "squares": {name: slice_origins.squares_of(g) for name, g in sparse.items()},
+                "squares": {name: lookups.squares_of(g) for name, g in sparse.items()},
                 "state": state,
                 "logs": results | {name: tf.cast(v, tf.float64) for name, v in weighed.items()},
             }
 
 
 def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    if not values:
-        return {}
-    replica = tf.distribute.get_replica_context()
-    sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*values.values()])
+    sums = step_metrics.sum_over_replicas([*values.values()]) if values else []
     return dict(zip(values, sums, strict=True))
 
 
@@ -291,12 +338,12 @@ def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
     }
 
 
-def gradients_of(applied: Sequence[noting.Applied]) -> dict[str, tf.Tensor]:
+def gradients_of(applied: Sequence[traced_step.Applied]) -> dict[str, tf.Tensor]:
     """Return the dense value of each gradient given to optimizers, in order."""
     return {name: tf.convert_to_tensor(g) for name, _, g in _handed(applied)}
 
 
-def slices_of(applied: Sequence[noting.Applied]) -> dict[str, tf.IndexedSlices]:
+def slices_of(applied: Sequence[traced_step.Applied]) -> dict[str, tf.IndexedSlices]:
     """Return each sparse gradient whose slices count one by one, in order."""
     return {
         name: g
@@ -306,7 +353,7 @@ def slices_of(applied: Sequence[noting.Applied]) -> dict[str, tf.IndexedSlices]:
 
 
 def _handed(
-    applied: Sequence[noting.Applied],
+    applied: Sequence[traced_step.Applied],
 ) -> Iterator[tuple[str, keras.Optimizer, tf.Tensor | tf.IndexedSlices]]:
     """Yield each gradient given to an optimizer, named by variable and update."""
     for i, (optimizer, given, variables) in enumerate(applied):
@@ -338,34 +385,13 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
 
 
-def _packed(batch: slicing.Slices) -> list[list[Arrays]]:
-    """Convert the parts of a batch to arrays that can be sent."""
-    return [[_arrays(leaf) for leaf in tf.nest.flatten(part)] for part in batch.parts]
+def _tensors_of(part: Nest) -> list[tf.Tensor | None]:
+    return tf.nest.flatten(part, expand_composites=True)
 
 
-def _arrays(leaf: Leaf | None) -> Arrays:
-    if isinstance(leaf, tf.RaggedTensor):
-        return [leaf.flat_values.numpy(), [splits.numpy() for splits in leaf.nested_row_splits]]
-    if isinstance(leaf, tf.SparseTensor):
-        return [leaf.indices.numpy(), leaf.values.numpy(), leaf.dense_shape.numpy()]
-    return None if leaf is None else np.asarray(leaf)
-
-
-def _unpacked(packed: list[list[Arrays]], like: slicing.Slices) -> Iterator[Nest]:
-    structure = like.parts[0]
-    for arrays in packed:
-        leaves = [
-            _tensor(a, leaf) for a, leaf in zip(arrays, tf.nest.flatten(structure), strict=True)
-        ]
-        yield tf.nest.pack_sequence_as(structure, leaves)
-
-
-def _tensor(arrays: Arrays, like: Leaf | None) -> Leaf | None:
-    if isinstance(arrays, list):
-        ragged = isinstance(like, tf.RaggedTensor)
-        make = tf.RaggedTensor.from_nested_row_splits if ragged else tf.SparseTensor
-        return make(*arrays)
-    return None if arrays is None else tf.convert_to_tensor(arrays)
+def _part_of(arrays: list[Array | None], like: Specs) -> Nest:
+    tensors = [None if array is None else tf.convert_to_tensor(array) for array in arrays]
+    return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
 
 
 def _joined(*leaves: Leaf | None) -> Leaf | None:

@@ -15,9 +15,16 @@ from dtk.errors import at_rank
 from dtk.nests import Function, Nest
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
-from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
-from dtk.trainer.gradients import lookup_slices
+from dtk.trainer import (
+    distributed_trainer,
+    fit_guard,
+    loop_guard,
+    model_scope,
+    undistributed_jobs,
+    weight_check,
+)
 from dtk.trainer.strategy import Strategy
+from dtk.trainer.tracing import lookups
 
 _Made = TypeVar("_Made")
 
@@ -44,9 +51,10 @@ class DtkStrategy(Strategy):
         super().__init__(extended, communicator, world, model_communicator)
         if self.world.rank == 0:
             start.tell_untested_versions()
-        extended.divide_slices = lookup_slices.divide_in_loop
+        extended.divide_slices = lookups.divided
         undistributed_jobs.made_strategy()
-        guard.install(self)
+        fit_guard.install(self)
+        loop_guard.install()
 
     @property
     def cluster_resolver(self) -> JobResolver:
@@ -111,7 +119,7 @@ class DtkStrategy(Strategy):
             >>> strategy.check_weights(model)
             4
         """
-        return model_scope.check_weights(model, self)
+        return weight_check.check_weights(model, self)
 
     def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
         """Make the trainer of a model compiled in this strategy's scope.

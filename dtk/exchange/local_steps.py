@@ -1,15 +1,166 @@
-"""Block momentum: the change of weights over a block of local steps is a gradient with momentum."""
+"""Local steps: workers train apart for a block of samples, then combine their weights.
+
+    open      keep the weights all workers start from
+    step      apply this worker's own gradients         (until the block has its samples)
+    close     combine: every worker continues from the same weights
+
+A block is closed early wherever weights must be the same on every worker: at the end of an epoch,
+before an evaluation and before a checkpoint.
+"""
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
-from dtk.exchange.local import LocalExchange, LocalOp
+from dtk.communicators.base import Communicator, with_values
+from dtk.exchange.contract import (
+    BatchPart,
+    Exchange,
+    ExchangeOp,
+    ExchangeState,
+    Gradient,
+    Trained,
+    Update,
+)
+
+
+class LocalExchange(Exchange):
+    """Base of the exchanges that send weights after a block of samples, and never gradients.
+
+    Each worker applies its own gradients at the given learning rate: the mean over its rows, as if
+    these were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
+    """
+
+    local = True
+
+    @abc.abstractmethod
+    def rows_in_block(self, size: int) -> int:
+        """Return the number of rows, over all workers, that closes a block.
+
+        Args:
+            size: Number of workers.
+        """
+
+    @abc.abstractmethod
+    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
+        """Give all workers new weights, the same on all of them.
+
+        Args:
+            block: The block to close, with this worker's weights and counts.
+            start: The weights at the start of the block.
+        """
+
+    def init(self, communicator: Communicator, state: ExchangeState, trained: Trained) -> LocalOp:
+        """See `Exchange.init`."""
+        return LocalOp(communicator, state, trained, self)
+
+
+class LocalOp(ExchangeOp):
+    """The open block: counts rows, and closes the block when it is full."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        state: ExchangeState,
+        trained: Trained,
+        exchange: LocalExchange,
+    ):
+        super().__init__(communicator, state)
+        self.block, self.trained = self, trained
+        self._exchange = exchange
+
+    @property
+    def rows(self) -> tf.Variable:
+        """Rows of all workers in the open block; 0 when none is open."""
+        return self.state.variable("block_rows", "same", (), tf.int64)
+
+    @property
+    def _own_rows(self) -> tf.Variable:
+        return self.state.variable("own_rows", "sum", (), tf.float32)
+
+    @property
+    def weight(self) -> tf.Variable:
+        """This worker's part of the rows of the last closed block: its weight in a mean."""
+        return self.state.scratch("share", (), tf.float32)
+
+    @property
+    def _start(self) -> list[tf.Variable]:
+        # Not in checkpoints: a block is closed before a checkpoint is written.
+        return [
+            self.state.scratch(f"start_{i}", v.shape, v.dtype)
+            for i, v in enumerate(self.trained.variables)
+        ]
+
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """Return this worker's own gradients, as means over its rows.
+
+        The first step of a block keeps the weights before it.
+        """
+        if part is None:
+            raise ValueError(
+                "this exchange counts the rows of global batches, which only fit and "
+                "train_on_batch know; in a loop of your own use Dense or Quantized"
+            )
+        start = self._start
+
+        def keep() -> bool:
+            for kept, variable in zip(start, self.trained.variables, strict=True):
+                kept.assign(variable)
+            return True
+
+        tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
+        return [_divided(g, part.example_weight) for g in gradients], None
+
+    def count(self, part: BatchPart | None) -> None:
+        """Count a step, and close the block when it is full."""
+        assert part is not None
+        own = tf.cast(part.rows, part.example_weight.dtype) * part.example_weight
+        self._own_rows.assign_add(tf.cast(own, tf.float32))
+        rows = self.rows.assign_add(part.rows, read_value=True)
+
+        def close() -> bool:
+            self._close()
+            return True
+
+        full = rows >= self._exchange.rows_in_block(self.communicator.size)
+        tf.cond(full, close, lambda: False)
+
+    def count_exact(self, part: BatchPart) -> None:
+        """Count a step whose gradients another op has summed, in place of `count`."""
+        self.weight.assign(tf.cast(part.example_weight, tf.float32))
+
+    def is_closed(self) -> tf.Tensor:
+        """Return whether all ranks hold the same weights now."""
+        return tf.equal(self.rows, 0)
+
+    def close(self) -> None:
+        """Make all ranks hold the same weights, between steps. All ranks call it together."""
+        if int(self.rows):
+            self._close()
+
+    def _close(self) -> None:
+        own, all_rows = self._own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float32)
+        self.weight.assign(tf.math.divide_no_nan(own, all_rows))
+        self._exchange.combine(self, self._start)
+        self.rows.assign(0)
+        self._own_rows.assign(0.0)
+
+    def forget_momenta(self) -> None:
+        """Zero the optimizer's momentum: it belongs to weights that no worker has any more."""
+        for variable in self.trained.momenta:
+            variable.assign(tf.zeros_like(variable))
+
+
+def _divided(gradient: Gradient, weight: tf.Tensor) -> Gradient:
+    """Turn a mean over the whole batch into a mean over this worker's rows; zeros without rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return with_values(gradient, _divided(gradient.values, weight))
+    return tf.math.divide_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 @dataclass(frozen=True)
@@ -156,7 +307,7 @@ class ModelAveraging(LocalExchange):
         """Close a block: see the equation above."""
         del start
         weights = block.trained.variables
-        part = block.averaging_weight()
+        part = block.weight.read_value()
         parts = [weight * tf.cast(part, weight.dtype) for weight in weights]
         for weight, mean in zip(weights, block.communicator.allreduce(parts), strict=True):
             weight.assign(mean)

@@ -7,7 +7,7 @@ import os
 from dtk import cluster, quiet
 from dtk.cluster import tf_config
 from dtk.strategies.allreduce import AllReduceStrategy
-from dtk.strategies.base import DtkStrategy
+from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 

@@ -1,0 +1,258 @@
+"""A step's metrics, moving statistics and logged numbers over all replicas.
+
+* Metric state is summed over ranks before any result is computed, so a step logs the results of the
+  global batch.
+* Metrics that cannot be summed are counted by one replica, on the rows of all.
+* Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
+* A replica without rows computes with a padding row, which its metrics forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, keras_steps, tf_replicas
+from dtk.nests import Function, Nest
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.tracing import traced_step
+
+_Summed = TypeVar("_Summed", bound=Nest)
+
+
+def sum_over_replicas(value: _Summed) -> _Summed:
+    """Sum tensors over the replicas, in a replica context."""
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def _sum_state(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sum state beside the gradients' collectives: it is ready earlier."""
+    strategy = tf.distribute.get_strategy()
+    with tf_replicas.counted_if(None), strategy.concurrent("state"):
+        return sum_over_replicas(values) if values else []
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the state variables of every metric of a model, the loss tracker among them."""
+    found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
+    return list({id(v): v for v in found}.values())
+
+
+class WorldState:
+    """A step's state over all replicas: metrics summed, moving statistics averaged.
+
+    One reduction serves all results that a step asks for, unless it assigns variables between them.
+    """
+
+    def __init__(self, step: traced_step.Step):
+        self._step = step
+        self._before = {id(v): tf.identity(v) for v in metric_variables(step.model)}
+        self._reduced_at = -1
+        self._averaged: dict[int, int] = {}
+        self._totals: list[tuple[keras.Variable, tf.Tensor]] = []
+        self._inside = False
+
+    def forget_padding(self) -> None:
+        """Restore the metrics of a replica that has no rows."""
+
+        def restore() -> bool:
+            for variable in metric_variables(self._step.model):
+                variable.assign(self._before_of(variable))
+            return True
+
+        tf.cond(self._step.present, lambda: False, restore)
+
+    def _before_of(self, variable: keras.Variable) -> tf.Tensor:
+        before = self._before.get(id(variable))
+        return tf.zeros_like(variable) if before is None else before
+
+    def result_of(self, original: Callable[[], Nest]) -> Nest:
+        """Compute a metric's `result` from the state of all replicas."""
+        if self._inside:
+            return original()
+        if self._reduced_at != self._step.assignments:
+            self._reduce([v for v in metric_variables(self._step.model) if v.aggregation == "sum"])
+        self._inside = True
+        try:
+            with keras.StatelessScope(state_mapping=self._totals):
+                return keras.tree.map_structure(_value_of, original())
+        finally:
+            self._inside = False
+
+    def average(self) -> None:
+        """Average the moving statistics that were assigned since the last reduction."""
+        if self._unaveraged():
+            self._reduce([])
+
+    def _unaveraged(self) -> list[keras.Variable]:
+        return [
+            v
+            for v in _moving_statistics(self._step)
+            if self._averaged.get(id(v)) != self._step.assigned_at[id(v)]
+        ]
+
+    def _reduce(self, summed: list[keras.Variable]) -> None:
+        step, averaged = self._step, self._unaveraged()
+        counts = [
+            tf.where(step.present, tf.convert_to_tensor(v), self._before_of(v)) for v in summed
+        ]
+        reduced = _sum_state([*counts, *(step.weighed(v) for v in averaged)])
+        self._totals = list(zip(summed, reduced, strict=False))
+        for variable, mean in zip(averaged, reduced[len(summed) :], strict=True):
+            variable.assign(mean)
+            self._averaged[id(variable)] = step.assigned_at[id(variable)]
+        self._reduced_at = step.assignments if summed else -1
+
+
+def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
+
+
+def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
+    """Compute a metric's result from the state of all replicas, in place of `Metric.result`."""
+    step = traced_step.current()
+    if step is None:
+        return original()
+    result = original() if step.result_of is None else step.result_of(original)
+    # Some metrics return a variable, which outside `result_of` holds this replica's value.
+    result = keras.tree.map_structure(_value_of, result)
+    for path, value in keras.tree.flatten_with_path(result):
+        if isinstance(value, tf.Tensor):
+            step.results.setdefault(value.ref(), (metric, path))
+    return result
+
+
+# Moving statistics.
+
+
+def _moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
+    """Return the non-trainable floats a step assigned, without synchronized layers' statistics."""
+    exact = {
+        id(v)
+        for layer in keras_models.layers_of(step.model)
+        if getattr(layer, "synchronized", False)
+        for v in layer.non_trainable_variables
+    }
+    return [
+        v
+        for v in step.model.non_trainable_variables
+        if id(v) in step.assigned and id(v) not in exact and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+
+def average_after_block(step: traced_step.Step) -> bool:
+    """Average moving statistics in a step that closes a block; False without local steps.
+
+    Other steps send nothing: their logs are this replica's, and metric state is summed when the
+    epoch's logs are made.
+    """
+    blocks = shared_optimizer.blocks_of(step.model)
+    averaged = _moving_statistics(step) if blocks else []
+    if averaged:
+        weight = blocks[0].weight.read_value()
+        values = [tf.convert_to_tensor(v) for v in averaged]
+        parts = [tf.math.multiply_no_nan(v, tf.cast(weight, v.dtype)) for v in values]
+        closed = tf.reduce_all([block.is_closed() for block in blocks])
+        with tf_replicas.counted_if(None):
+            means = tf.cond(closed, lambda: sum_over_replicas(parts), lambda: values)
+        for variable, mean in zip(averaged, means, strict=True):
+            variable.assign(mean)
+    return bool(blocks)
+
+
+# Logs.
+
+
+def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
+    """Find the numbers in a step's logs that are not metric results."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
+        for path, value in flat
+        if tf.is_tensor(value)
+        and value.dtype.is_floating
+        and value.shape.rank == 0
+        and value.ref() not in step.results
+    ]
+
+
+def results_in(
+    step: traced_step.Step, logs: Nest
+) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
+    """Find the metric results in a step's logs."""
+    flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
+    return [
+        (path, *step.results[value.ref()])
+        for path, value in flat
+        if isinstance(value, tf.Tensor) and value.ref() in step.results
+    ]
+
+
+def _name_of(path: traced_step.Path) -> str:
+    return "/".join(map(str, path))
+
+
+def with_numbers(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
+    """Replace numbers in a step's logs, by name."""
+    paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
+    values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
+    return keras.tree.pack_sequence_as(logs, values)
+
+
+def of_all_replicas(step: traced_step.Step, logs: Nest) -> Nest:
+    """Sum over replicas the numbers that a step logs besides metric results."""
+    numbers = numbers_of(step, logs)
+    if not numbers:
+        return logs
+    sums = _sum_state([step.weighed(value) for _, value in numbers])
+    return with_numbers(logs, dict(zip((name for name, _ in numbers), sums, strict=True)))
+
+
+# Metrics that cannot be summed over replicas: one replica counts the rows of all.
+
+
+def counted_on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
+    """Return a context in which traced steps gather the rows of these metrics."""
+    return keras_steps.patch_updates(metrics, _count_all_rows)
+
+
+def _count_all_rows(
+    metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
+) -> object:
+    step = traced_step.current()
+    # No communication in a branch or loop: perhaps not all replicas enter it.
+    if step is None or tf.compat.v1.get_default_graph() is not step.graph:
+        return original(*args, **kwargs)
+    if step.present is None:
+        raise traced_step.UncompilableError(f"metric {metric.name!r} counts rows of all workers")
+    # The first replica counts as one process would; the others' counts stay zero.
+    leaves = tf.nest.flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+    whole = iter(_rows_of_all(tensors, step.present))
+    leaves = [next(whole) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+    if tf_replicas.replica_index():
+        return None
+    args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
+    with traced_step.tracing(None):
+        return original(*args, **kwargs)
+
+
+def _rows_of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Tensor]:
+    """Gather rows in the order of replicas: each pads its rows with zeros, and a sum joins them."""
+    index, size = tf_replicas.replica_index(), tf.distribute.get_strategy().num_replicas_in_sync
+    mine = tf.where(present, tf.shape(tensors[0])[0], 0)
+    counts = sum_over_replicas(mine * tf.one_hot(index, size, dtype=tf.int32))
+    before, after = tf.reduce_sum(counts[:index]), tf.reduce_sum(counts[index + 1 :])
+
+    def placed(tensor: tf.Tensor) -> tf.Tensor:
+        known = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
+        ends = [[before, after], *([0, 0] for _ in range(tensor.shape.rank - 1))]
+        return tf.pad(known[:mine], ends)
+
+    with tf_replicas.counted_if(None):
+        whole = sum_over_replicas([placed(tensor) for tensor in tensors])
+    return [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
