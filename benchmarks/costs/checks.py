@@ -14,7 +14,8 @@ import keras
 import tensorflow as tf
 from dtk.bench.variant import Fit
 from dtk.input import digests, slicing
-from dtk.trainer.ranks import rank_callbacks, rank_checks
+from dtk.trainer import fit
+from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica import replica_step
 
 import report
@@ -32,9 +33,9 @@ def measure(setting, strategy):
     with (
         watched(rank_checks, "check_same_call") as calls,
         watched(rank_checks, "check_same_batch") as firsts,
-        watched(rank_callbacks.RankChecks, "on_train_begin") as begins,
-        watched(rank_callbacks.RankChecks, "on_train_batch_end") as batches,
-        watched(rank_callbacks.RankChecks, "on_epoch_end") as ends,
+        watched(fit.RankChecks, "on_train_begin") as begins,
+        watched(fit.RankChecks, "on_train_batch_end") as batches,
+        watched(fit.RankChecks, "on_epoch_end") as ends,
     ):
         seconds = take(variants, setting.rounds, strategy.communicator)
     spent = mean_of_ranks(

@@ -22,7 +22,7 @@ SAVE_GRACE = "DTK_SAVE_GRACE"
 TIME_STEPS = "DTK_TIME_STEPS"
 # "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.
 JIT_COMPILE = "DTK_JIT_COMPILE"
-# "1": train batch normalization by TensorFlow's fused operation, see `dtk.compat.one_pass`.
+# "1": train batch normalization by TensorFlow's fused operation, see `dtk.compat.fused_kernels`.
 FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
 # "1": update weights by TensorFlow's operation for Adam.
 FUSED_ADAM = "DTK_FUSED_ADAM"
