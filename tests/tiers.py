@@ -145,7 +145,6 @@ FULL = (
     r"test_world.py::test_a_failure_ends_every_process\[collective-2-(sleep|die)",
     r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
     r"callbacks/test_evaluation.py::test_two_ranks\[collective-2-dataset",
-    r"callbacks/test_batch_size.py::test_trials_in_vain\S*\[",
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints|messages"
     r"|cntks_table)",
     r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"

@@ -26,27 +26,23 @@ if TYPE_CHECKING:
     from dtk.callbacks.reports import CommunicationStats, ProgressPrinter, ServerReport
     from dtk.callbacks.sample_rate import MomentumSchedule, SampleRate
 
-_HOMES = {
-    "AsynchronousWarmup": "learning_rate",
-    "AutoBatchSize": "batch_size",
-    "BatchNormStatistics": "batch_norm_statistics",
-    "BatchSizeSchedule": "batch_size",
-    "BroadcastVariables": "broadcast_variables",
-    "Checkpoint": "checkpoint",
-    "CommunicationStats": "reports",
-    "CrossValidation": "evaluation",
-    "FinalTest": "evaluation",
-    "FindNonFinite": "find_non_finite",
-    "GrowBatchInsteadOfDecay": "batch_size",
-    "HalveRate": "evaluation",
-    "LearningRateScaling": "learning_rate",
-    "MomentumSchedule": "sample_rate",
-    "ProgressPrinter": "reports",
-    "SampleRate": "sample_rate",
-    "ServerReport": "reports",
-    "epochs_per_worker": "learning_rate",
-    "parse_schedule": "batch_size",
+_NAMES = {
+    "batch_norm_statistics": ("BatchNormStatistics",),
+    "batch_size": (
+        "AutoBatchSize",
+        "BatchSizeSchedule",
+        "GrowBatchInsteadOfDecay",
+        "parse_schedule",
+    ),
+    "broadcast_variables": ("BroadcastVariables",),
+    "checkpoint": ("Checkpoint",),
+    "evaluation": ("CrossValidation", "FinalTest", "HalveRate"),
+    "find_non_finite": ("FindNonFinite",),
+    "learning_rate": ("AsynchronousWarmup", "LearningRateScaling", "epochs_per_worker"),
+    "reports": ("CommunicationStats", "ProgressPrinter", "ServerReport"),
+    "sample_rate": ("MomentumSchedule", "SampleRate"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)
 
 

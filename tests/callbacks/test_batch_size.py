@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import random
 
@@ -50,14 +49,6 @@ two_ranks = pytest.mark.worlds(("collective", 2))
 sizes = st.integers(1, 10**6)
 
 pairs = st.tuples(st.integers(1, 50), sizes)
-
-
-@given(st.lists(sizes | pairs | st.tuples(st.just(1), sizes).map(list), min_size=1, max_size=20))
-def test_parsing_again_changes_nothing(items):
-    once = parse_schedule(items)
-    assert parse_schedule(once) == once
-    runs = [(len(list(group)), size) for size, group in itertools.groupby(once)]
-    assert parse_schedule(runs) == once
 
 
 @given(st.lists(sizes, min_size=1, max_size=20), st.integers(0, 100))
@@ -166,13 +157,6 @@ def test_noise_is_that_of_the_schedule(schedule, batch_size, more):
         assert batch_size <= size <= (largest or size)
 
 
-@given(rates, st.integers(1, 4096))
-def test_without_a_limit_only_rounding_reaches_the_rate(schedule, batch_size):
-    for epoch, (_, rate) in enumerate(grow(schedule, batch_size)):
-        half_a_row = 0.51 * schedule[epoch] / batch_size
-        assert rate == pytest.approx(max(schedule[: epoch + 1]), abs=half_a_row)
-
-
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-6, 10.0)), min_size=1, max_size=5))
 def test_a_function_is_as_good_as_a_list(pairs):
     flat = [rate for count, rate in pairs for _ in range(count)]
@@ -262,13 +246,6 @@ def test_trial_sizes_grow_by_the_root_of_two(lower, upper, multiple):
     assert found[-1] * math.sqrt(2) > upper - multiple
     for one, other in zip(found, found[1:], strict=False):
         assert other - one * math.sqrt(2) <= 1.25 * multiple
-
-
-@given(st.floats(0.1, 2**20), st.integers(1, 256))
-def test_rounding(size, multiple):
-    rounded = round_to(size, multiple)
-    assert rounded % multiple == 0
-    assert rounded == multiple or abs(rounded - size) <= multiple / 2
 
 
 @pytest.mark.parametrize(
@@ -373,21 +350,6 @@ def test_a_trial_leaves_no_bit_changed(pool):
 
 def test_a_trial_leaves_no_bit_changed_on_two_devices(alone):
     check_trials(alone.run(tried, "mirrored", timeout=90))
-
-
-def searched_in_vain(kind="world"):
-    """Trials that leave the size as it is, against no trials: both runs."""
-    runs = []
-    for callbacks in ([dtk.callbacks.AutoBatchSize(max_batch_size=8, multiple=8)], []):
-        steps, _, weights, history = train(callbacks, "adam", 3, kind=kind, dropout=0.3)
-        runs.append((steps, weights.tobytes(), history))
-    return runs
-
-
-@two_ranks
-def test_trials_in_vain_change_nothing_of_training(pool):
-    for with_trials, without in pool.run(searched_in_vain, timeout=90):
-        assert with_trials == without
 
 
 def searched(rate=1e-6, form="arrays", epochs=5, **options):

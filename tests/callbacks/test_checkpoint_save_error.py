@@ -179,7 +179,7 @@ def limited(directory, room):
     return failure, held, same and path.read_bytes() == content.getvalue()
 
 
-@pytest.mark.parametrize("room", [0, 100, 2048, 5000, 20_000, 33_000])
+@pytest.mark.parametrize("room", [0, 2048, 33_000])
 @pytest.mark.worlds(("local", 1))
 def test_hdf5_never_meets_the_error(pool, tmp_path, room):
     """Breaks as the end of the process, some time after HDF5 could not close its file."""
