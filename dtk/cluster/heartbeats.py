@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import multiprocessing.connection
 import os
 import select
-import selectors
 import socket
 import threading
 import time
@@ -150,10 +150,6 @@ class Table:
             for rank, host in enumerate(hosts)
         ]
         self._said = False
-        # Unlike select(2), of any number of connections.
-        self._selector = selectors.DefaultSelector()
-        for rank, line in self._lines.items():
-            self._selector.register(line.end, selectors.EVENT_READ, rank)
         own = self._statuses[0]
         progress.report_to(lambda report: own.take(report, time.monotonic()), timeout)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
@@ -177,19 +173,16 @@ class Table:
 
     def _hear(self, seconds: float) -> None:
         """Read what has come, all of it, before anyone is taken for silent."""
-        deadline = time.monotonic() + seconds
-        for key, _ in self._selector.select(seconds):
-            rank = int(key.data)
+        # Unlike select(2), of any number of connections.
+        ready = multiprocessing.connection.wait([one.end for one in self._lines.values()], seconds)
+        for rank, line in [one for one in self._lines.items() if one[1].end in ready]:
             try:
-                for message in self._lines[rank].receive():
+                for message in line.receive():
                     self._statuses[rank].take(report_of(message), time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
-                line = self._lines.pop(rank)
-                self._selector.unregister(line.end)
+                del self._lines[rank]
                 line.end.close()
                 self._statuses[rank].left = True
-        if not self._lines:
-            time.sleep(max(0.0, deadline - time.monotonic()))
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():

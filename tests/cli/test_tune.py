@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dtk.cli.tune import AS_IT_COMES, Timing, TuneError, Tuning, ways
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.launch import job_options, step_settings
-from dtk.launch.step_settings import AS_IT_COMES, StepSettings, Timing, TuneError, Tuning
+from dtk.launch.step_settings import StepSettings
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
 JIT, FUSED, ADAM = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM", "DTK_FUSED_ADAM"
@@ -46,14 +47,14 @@ def dtk(*arguments, home, **environ):
     )
 
 
-def tuned(cost, ways=None, deterministic=False, rounds=2):
+def tuned(cost, tried=None, deterministic=False, rounds=2):
     """Choose among ways of which each takes what `cost` says of its variables and its turn."""
     turns = iter(range(100))
 
     def measure(variables):
         return Timing(cost(variables, next(turns)), "a model", deterministic)
 
-    found = Tuning(ways or step_settings.ways(1, {}), measure, lambda name: None, rounds)
+    found = Tuning(tried or ways(1, {}), measure, lambda name: None, rounds)
     return found.choose(), found
 
 
@@ -113,25 +114,25 @@ def test_what_changes_nothing_for_a_model_is_not_measured():
         measured.append(dict(variables))
         return Timing(50.0 if variables else 100.0, "a model", False, idle)
 
-    ways = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
+    tried = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
     idle = [FUSED, ADAM]
-    assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {}
+    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {}
     assert measured == [{}, {}]
     idle = [ADAM]
-    assert Tuning(dict(ways), measure, lambda name: None).choose().variables == {FUSED: "1"}
+    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {FUSED: "1"}
 
 
 def test_what_the_user_has_set_is_not_tried():
-    assert list(step_settings.ways(2, DECIDED)) == [AS_IT_COMES]
-    assert step_settings.ways(2, {})["one more thread between operations"] == {INTER: "3"}
+    assert list(ways(2, DECIDED)) == [AS_IT_COMES]
+    assert ways(2, {})["one more thread between operations"] == {INTER: "3"}
 
 
 def test_other_communicators_are_tried_unless_one_was_named():
-    found = step_settings.ways(1, DECIDED, ["collective", "horovod"])
+    found = ways(1, DECIDED, ["collective", "horovod"])
     assert found["over collective"] == {COMMUNICATOR: "collective"}
     assert found["over horovod"] == {COMMUNICATOR: "horovod"}
     asked = {**DECIDED, COMMUNICATOR: "mpi"}
-    assert list(step_settings.ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
+    assert list(ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
 
 
 def test_a_real_script_is_timed_over_every_communicator(tmp_path):

@@ -10,46 +10,31 @@ from dtk.cluster import detect
 from dtk.errors import ClusterError
 
 
+def numbered(rank, size, ranks, sizes, *others):
+    """Variables of a launcher that hold a rank and a size, and "name=value" of others."""
+    told = dict.fromkeys(ranks.split(), str(rank)) | dict.fromkeys(sizes.split(), str(size))
+    return told | dict(one.split("=") for one in others)
+
+
 def open_mpi(rank, size):
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
-        "PMIX_RANK": str(rank),
-    }
+    ranks = "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMIX_RANK"
+    return numbered(rank, size, ranks, "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def hydra(rank, size):
-    return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": str(size),
-        "MPI_LOCALRANKID": str(rank % 2),
-        "MPI_LOCALNRANKS": "2",
-    }
+    local = (f"MPI_LOCALRANKID={rank % 2}", "MPI_LOCALNRANKS=2")
+    return numbered(rank, size, "PMI_RANK", "PMI_SIZE", *local)
 
 
 def horovod(rank, size):
-    return {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(size),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(size),
-        "HOROVOD_HOSTNAME": "node1",
-    }
+    ranks, sizes = "HOROVOD_RANK HOROVOD_LOCAL_RANK", "HOROVOD_SIZE HOROVOD_LOCAL_SIZE"
+    return numbered(rank, size, ranks, sizes, "HOROVOD_HOSTNAME=node1")
 
 
 def srun(rank, size):
-    return {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": str(size),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "node1",
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
-    }
+    ids = ("SLURM_JOB_ID=1", "SLURM_STEP_ID=0", "SLURM_NODEID=0", "SLURM_STEP_NODELIST=node1")
+    sizes = "SLURM_NTASKS SLURM_STEP_TASKS_PER_NODE"
+    return numbered(rank, size, "SLURM_PROCID SLURM_LOCALID", sizes, *ids)
 
 
 def config(index, workers, role="worker", **others):
@@ -117,14 +102,8 @@ def test_what_dtk_run_set_wins_over_anything_inherited():
 def test_a_world_of_3_with_a_tf_config_of_2_names_both_and_the_cure():
     with pytest.raises(ClusterError) as error:
         detect({**open_mpi(1, 3), **config(1, 2)})
-    for part in (
-        "OMPI_COMM_WORLD_SIZE=3",
-        "world of 3",
-        "2 tasks",
-        "unset TF_CONFIG",
-        "mpirun -n 2",
-    ):
-        assert part in str(error.value)
+    said = ("OMPI_COMM_WORLD_SIZE=3", "world of 3", "2 tasks", "unset TF_CONFIG", "mpirun -n 2")
+    assert all(part in str(error.value) for part in said)
 
 
 def test_a_tf_config_that_agrees_adds_its_addresses():
@@ -202,21 +181,8 @@ def test_mpirun_really_sets_what_is_read(tmp_path):
         "import os; from dtk.cluster import detect; e = detect()\n"
         "os.write(1, f'{e.kind} {e.rank} {e.size} {e.local_size}\\n'.encode())"
     )
-    out = subprocess.run(
-        [
-            "mpirun",
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-np",
-            "2",
-            sys.executable,
-            "-c",
-            script,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+    out = subprocess.run([*command, "-c", script], capture_output=True, text=True, timeout=60)
     assert sorted(out.stdout.split("\n")) == ["", "mpi 0 2 2", "mpi 1 2 2"], out.stderr
 
 

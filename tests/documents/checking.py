@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from dtk.bench import places
 from dtk.cli import bench, run, tune
 from dtk.cli.main import main
-from dtk.launch import job_options, machines, plan, step_settings
+from dtk.launch import job_options, machines, plan
 
 from documents.blocks import ROOT, words
 
@@ -78,7 +78,7 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
             (run, "plan", planned),
             (run, "Job", start),
             (tune, "plan", planned),
-            (step_settings, "Job", start),
+            (tune, "Job", start),
             (bench, "Run", start),
             # what a command takes, not what is installed where it is read
             (job_options, "check_installed", lambda name: None),

@@ -37,10 +37,6 @@ def make(code, workers=2, communicator="auto", **options):
     return plan([sys.executable, "-c", code], workers, communicator=communicator, **options)
 
 
-def chosen(processes):
-    return {process.env[COMMUNICATOR] for process in processes}
-
-
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     """Where MPI and dtk put files meanwhile; nothing may be left there."""
@@ -53,18 +49,22 @@ def places(tmp_path, monkeypatch):
     assert [path for path in tmp_path.rglob("*") if path != shared] == []
 
 
-def test_what_the_user_exported_decides_auto():
-    assert chosen(make("", environ={})) == {"auto"}
-    assert chosen(make("", environ={COMMUNICATOR: "collective"})) == {"collective"}
-    assert chosen(make("", environ={COMMUNICATOR: "horovod"})) == {"horovod"}
-    assert chosen(make("", communicator="collective", environ={COMMUNICATOR: "mpi"})) == {
-        "collective"
-    }
-
-
-def test_servers_and_one_rank_alone_are_not_joined_by_mpi():
-    assert chosen(make("", ps=1, environ={COMMUNICATOR: "mpi"})) == {"collective"}
-    assert chosen(make("", workers=1, environ={})) == {"collective"}
+@pytest.mark.parametrize(
+    ("exported", "options", "taken"),
+    [
+        (None, {}, "auto"),
+        ("collective", {}, "collective"),
+        ("horovod", {}, "horovod"),
+        ("mpi", {"communicator": "collective"}, "collective"),
+        # servers and one rank alone are not joined by MPI
+        ("mpi", {"ps": 1}, "collective"),
+        (None, {"workers": 1}, "collective"),
+    ],
+)
+def test_what_the_user_exported_decides_auto(exported, options, taken):
+    environ = {COMMUNICATOR: exported} if exported else {}
+    made = make("", environ=environ, **options)
+    assert {process.env[COMMUNICATOR] for process in made} == {taken}
 
 
 @needs_mpi
