@@ -47,25 +47,22 @@ _SWEEPING = (
 )
 
 
-class _Quantity(click.ParamType):
-    """A number with a unit, as one of the functions of `dtk.planning.inputs` reads it."""
+def _quantity(
+    reader: Callable[[str, str], object],
+) -> Callable[[click.Context, click.Parameter, str | None], object]:
+    """Return what reads an option that is a number with a unit."""
 
-    def __init__(self, name: str, reader: Callable[[str, str], object]) -> None:
-        self.name, self._reader = name, reader
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> object:
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> object:
         try:
-            if isinstance(value, str) and param is not None:
-                return self._reader(param.opts[0], value)
+            return None if text is None else reader(option.opts[0], text)
         except PlanError as error:
             raise jobs.Refused("plan", str(error)) from None
-        return value
+
+    return read
 
 
-_COUNT, _ROWS = _Quantity("n", inputs.parse_count), _Quantity("rows", inputs.parse_count)
-_TIME, _SPEED = _Quantity("time", inputs.parse_seconds), _Quantity("speed", inputs.parse_bandwidth)
+_COUNT, _TIME = _quantity(inputs.parse_count), _quantity(inputs.parse_seconds)
+_SPEED = _quantity(inputs.parse_bandwidth)
 
 
 @click.command(
@@ -89,38 +86,70 @@ _TIME, _SPEED = _Quantity("time", inputs.parse_seconds), _Quantity("speed", inpu
 @click.option(
     "--communicator", metavar="NAME", help="Communicator in that file, if there are several."
 )
-@click.option("--step-time", type=_TIME, help="Time of a worker's step without sending, e.g. 85ms.")
-@click.option("--parameters", type=_COUNT, help="Trainable parameters, e.g. 270k.")
+@click.option(
+    "--step-time",
+    metavar="TIME",
+    callback=_TIME,
+    help="Time of a worker's step without sending, e.g. 85ms.",
+)
+@click.option("--parameters", metavar="N", callback=_COUNT, help="Trainable parameters, e.g. 270k.")
 @click.option(
     "--batch-size",
-    type=_ROWS,
+    metavar="ROWS",
+    callback=_COUNT,
     help="Rows of that step per worker; with a model to divide, of all workers. Default: 32.",
 )
 @click.option(
     "--global-batch",
-    type=_ROWS,
+    metavar="ROWS",
+    callback=_COUNT,
     help="Rows of all workers, for any number of them. Default: --batch-size per worker.",
 )
 @click.option(
     "--workers",
-    type=_Quantity("text", inputs.parse_counts),
+    callback=_quantity(inputs.parse_counts),
     default="1,...,4096",
     show_default=True,
     help="`...` doubles.",
 )
-@click.option("--workers-per-host", type=_COUNT, help="Default: the benchmark's, or 1.")
-@click.option("--bandwidth", type=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s.")
-@click.option("--latency", type=_TIME, default="0us", help="Between hosts, one way, e.g. 50us.")
-@click.option("--host-bandwidth", type=_SPEED, help="Within a host. Default: the speed of copying.")
-@click.option("--host-latency", type=_TIME, default="0us", help="Within a host.")
-@click.option("--coding", type=_TIME, help="Time to code a parameter in a few bits, e.g. 8.2ns.")
+@click.option(
+    "--workers-per-host", metavar="N", callback=_COUNT, help="Default: the benchmark's, or 1."
+)
+@click.option(
+    "--bandwidth", metavar="SPEED", callback=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s."
+)
+@click.option(
+    "--latency",
+    metavar="TIME",
+    callback=_TIME,
+    default="0us",
+    help="Between hosts, one way, e.g. 50us.",
+)
+@click.option(
+    "--host-bandwidth",
+    metavar="SPEED",
+    callback=_SPEED,
+    help="Within a host. Default: the speed of copying.",
+)
+@click.option(
+    "--host-latency", metavar="TIME", callback=_TIME, default="0us", help="Within a host."
+)
+@click.option(
+    "--coding",
+    metavar="TIME",
+    callback=_TIME,
+    help="Time to code a parameter in a few bits, e.g. 8.2ns.",
+)
 @click.option(
     "--block-steps",
-    type=_COUNT,
+    metavar="N",
+    callback=_COUNT,
     default="16",
     help="Steps in a block of block momentum. Default: 16.",
 )
-@click.option("--servers", type=_COUNT, default="1", help="Parameter servers. Default: 1.")
+@click.option(
+    "--servers", metavar="N", callback=_COUNT, default="1", help="Parameter servers. Default: 1."
+)
 @click.option("--price-per-hour", type=float, default=0.0, help="Price of a host, any currency.")
 @click.option(
     "--efficiency",
@@ -129,11 +158,14 @@ _TIME, _SPEED = _Quantity("time", inputs.parse_seconds), _Quantity("speed", inpu
     show_default=True,
     help="Least efficiency wanted.",
 )
-@click.option("-n", "processes", type=_COUNT, help="Workers that a model is divided among.")
+@click.option(
+    "-n", "processes", metavar="N", callback=_COUNT, help="Workers that a model is divided among."
+)
 @jobs.hosts
 @click.option(
     "--memory",
-    type=_Quantity("bytes", inputs.parse_size),
+    metavar="BYTES",
+    callback=_quantity(inputs.parse_size),
     help="Memory of a worker, to divide a model, e.g. 8GB.",
 )
 @click.option(

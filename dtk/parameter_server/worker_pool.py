@@ -112,9 +112,7 @@ class WorkerPool:
             self._changed.notify_all()
         try:
             if is_first:
-                tf_servers.employ(
-                    self._strategy, lambda: self._serve(session), len(self._workers)
-                )
+                tf_servers.employ(self._strategy, lambda: self._serve(session), len(self._workers))
             yield self
         finally:
             with self._changed:
