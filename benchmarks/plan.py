@@ -44,8 +44,8 @@ def measure():
     """On every rank: train with each exchange; rank 0 prints what a step took."""
     import dtk
     import keras
-    from dtk.bench.measure import order
     from dtk.bench.models import PROBLEMS
+    from dtk.bench.turns import order
     from dtk.bench.variant import Fit
     from dtk.bench.worker import clock
     from dtk.exchange import BlockMomentum, parse
@@ -101,7 +101,7 @@ def predicted(workers, mbit):
     from dtk.bench.results import read
     from dtk.planning.calibration import calibrated
     from dtk.planning.inputs import Cluster, Link
-    from dtk.planning.methods import METHODS
+    from dtk.planning.plan_methods import METHODS
 
     known = calibrated(read(path("bench", workers)), args.model)
     job = dataclasses.replace(known.job, block_steps=args.block_steps)

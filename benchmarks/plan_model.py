@@ -131,7 +131,7 @@ def main():
     found |= job(1)[0]
     from dtk.planning.model.graph import read
     from dtk.planning.model.layer_costs import LayerCosts, RankGrid, Rates
-    from dtk.planning.model.measure import MeasuredRates, rates_here
+    from dtk.planning.model.layer_times import MeasuredRates, rates_here
     from dtk.planning.model.search import pipeline
 
     model = build()

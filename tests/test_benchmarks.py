@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtk.bench.results import Reading, Results
+from dtk.bench.results import BenchResults, Reading
 from dtk.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +117,7 @@ def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path
     sums = {task_of(size): {"collective allreduce": turns(2e-3 + size * 1e-9)} for size in TELLING}
     # 4 MB at 12.5 MB/s, of which Ethernet leaves 0.936, on top of 0.1 s of computing.
     steps = {"limit": turns(0.1), "collective none": turns(0.106, 4e6)}
-    Results(setting, {"mlp": 10**6}, {"mlp": steps, **sums}).save(tmp_path / "bench-2.json")
+    BenchResults(setting, {"mlp": 10**6}, {"mlp": steps, **sums}).save(tmp_path / "bench-2.json")
     (tmp_path / "measured-2-100.json").write_text(json.dumps({"dense": [0.38, 0.4, 0.42]}))
     argv = ["plan.py", "--only", "table"]
     argv += ["--model", "mlp", "--output", str(tmp_path)]

@@ -19,21 +19,21 @@ def main() -> None:
         from strategies import bodies
 
         bodies.served()
-    from dtk.bench.agent import connect
-    from dtk.bench.ranks import Failure
+    from dtk.bench.ranks import NoAnswer
+    from dtk.bench.worker import connect
     from dtk.cluster import detect
 
     import world
 
     rank = detect().rank
     with connect() as line:
-        line.send({"rank": rank, "pid": os.getpid()})
+        line.send((rank, os.getpid()))
         while (task := _next(line)) is not None:
             world.seed(rank)  # apart: that dtk makes ranks alike is tested
             try:
                 line.send(_run(*task))
             except BaseException:
-                line.send(Failure(traceback.format_exc()))
+                line.send(NoAnswer(traceback.format_exc()))
 
 
 def _next(line: connection.Connection) -> Any:

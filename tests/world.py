@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dtk.bench import places
-from dtk.bench.ranks import ENDED, Hello, Ranks, RanksFailed
+from dtk.bench import bench_jobs
+from dtk.bench.ranks import ENDED, Ranks, RanksFailed
 from dtk.cluster import mpi_installs
 from dtk.launch import Process, plan
 
@@ -50,16 +50,6 @@ START_TIMEOUT = 90.0
 
 class WorldError(Exception):
     """A body failed on some rank, or a world could not start or answer in time."""
-
-
-class Started(Hello):
-    """What a worker says first.
-
-    Attributes:
-        pid: Its process.
-    """
-
-    pid: int
 
 
 def missing(backend: str) -> str | None:
@@ -137,14 +127,14 @@ class World:
         )
         answering = 1 if backend == "served" else size
         processes = _processes(backend, size, env or {})
-        self._ranks: Ranks[Started, Any] = Ranks(processes, answering, output=self._log, grace=1.0)
+        self._ranks = Ranks(processes, answering, output=self._log, grace=1.0)
         with self._ended_by_failure(f"{backend} x {size} does not start"):
             self._ranks.start(START_TIMEOUT)
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> list[Any]:
         """The processes that run bodies."""
-        return [hello["pid"] for hello in self._ranks.hello]
+        return self._ranks.hello
 
     @property
     def alive(self) -> bool:
@@ -228,9 +218,9 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
         **extra,
     }
     if backend == "horovod-mpi":
-        return [places.mpirun(command, size, env)]
+        return [bench_jobs.mpirun(command, size, env)]
     if backend == "mpi-wheel":
-        started = places.mpirun(command, size, env)
+        started = bench_jobs.mpirun(command, size, env)
         argv = (str(mpi_installs.mpirun()), *started.argv[1:])
         return [dataclasses.replace(started, argv=argv)]
     kind = "horovod" if backend == "horovod-gloo" else "collective"

@@ -21,7 +21,7 @@ Reduce = Callable[[list[Any]], list[Any]]
 
 
 class Worker:
-    """See `dtk.bench.worker.Worker`."""
+    """See `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, Any]):
         hvd.init()
@@ -30,7 +30,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `dtk.bench.worker.Worker`."""
+        """See `dtk.bench.worker.BenchWorker`."""
         keras.utils.clear_session()
         size = bytes_of(task)
         if size:

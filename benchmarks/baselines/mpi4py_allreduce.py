@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 
 class Worker:
-    """See `dtk.bench.worker.Worker`."""
+    """See `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, Any]):
         self.rank = MPI.COMM_WORLD.rank
@@ -19,7 +19,7 @@ class Worker:
         self._steps = setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:
-        """See `dtk.bench.worker.Worker`."""
+        """See `dtk.bench.worker.BenchWorker`."""
         kind, _, size = task.partition(" ")
         if kind != "allreduce":
             return 0, {}

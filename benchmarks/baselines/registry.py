@@ -1,4 +1,4 @@
-"""Baselines of `dtk bench`, and the environments they run in; read by `dtk.bench.baselines`.
+"""Baselines of `dtk bench`, and the environments they run in; read by `dtk.bench.bench_jobs`.
 
 ~/.cache/dtk/bench/<baseline>/      python -m venv, with pinned packages
 <baseline>/dtk-bench.json           what is in it; written last, so that half an environment is none
@@ -21,8 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dtk import cache
-from dtk.bench.baselines import Baseline
-from dtk.bench.measure import WorldLost
+from dtk.bench.bench_jobs import Baseline, JobLost
 
 _COMPLETE = "dtk-bench.json"
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install")
@@ -30,7 +29,7 @@ _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install")
 
 @dataclasses.dataclass(frozen=True)
 class PinnedPackages:
-    """An environment of a baseline's own; see `dtk.bench.baselines.Environment`.
+    """An environment of a baseline's own.
 
     Attributes:
         name: Of the baseline.
@@ -50,11 +49,7 @@ class PinnedPackages:
         return cache.folder() / "bench" / self.name
 
     def python(self, say: Callable[[str], None]) -> str:
-        """See `dtk.bench.baselines.Environment`.
-
-        Args:
-            say: Told what will be done, before it is.
-        """
+        """Return the interpreter of the environment; if there is none, say so and make it."""
         python = self.folder / "bin" / "python"
         if not self._is_complete():
             say(
@@ -92,7 +87,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        raise WorldLost(f"its environment cannot be made: {told[-1]}; try `{shlex.join(command)}`")
+        raise JobLost(f"its environment cannot be made: {told[-1]}; try `{shlex.join(command)}`")
 
 
 def _worker(module: str) -> Path:
@@ -101,14 +96,14 @@ def _worker(module: str) -> Path:
 
 _HOROVOD, _LOOP = _worker("horovod_loop"), "a loop by hand over hvd.allreduce"
 BASELINES = (
-    Baseline("horovod-loop", f"{_LOOP}, Gloo", _HOROVOD, "horovod", busy=True),
-    Baseline("horovod-mpi-loop", f"{_LOOP}, MPI", _HOROVOD, "horovod-mpi", busy=True),
+    Baseline("horovod-loop", f"{_LOOP}, Gloo", _HOROVOD, "horovod"),
+    Baseline("horovod-mpi-loop", f"{_LOOP}, MPI", _HOROVOD, "horovod-mpi"),
     Baseline(
         "tf_keras",
         "legacy Keras under MultiWorkerMirroredStrategy",
         _worker("tf_keras_mwms"),
         "collective",
-        PinnedPackages("tf_keras", ("tf_keras==2.21.0",), "2 MB", borrows=True),
+        PinnedPackages("tf_keras", ("tf_keras==2.21.0",), "2 MB", borrows=True).python,
     ),
     Baseline(
         "torch",
@@ -119,14 +114,14 @@ BASELINES = (
             "torch",
             ("torch==2.13.0", "numpy==2.4.6"),
             "200 MB, or several GB where the package index brings CUDA along",
-        ),
+        ).python,
     ),
     Baseline(
         "mpi4py",
         "MPI's own all-reduce; needs --allreduce",
         _worker("mpi4py_allreduce"),
         "horovod-mpi",
-        PinnedPackages("mpi4py", ("mpi4py==4.1.2", "numpy==2.4.6"), "25 MB"),
+        PinnedPackages("mpi4py", ("mpi4py==4.1.2", "numpy==2.4.6"), "25 MB").python,
         trains=False,
     ),
 )

@@ -14,7 +14,7 @@ from dtk.bench.worker import Measure, Tick
 
 
 class Worker:
-    """See `dtk.bench.worker.Worker`."""
+    """See `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, Any]):
         config = json.loads(os.environ["TF_CONFIG"])
@@ -24,7 +24,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
-        """See `dtk.bench.worker.Worker`."""
+        """See `dtk.bench.worker.BenchWorker`."""
         tf_keras.backend.clear_session()
         if task not in PROBLEMS:
             return 0, {}

@@ -14,7 +14,7 @@ from torch_models import PROBLEMS
 
 
 class Worker:
-    """See `dtk.bench.worker.Worker`."""
+    """See `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, Any]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -24,7 +24,7 @@ class Worker:
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:
-        """See `dtk.bench.worker.Worker`."""
+        """See `dtk.bench.worker.BenchWorker`."""
         kind, _, size = task.partition(" ")
         if kind == "allreduce":
             return 0, {"all_reduce": self._sum(int(size))}

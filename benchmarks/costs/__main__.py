@@ -23,7 +23,7 @@ benchmarks/results/costs.md has what was measured.
 import argparse
 from pathlib import Path
 
-from dtk.bench.measure import order
+from dtk.bench.turns import order
 
 import jobs
 import report

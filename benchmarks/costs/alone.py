@@ -7,7 +7,7 @@ import time
 
 import dtk
 import keras
-from dtk.bench.measure import order
+from dtk.bench.turns import order
 
 import report
 from models import PROBLEMS

@@ -8,7 +8,7 @@ import contextlib
 import time
 
 import keras
-from dtk.bench.measure import order
+from dtk.bench.turns import order
 
 import report
 from fits import mean_of_ranks

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from dtk.bench.measure import order
+from dtk.bench.turns import order
 from dtk.bench.worker import clock
 
 

@@ -12,7 +12,7 @@ import dtk
 import keras
 import numpy as np
 import tensorflow as tf
-from dtk.bench.measure import order
+from dtk.bench.turns import order
 from dtk.bench.variant import Fit
 from dtk.bench.worker import clock
 from dtk.input import slicing

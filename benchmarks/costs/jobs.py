@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from dtk.bench import places
+from dtk.bench import bench_jobs
 from dtk.launch import plan
 
 OWN, MPI = "collective", "horovod-mpi"
@@ -60,4 +60,4 @@ def _launcher(communicator, workers):
     # As `dtk run` does; one thread each needs one core each.
     enough = workers <= (psutil.cpu_count(logical=False) or 1)
     binding = ["--map-by", "core", "--bind-to", "core"] if enough else ["--bind-to", "none"]
-    return places.mpirun([sys.executable], workers, {}, binding).argv
+    return bench_jobs.mpirun([sys.executable], workers, {}, binding).argv

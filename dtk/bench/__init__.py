@@ -1,10 +1,8 @@
 """Measurements of `dtk bench`: how they are taken, and how they are shown.
 
-    command line    setting ──> measure ──> results ──> report, plot
-                                   │ what to measure next, asked of `process_world`
-    every rank      agent ──> worker ──> a Worker: strategy_worker or no_communication_worker
-                                         (variant, models), or a baseline's (see `baselines`)
+    command line    setting ──> turns ──> results ──> report, page
+                                  │ what to measure next, asked of `bench_jobs` by `ranks`
+    every rank      worker ──> a BenchWorker: of `variant` (models), or a peer's
 
-`setting`, `measure`, `results`, `report`, `plot`, `agent`, `baselines` and `worker` import no
-TensorFlow.
+Only `variant` imports TensorFlow.
 """

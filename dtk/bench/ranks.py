@@ -1,9 +1,7 @@
-"""Processes that are started together and asked the same, by whoever started them.
+"""A job whose ranks connect to this process, and are asked in turn: `dtk bench` and tests/world.py.
 
-    Ranks ──── Job ──── processes ──── agent.connect()
-      └── socket ──────────────────────────┴── says hello, {"rank": 0, ...}; then answers
-
-Tests start theirs by it, too (tests/world.py).
+Ranks ── Job ──────── rank: worker.connect()
+  └── Connection ───────┴── says (its rank, anything); then one answer to each request
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError, connection
-from typing import Generic, TextIO, TypeAlias, TypedDict, TypeVar, cast
+from typing import TextIO, TypeAlias, cast
 
-from dtk.bench import agent
+from dtk.bench import worker
 from dtk.errors import DtkError
 from dtk.launch import Job, Process, machines
 from dtk.launch.starter import own_address
@@ -25,41 +23,28 @@ from dtk.launch.starter import own_address
 _POLL = 1.0
 _OTHERS = 1.0  # seconds that others have to answer after one has failed
 
-
-class Failure(str):
-    """Why a rank has no answer."""
-
-
-ENDED = Failure("the process ended")
-
-# To a process: anything can be sent, and received.
+# Anything can be sent and received.
 _Line: TypeAlias = "connection.Connection[object, object]"
 
 
-class Hello(TypedDict):
-    """What a process says first, and maybe more."""
-
-    rank: int
+class NoAnswer(str):
+    """Why a rank has no answer."""
 
 
-HelloT = TypeVar("HelloT", bound=Hello)
-AnswerT = TypeVar("AnswerT")
+ENDED = NoAnswer("the process ended")
 
 
 class RanksFailed(DtkError, RuntimeError):
     """Some ranks failed, or ended before they could be asked."""
 
-    def __init__(self, failures: Mapping[int, Failure]):
+    def __init__(self, failures: Mapping[int, NoAnswer]):
         self.failures = failures
         told = [f"rank {rank}: {why}" for rank, why in sorted(failures.items())]
         super().__init__("\n".join(told) or "the processes ended before they could be asked")
 
 
-class Ranks(Generic[HelloT, AnswerT]):
-    """Processes that connect to this one, and wait to be asked.
-
-    Whoever starts them knows what they say first, and what they answer.
-    """
+class Ranks:
+    """The ranks of a job, each with a connection by which it is asked."""
 
     def __init__(
         self,
@@ -75,8 +60,8 @@ class Ranks(Generic[HelloT, AnswerT]):
         self._key = secrets.token_bytes(32)
         address = own_address([process.host for process in processes])
         self._door = socket.create_server((address, 0), backlog=size)
-        host, port = self._door.getsockname()
-        env = {agent.ADDRESS: f"{host}:{port}", agent.KEY: self._key.hex()}
+        env = {worker.ADDRESS: "{}:{}".format(*self._door.getsockname())}
+        env[worker.KEY] = self._key.hex()
         self.job = Job(
             [dataclasses.replace(one, env={**one.env, **env}) for one in processes],
             remote_shell=remote_shell,
@@ -84,7 +69,7 @@ class Ranks(Generic[HelloT, AnswerT]):
             stdout=output,
             stderr=output,
         )
-        self.hello: list[HelloT] = []
+        self.hello: list[object] = []  # what each said first, in rank order
 
     @property
     def alive(self) -> bool:
@@ -92,31 +77,26 @@ class Ranks(Generic[HelloT, AnswerT]):
         return bool(self._lines)
 
     def start(self, timeout: float) -> None:
-        """Start the processes, and wait until every rank has said hello."""
+        """Start the job, and wait until every rank has said hello."""
         self.job.start()
         with self._door:
             deadline = time.monotonic() + timeout
             while len(self._lines) < self._size:
                 self._lines.append(self._accept(deadline))
         # Pickled objects have no type: the process that sends them has it.
-        hellos = cast(list[HelloT], self._hear(timeout))
-        said = list(zip(hellos, self._lines, strict=True))
-        said.sort(key=lambda pair: pair[0]["rank"])
-        self.hello = [hello for hello, _ in said]
-        self._lines = [line for _, line in said]
+        said = cast(list[tuple[int, object]], self._hear(timeout))
+        order = sorted(range(self._size), key=lambda one: said[one][0])
+        self.hello = [said[one][1] for one in order]
+        self._lines = [self._lines[one] for one in order]
 
     def _accept(self, deadline: float) -> _Line:
         """Wait for a process that knows the key, as long as the job runs."""
-        self._door.settimeout(_POLL)
         while time.monotonic() < deadline:
-            try:
-                accepted, _ = self._door.accept()
-            except TimeoutError:
+            if not connection.wait([self._door], _POLL):
                 if self.ended(0.0):
-                    raise RanksFailed({}) from None
+                    raise RanksFailed({})
                 continue
-            accepted.setblocking(True)
-            line: _Line = connection.Connection(accepted.detach())
+            line: _Line = connection.Connection(self._door.accept()[0].detach())
             with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 connection.deliver_challenge(line, self._key)
                 connection.answer_challenge(line, self._key)
@@ -125,21 +105,20 @@ class Ranks(Generic[HelloT, AnswerT]):
 
     def ask(
         self, request: object, timeout: float, meanwhile: Callable[[], object] = lambda: None
-    ) -> list[AnswerT]:
+    ) -> list[object]:
         """Ask all ranks the same, and wait for their answers."""
         for line in self._lines:
             with contextlib.suppress(OSError):  # it has ended, which is found out below
                 line.send(request)
         meanwhile()
-        return cast(list[AnswerT], self._hear(timeout))  # pickled, like what they said first
+        return self._hear(timeout)
 
     def _hear(self, timeout: float) -> list[object]:
         """Wait for a message of every rank."""
         deadline = time.monotonic() + timeout
         heard: dict[int, object] = {}
-        failures: dict[int, Failure] = {}
-        while len(heard) < self._size:
-            missing = {line: rank for rank, line in enumerate(self._lines) if rank not in heard}
+        failures: dict[int, NoAnswer] = {}
+        while missing := {line: n for n, line in enumerate(self._lines) if n not in heard}:
             ready = connection.wait(list(missing), max(0.0, deadline - time.monotonic()))
             if not ready and not failures:
                 late = sorted(missing.values())
@@ -147,7 +126,7 @@ class Ranks(Generic[HelloT, AnswerT]):
             if not ready:
                 break
             heard |= {rank: _received(line) for line, rank in missing.items() if line in ready}
-            failures = {rank: one for rank, one in heard.items() if isinstance(one, Failure)}
+            failures = {rank: one for rank, one in heard.items() if isinstance(one, NoAnswer)}
             if failures:
                 # The others usually fail too, or wait for ever: hear them out, but briefly.
                 deadline = min(deadline, time.monotonic() + _OTHERS)

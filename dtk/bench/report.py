@@ -1,19 +1,27 @@
-"""Tables of what was measured: pure functions of results. No TensorFlow here."""
+"""What is shown of a benchmark: tables, the notes below them, and a plot. No TensorFlow here."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtk.bench import page
-from dtk.bench.results import Rank, Reading, Results, apart, in_step
-from dtk.bench.setting import block_of, bytes_of
+from dtk.bench.results import BenchResults, Reading, apart, in_step
+from dtk.bench.setting import BenchError, block_of, bytes_of
+from dtk.bench.worker import RankHost
+from dtk.version import pip_install
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Variants = Mapping[str, Sequence[list[Reading]]]
 
 BOUND = "limit"
-# First word of worlds whose environment was changed, and of their own limit.
+# First word of jobs whose environment was changed, and of their own limit.
 TUNED = "tuned"
 IN_STEP = "limit in step"
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
@@ -39,12 +47,14 @@ _BLOCK_LEGEND = (
 _COMPARED = "saved / this"
 
 
-def table(results: Results, task: str, saved: Results | None = None) -> list[tuple[str, ...]]:
+def table(
+    results: BenchResults, task: str, saved: BenchResults | None = None
+) -> list[tuple[str, ...]]:
     """Return the table of one task: a header, then a row for each variant.
 
     Example:
         >>> turns = [[Reading(0.02, 0.0, 0.0, 1.0)], [Reading(0.03, 0.0, 0.0, 1.0)]]
-        >>> table(Results(turns={"mlp": {"limit": turns}}), "mlp")[1]
+        >>> table(BenchResults(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
     variants = _with_waiting(results, task)
@@ -56,7 +66,7 @@ def table(results: Results, task: str, saved: Results | None = None) -> list[tup
     return [("", *columns), *rows]
 
 
-def _with_waiting(results: Results, task: str) -> Variants:
+def _with_waiting(results: BenchResults, task: str) -> Variants:
     """Return what was measured, and behind the bound what it takes if steps wait for each other."""
     variants = results.turns.get(task, {})
     limit = variants.get(BOUND)
@@ -150,7 +160,7 @@ def _compared(variants: Variants, earlier: Variants) -> list[str]:
     ]
 
 
-def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
+def bars(results: BenchResults, task: str) -> dict[str, tuple[float, ...]]:
     """Return what a plot shows of each variant."""
     variants = _with_waiting(results, task)
     if not has_bound(results, task):
@@ -159,12 +169,12 @@ def bars(results: Results, task: str) -> dict[str, tuple[float, ...]]:
     return {name: quartiles(of_the_bound(turns, limit)) for name, turns in variants.items()}
 
 
-def has_bound(results: Results, task: str) -> bool:
+def has_bound(results: BenchResults, task: str) -> bool:
     """Return whether a task was measured without communication too."""
     return BOUND in results.turns[task]
 
 
-def unit(results: Results, task: str) -> str:
+def unit(results: BenchResults, task: str) -> str:
     """Return what the numbers of `bars` are."""
     return (
         "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
@@ -219,12 +229,14 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def title(results: Results, task: str) -> str:
+def title(results: BenchResults, task: str) -> str:
     """Return the model and how large it is, or what is reduced.
 
     Example:
-        >>> title(Results(parameters={"mlp": 10512394}), "mlp"), title(Results(), "allreduce 4000")
-        ('mlp, 10.51 M parameters', 'all-reduce of 4.00 kB')
+        >>> title(BenchResults(parameters={"mlp": 10512394}), "mlp")
+        'mlp, 10.51 M parameters'
+        >>> title(BenchResults(), "allreduce 4000")
+        'all-reduce of 4.00 kB'
     """
     count = bytes_of(task)
     if count:
@@ -232,33 +244,22 @@ def title(results: Results, task: str) -> str:
     return f"{task}, {results.parameters[task] / 1e6:.2f} M parameters"
 
 
-def progress(results: Results) -> str:
-    """Return how far a measurement is, for the screen.
+def progress(results: BenchResults, tasks: int) -> tuple[str, int, int]:
+    """Return how far a measurement is, for the screen; turns that were taken, and that will be.
 
     Example:
         >>> turns = {"mlp": {"limit": [[]], "collective none": []}}
-        >>> progress(Results({"rounds": 5}, turns=turns))
-        'mlp: 1 of 10 turns'
+        >>> progress(BenchResults({"rounds": 5}, turns=turns), tasks=2)
+        ('mlp: 1 of 10 turns', 1, 20)
     """
-    task, variants = list(results.turns.items())[-1]
-    taken = sum(len(turns) for turns in variants.values())
-    return f"{task}: {taken} of {results.setting['rounds'] * len(variants)} turns"
+    rounds = results.setting["rounds"]
+    planned = [rounds * len(variants) for variants in results.turns.values()]
+    taken = [sum(map(len, variants.values())) for variants in results.turns.values()]
+    text = f"{[*results.turns][-1]}: {taken[-1]} of {planned[-1]} turns"
+    return text, sum(taken), sum(planned) + (tasks - len(planned)) * planned[-1]
 
 
-def amount(results: Results, tasks: int) -> tuple[int, int]:
-    """Return how many turns were taken, and how many there will be.
-
-    Example:
-        >>> amount(Results({"rounds": 5}, turns={"mlp": {"limit": [[]], "none": []}}), tasks=2)
-        (1, 20)
-    """
-    turns = [variants.values() for variants in results.turns.values()]
-    planned = [results.setting["rounds"] * len(variants) for variants in turns]
-    taken = sum(len(taken) for variants in turns for taken in variants)
-    return taken, sum(planned) + (tasks - len(planned)) * planned[-1]
-
-
-def setting(results: Results) -> str:
+def setting(results: BenchResults) -> str:
     """Return where and how it was measured, in a sentence."""
     found = results.setting
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
@@ -268,7 +269,7 @@ def setting(results: Results) -> str:
     )
 
 
-def _hosts(ranks: Sequence[Rank]) -> str:
+def _hosts(ranks: Sequence[RankHost]) -> str:
     hosts: dict[str, set[int]] = {}
     for rank in ranks:
         hosts.setdefault(rank["host"], set()).update(rank["cores"])
@@ -277,12 +278,14 @@ def _hosts(ranks: Sequence[Rank]) -> str:
     return f"{cores}, threads per worker: {threads}"
 
 
-def tables(results: Results, saved: Results | None = None) -> list[tuple[str, page.Table]]:
+def tables(
+    results: BenchResults, saved: BenchResults | None = None
+) -> list[tuple[str, page.Table]]:
     """Return a title and a table for each task."""
     return [(title(results, task), table(results, task, saved)) for task in results.turns]
 
 
-def notes(results: Results, saved: Results | None = None) -> list[str]:
+def notes(results: BenchResults, saved: BenchResults | None = None) -> list[str]:
     """Return what stands below the tables: what is missing, how to read them, and the setting."""
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
     legend = [LEGEND]
@@ -301,3 +304,58 @@ def notes(results: Results, saved: Results | None = None) -> list[str]:
     if saved is not None:
         lines.append(f"{_COMPARED}: time of a step there / here. Saved: {setting(saved)}.")
     return lines
+
+
+_INK, _BAR, _PEER = "#333333", "#3b6ea5", "#b0b7bf"
+_ROW = 0.34  # inches of a bar
+
+
+def check_plot(file: str) -> None:
+    """Refuse, before anything is measured, a plot that could not be drawn.
+
+    Example:
+        >>> check_plot("bench.pdf")
+        Traceback (most recent call last):
+        dtk.bench.setting.BenchError: --plot bench.pdf: expected a name in .svg or .png
+    """
+    if Path(file).suffix not in (".svg", ".png"):
+        raise BenchError(f"--plot {file}: expected a name in .svg or .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchError(f"--plot {file}: needs matplotlib; run `{pip_install('bench')}`")
+
+
+def save_plot(results: BenchResults, file: str) -> None:
+    """Draw a panel for each task, with a bar for each variant: its median, with quartiles.
+
+    What trains is drawn as its ratio to the no-communication bound, an all-reduce as its time.
+    """
+    from matplotlib.figure import Figure
+
+    counts = [max(1, len(turns)) for turns in results.turns.values()]
+    height = sum(counts) * _ROW + 0.75 * len(counts)
+    figure = Figure(figsize=(8, height), layout="constrained")
+    panels = figure.subplots(len(counts), squeeze=False, height_ratios=counts)[:, 0]
+    for panel, task in zip(panels, results.turns, strict=True):
+        _draw(panel, results, task)
+    figure.savefig(file, dpi=150)
+
+
+def _draw(panel: Axes, results: BenchResults, task: str) -> None:
+    shown = bars(results, task)
+    own = results.setting["communicators"]
+    for row, (name, (low, middle, high)) in enumerate(shown.items()):
+        color = _BAR if name.split()[0] in own else _PEER
+        panel.barh(row, middle, color=color, height=0.7)
+        panel.plot([low, high], [row, row], color=_INK, linewidth=1.2)
+        places = 2 if has_bound(results, task) else digits(middle)
+        panel.text(high, row, f"  {middle:.{places}f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(shown)), list(shown), fontsize=8)
+    panel.invert_yaxis()
+    panel.set_title(title(results, task), fontsize=10, loc="left")
+    panel.set_xlabel(unit(results, task), fontsize=8)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.margins(x=0.1)
+    panel.set_xlim(left=0)
+    if has_bound(results, task):
+        panel.axvline(1.0, color=_INK, linewidth=0.8, linestyle=":")

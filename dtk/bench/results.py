@@ -1,4 +1,4 @@
-"""Results of a benchmark, and a file of them. No TensorFlow here."""
+"""BenchResults of a benchmark, and a file of them. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from dtk.bench.setting import BenchError
-from dtk.bench.worker import Answer
+from dtk.bench.worker import RankHost
 
 _FORMAT = 3
 
@@ -32,19 +32,6 @@ class Reading:
     steps: tuple[float, ...] = ()  # seconds of each step, from the end of the one before
 
 
-class Place(TypedDict):
-    """Where a rank ran."""
-
-    host: str  # its name
-    cores: Sequence[int]  # those it may use
-
-
-class Rank(Place):
-    """Where a rank ran, and with how many threads."""
-
-    threads: int
-
-
 class Measured(TypedDict, total=False):
     """What was measured: the fields of `Setting`, and who took part."""
 
@@ -54,22 +41,22 @@ class Measured(TypedDict, total=False):
     steps: int
     rounds: int
     allreduce: Sequence[int]
-    communicators: Sequence[str]  # A world of dtk's for each
-    tuned: Sequence[str]  # settings of a second world for each, and of a second limit; "NAME=VALUE"
-    worlds: Sequence[str]  # names of all
+    communicators: Sequence[str]  # a job of dtk's for each
+    tuned: Sequence[str]  # settings of a second job for each, and of a second limit; "NAME=VALUE"
+    worlds: Sequence[str]  # names of all jobs
     workers: int  # how many there were in each
-    ranks: Sequence[Rank]  # where they ran
+    ranks: Sequence[RankHost]  # where they ran
     versions: Mapping[str, str]  # of the libraries that were measured, by name
 
 
 @dataclasses.dataclass
-class Results:
+class BenchResults:
     """All measurements of a benchmark, and where they were taken.
 
     Field names are the keys of the saved file.
 
     Example:
-        >>> Results(parameters={"mlp": 10512394}).absent
+        >>> BenchResults(parameters={"mlp": 10512394}).absent
         {}
     """
 
@@ -79,16 +66,16 @@ class Results:
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     # by task and variant, in the order measured: measurements, of a reading per rank each
     turns: dict[str, dict[str, list[list[Reading]]]] = dataclasses.field(default_factory=dict)
-    # by world or variant, why it was not measured
+    # by job or variant, why it was not measured
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def ended_early(self, tasks: Sequence[str], why: str) -> Results:
+    def ended_early(self, tasks: Sequence[str], why: str) -> BenchResults:
         """Return the rounds that all variants of a task have taken, and what is missing by name.
 
         Example:
             >>> turn = [Reading(0.02, 0.0, 0.0, 1.0)]
             >>> taken = {"limit": [turn, turn], "none": [turn]}
-            >>> begun = Results({"rounds": 5}, turns={"mlp": taken})
+            >>> begun = BenchResults({"rounds": 5}, turns={"mlp": taken})
             >>> begun.ended_early(["mlp", "resnet20"], "SIGINT").absent
             {'mlp': '1 of 5 rounds: SIGINT', 'resnet20': 'SIGINT'}
         """
@@ -110,8 +97,8 @@ class Results:
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def read(path: str | os.PathLike[str]) -> Results:
-    """Read what `Results.save` wrote."""
+def read(path: str | os.PathLike[str]) -> BenchResults:
+    """Read what `BenchResults.save` wrote."""
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
@@ -128,24 +115,16 @@ def read(path: str | os.PathLike[str]) -> Results:
     try:
         for variants in found["turns"].values():
             for turns in variants.values():
-                turns[:] = [[reading_of(known) for known in turn] for turn in turns]
-        return Results(**found)
+                turns[:] = [
+                    [Reading(**{**known, "steps": tuple(known["steps"])}) for known in turn]
+                    for turn in turns
+                ]
+        return BenchResults(**found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BenchError(
             f"{path} is damaged ({type(error).__name__}: {error}); measure anew with "
             "`dtk bench --json`"
         ) from None
-
-
-def reading_of(known: Answer) -> Reading:
-    """Return a reading of what JSON made of it."""
-    return Reading(
-        known["seconds"],
-        known["sent"],
-        known["communicating"],
-        known["fit"],
-        tuple(known["steps"]),
-    )
 
 
 def in_step(turn: Sequence[Reading]) -> float:
@@ -164,7 +143,7 @@ def in_step(turn: Sequence[Reading]) -> float:
     return longer * statistics.mean(reading.seconds for reading in turn)
 
 
-def apart(ranks: Sequence[Place]) -> bool:
+def apart(ranks: Sequence[RankHost]) -> bool:
     """Return whether each rank has cores of its own.
 
     Where they share them, one that waits lets the slowest go on faster.

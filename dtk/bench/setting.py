@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from dtk.errors import DtkError
 
@@ -89,20 +89,6 @@ class Setting:
         # As `BlockMomentum` does: a block is closed by the step that fills it.
         block = math.ceil(rows // workers / self.batch_size)
         return math.ceil(self.steps / block) * block
-
-    @classmethod
-    def of(cls, fields: Mapping[str, object]) -> Setting:
-        """Make a setting of what `dataclasses.asdict` made, also after JSON.
-
-        Example:
-            >>> Setting.of({"models": ["mlp"]}).models
-            ('mlp',)
-        """
-        given = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields.items()
-        }
-        return cls(**(dataclasses.asdict(cls()) | given))
 
 
 def parse_size(text: str) -> int:

@@ -1,23 +1,33 @@
-"""Variants to measure: each trains a model, or reduces, some steps at a time."""
+"""What dtk's own ranks measure: variants that train a model, or reduce, some steps at a time.
+
+LimitWorker       plain Keras on every rank, by itself; nothing joins these processes
+StrategyWorker    `fit` under an AllReduceStrategy, over what joins its ranks
+"""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import time
 from collections.abc import Mapping
 
 import keras
 import tensorflow as tf
 
-from dtk.bench.models import Problem
+from dtk import quiet
+from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.report import BOUND
-from dtk.bench.setting import Setting, block_of
-from dtk.bench.worker import Counts, Tick
+from dtk.bench.setting import Setting, block_of, bytes_of
+from dtk.bench.worker import Built, Counts, Tick
+from dtk.cluster import detect
 from dtk.communicators import Communicator
+from dtk.communicators.null import NullCommunicator
 from dtk.compat import fused_kernels
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.nests import Logs
-from dtk.strategies import AllReduceStrategy
+from dtk.strategies import AllReduceStrategy, devices
+from dtk.trainer import undistributed_jobs
+from dtk.version import __version__
 
 
 class Variant(abc.ABC):
@@ -162,3 +172,50 @@ class AllReduce(Variant):
             self._step().numpy()
             tick()
         return {"sent": (self._communicator.bytes_sent - before) / (self._steps + 1)}
+
+
+class LimitWorker:
+    """Measures the no-communication bound; see `dtk.bench.worker.BenchWorker`."""
+
+    def __init__(self, setting: dict[str, object]):
+        self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
+        environment = detect()
+        # Tells the rank, for its rows and its device, and sends nothing.
+        self._communicator = NullCommunicator(environment.rank, environment.size)
+        self._communicator.set_hosts(environment.hosts)
+        undistributed_jobs.made_strategy()  # here it is meant to make none
+        with quiet.device_start():
+            self._device = devices.pin(self._communicator)
+        self.rank = self._communicator.rank
+        self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
+
+    def build(self, task: str) -> Built:
+        keras.utils.clear_session()
+        if task not in PROBLEMS:
+            return 0, {}
+        limit = LocalFit(PROBLEMS[task], self._setting, self._communicator, self._device)
+        return limit.model.count_params(), {BOUND: limit.measure}
+
+
+class StrategyWorker:
+    """Measures dtk over one communicator; see `dtk.bench.worker.BenchWorker`."""
+
+    def __init__(self, setting: dict[str, object]):
+        self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
+        self._strategy = AllReduceStrategy()
+        self.rank = self._strategy.rank
+        self.versions = {
+            "TensorFlow": tf.__version__,
+            "Keras": keras.__version__,
+            "dtk": __version__,
+        }
+
+    def build(self, task: str) -> Built:
+        keras.utils.clear_session()
+        if size := bytes_of(task):
+            return 0, {"allreduce": AllReduce(size, self._setting, self._strategy).measure}
+        variants = [
+            DistributedFit(PROBLEMS[task], self._setting, self._strategy, exchange)
+            for exchange in self._setting.exchanges
+        ]
+        return variants[0].model.count_params(), {one.name: one.measure for one in variants}

@@ -1,91 +1,109 @@
-"""The loop of every process of a world: it measures when it is asked. Standard library alone.
+"""A rank of a job of `dtk bench`: it measures when it is asked. Standard library alone.
 
-    asked                            answered, a line of JSON each
-                                     {"rank": 0, "host": ..., "versions": {"PyTorch": ...}}
-    {"build": "mlp"}                 {"parameters": 10512394, "variants": ["ddp"], "absent": {}}
-    {"measure": "ddp"}               {"seconds": 0.02, "fit": 0.5, "sent": ..., ...}
-    end of input                     the process ends
+    command line ── Connection ── this process ── Pipe ── its child, which measures
+                                       └── stops and continues it
 
-Between measurements it waits for a line, which takes no time of any core.
+    asked                      answered
+                               its rank, and a `RankHost` with versions
+    ("build", "mlp")           parameters of the model, what can be measured, what cannot and why
+    ("measure", "ddp")         the numbers of a `dtk.bench.results.Reading`
+    REST                       REST, and the child is stopped until something else is asked
+    None                       both processes end
+
+Some libraries keep a thread busy while nothing is asked of them. Stopped between its measurements
+(SIGSTOP) such a process leaves the cores to others, and only its parent can do that on every host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol, TextIO, TypedDict
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection
+from typing import Protocol, TypeAlias, TypedDict
+
+ADDRESS, KEY = "DTK_BENCH_ADDRESS", "DTK_BENCH_KEY"
+# What mpirun starts is bound here: a list of cores for each rank, which may be empty.
+CORES = "DTK_BENCH_CORES"
+REST = ("rest", "")
+
+Line: TypeAlias = "Connection[object, tuple[str, str] | None]"
+Tick = Callable[[], None]
+# Trains for one more step than is measured, calls its argument after each, and may say more of the
+# reading.
+Measure = Callable[[Tick], "Counts | None"]
+# Parameters of the model, 0 without one; and by name what can be measured, or why it cannot.
+Built: TypeAlias = "tuple[int, dict[str, Measure | str]]"
 
 
 class Counts(TypedDict, total=False):
-    """What is known of a reading better than by the clock; see `dtk.bench.results.Reading`."""
+    """What is known of a reading better than by the clock."""
 
     seconds: float
     sent: float
     communicating: float
 
 
-class Hello(TypedDict):
-    """What a process says first."""
+class Numbers(TypedDict):
+    """The fields of a `dtk.bench.results.Reading`."""
 
-    rank: int  # its index in the world
-    host: str  # its name
-    cores: list[int]  # those it may use
-    threads: int  # that it computes with
-    versions: dict[str, str]  # of the libraries that are measured, by name
-
-
-class Answer(TypedDict, total=False):
-    """What a process answers: the first three to "build", the others to "measure"."""
-
-    parameters: int  # of the model; 0 without one
-    variants: list[str]  # what can be measured
-    absent: dict[str, str]  # what cannot, and why
-    seconds: float  # as of a `dtk.bench.results.Reading`, and so all that follow
+    seconds: float
     sent: float | None
     communicating: float | None
     fit: float
-    steps: list[float]
+    steps: tuple[float, ...]
 
 
-Tick = Callable[[], None]
-# Trains for one more step than is measured, calls its argument after each, and may say more of the
-# reading.
-Measure = Callable[[Tick], "Counts | None"]
+class RankHost(TypedDict):
+    """Where a rank runs, and with how many threads."""
+
+    host: str
+    cores: Sequence[int]  # those it may use
+    threads: int
 
 
-class Worker(Protocol):
-    """One process of a world, made from the setting (a dict)."""
+class BenchWorker(Protocol):
+    """What a rank measures, made from the fields of a `dtk.bench.setting.Setting`."""
 
-    rank: int  # its index in the world
+    rank: int
     versions: dict[str, str]  # of the libraries that are measured, by name
 
-    def build(self, task: str) -> tuple[int, dict[str, Measure | str]]:
+    def build(self, task: str) -> Built:
         """Make ready to measure a task, and forget the one before."""
 
 
-def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
-    """Answer every line until there are no more."""
-    variants: dict[str, Measure] = {}
-    _say(answers, _hello(worker))
-    for line in requests:
-        request = json.loads(line)
-        if "build" in request:
-            variants.clear()
-            parameters, found = worker.build(request["build"])
-            variants = {name: one for name, one in found.items() if not isinstance(one, str)}
-            absent = {name: why for name, why in found.items() if isinstance(why, str)}
-            _say(answers, Answer(parameters=parameters, variants=[*variants], absent=absent))
-        else:
-            _say(answers, clock(variants[request["measure"]]))
+def serve(make: Callable[[dict[str, object]], BenchWorker], setting: str, line: Line) -> None:
+    """Make a worker, and answer every request until there are no more."""
+    worker = make(literal_eval(setting))
+    # The launcher gives every rank its share of the cores, unless the user has said otherwise.
+    here: RankHost = {
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+    }
+    line.send((worker.rank, (here, worker.versions)))
+    found: dict[str, Measure | str] = {}
+    while (request := _next(line)) is not None:
+        task, name = request
+        if task == "build":
+            found.clear()
+            parameters, found = worker.build(name)
+            absent = {key: why for key, why in found.items() if isinstance(why, str)}
+            line.send((parameters, [key for key in found if key not in absent], absent))
+        elif callable(measure := found[name]):
+            line.send(clock(measure))
 
 
-def clock(measure: Measure) -> Answer:
+def clock(measure: Measure) -> Numbers:
     """Take one measurement and return its numbers.
 
     The first step is left out: what it waits for is not a step's.
@@ -106,37 +124,64 @@ def clock(measure: Measure) -> Answer:
         "sent": None,
         "communicating": None,
         "fit": time.perf_counter() - began,
-        "steps": [end - begin for begin, end in itertools.pairwise(ticks)],
+        "steps": tuple(end - begin for begin, end in itertools.pairwise(ticks)),
         **more,
     }
 
 
-def _hello(worker: Worker) -> Hello:
-    return {
-        "rank": worker.rank,
-        "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        # The launcher gives every rank its share of the cores, unless the user has said otherwise.
-        "threads": int(os.environ["OMP_NUM_THREADS"]),
-        "versions": worker.versions,
-    }
+def connect() -> Line:
+    """Return the connection to whoever started this process; see `dtk.bench.ranks`."""
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    return Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop(KEY)))
 
 
-def _say(answers: TextIO, answer: Hello | Answer) -> None:
-    print(json.dumps(answer), file=answers, flush=True)
+def _next(line: Line) -> tuple[str, str] | None:
+    try:
+        return line.recv()
+    except EOFError:
+        return None
+
+
+def _pass_on(line: Line, own: Connection[object, object], child: int) -> None:
+    """Pass requests and answers on, until nothing more is asked or the child has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            line.send(own.recv())
+            while (request := _next(line)) == REST:
+                os.kill(child, signal.SIGSTOP)
+                # It goes on for a moment; and it may have ended, which is found out above.
+                os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                line.send(request)
+            if request is None:
+                return
+            os.kill(child, signal.SIGCONT)
+            own.send(request)
 
 
 def main() -> None:
-    """Serve the module or file named first, with the setting named second."""
-    module, setting = sys.argv[1:]
-    folder, name = os.path.split(module)
-    if folder:  # of a baseline's file, which may import what is beside it
-        sys.path.insert(0, folder)
-    # What libraries print goes to standard error; standard output is for answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = importlib.import_module(name.removesuffix(".py")).Worker(json.loads(setting))
-    serve(worker, iter(sys.stdin.readline, ""), answers)
+    """Serve with the class named first, as "module:class" or "file:class", and a setting."""
+    name, setting = sys.argv[1:]
+    if CORES in os.environ:
+        part = json.loads(os.environ[CORES])[int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])]
+        os.sched_setaffinity(0, part or os.sched_getaffinity(0))
+    own, its = multiprocessing.Pipe()
+    child = os.fork()
+    if not child:
+        own.close()
+        del os.environ[KEY]
+        module, _, kind = name.rpartition(":")
+        folder, file = os.path.split(module)
+        if folder:  # of a peer's file, which may import what is beside it
+            sys.path.insert(0, folder)
+        serve(getattr(importlib.import_module(file.removesuffix(".py")), kind), setting, its)
+        return
+    its.close()
+    with connect() as line:
+        _pass_on(line, own, child)
+        own.close()
+        os.kill(child, signal.SIGCONT)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.exit(128 - code if code < 0 else code)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import click
 
-from dtk.bench import baselines, page, places, plot, report
+from dtk.bench import bench_jobs, page, report
 from dtk.bench.results import read
-from dtk.bench.runner import Run
 from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
+from dtk.bench.turns import BenchRun
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import job_options
 
 _T = TypeVar("_T")
 _WORKERS = 2
-_BASELINES = baselines.find()
+_BASELINES = bench_jobs.find()
 _PEER_HELP = (
     "Another framework to measure: "
     + "; ".join(f"{name}, {baseline.about}" for name, baseline in _BASELINES.items())
@@ -51,7 +51,8 @@ _PEER_HELP = (
     "communicators",
     metavar="NAME",
     multiple=True,
-    help=f"One of {', '.join(places.LAUNCHERS)}; may be repeated. Default: what `dtk run` takes.",
+    help=f"One of {', '.join(bench_jobs.LAUNCHERS)}; may be repeated. Default: what `dtk run` "
+    "takes.",
 )
 @job_options.hosts
 @job_options.hostfile
@@ -145,17 +146,18 @@ def bench(
     count = _count(workers, where)
     for name in setting.exchanges:
         setting.steps_with(name, count)
-    communicators = _once(communicators) or (places.usual(),)
-    chosen = baselines.choose(_once(peers), _BASELINES)
+    communicators = _once(communicators) or (job_options.installed()[0],)
+    chosen = bench_jobs.choose(_once(peers), _BASELINES)
     saved = None if compare is None else read(compare)
     files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
     for option, file in files.items():
-        _check_writable(option, file)
+        page.check_writable(option, file)
     for name in communicators:
-        places.check(name, where)
+        bench_jobs.check(name, where)
     if plot_file is not None:
-        plot.check(plot_file)
-    run = Run(setting, count, where, remote_shell, dict(map(_variable, tuned)))
+        report.check_plot(plot_file)
+    places = bench_jobs.Places(count, where, remote_shell)
+    run = BenchRun(setting, places, dict(map(_variable, tuned)))
     code = run.measure(communicators, chosen)
     results = run.results
     if code:
@@ -168,7 +170,7 @@ def bench(
     if markdown_file is not None:
         Path(markdown_file).write_text(page.markdown(*shown))
     if plot_file is not None:
-        plot.save(results, plot_file)
+        report.save_plot(results, plot_file)
     page.show(*shown)
     sys.exit(code)
 
@@ -198,14 +200,3 @@ def _count(workers: int | None, where: tuple[Host, ...]) -> int:
         )
     job_options.check_slots(workers, where)
     return count
-
-
-def _check_writable(option: str, file: str | None) -> None:
-    """Raise BenchError before measuring if the results could not be written."""
-    if file is None:
-        return
-    path = Path(file)
-    if path.is_dir():
-        raise BenchError(f"{option} {file} is a directory; name a file, e.g. `{path / 'bench'}`")
-    if not path.parent.is_dir():
-        raise BenchError(f"{option} {file}: there is no directory {path.parent}; make it first")

@@ -1,24 +1,68 @@
-"""`dtk plan`: predict how long a step takes on more workers and on other links."""
+"""`dtk plan`: predict how long a step takes on more workers and on other links.
+
+With a model to divide, how to divide it among workers, layer by layer (`dtk.planning.model`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from dtk.bench import page
 from dtk.bench.results import read
-from dtk.cli import links, plan_model
+from dtk.launch import agent, job_processes
 from dtk.launch import job_options as jobs
-from dtk.planning import quantity, tables
-from dtk.planning.advice import TARGET, advise
-from dtk.planning.calibration import Calibration, calibrated
-from dtk.planning.inputs import Cluster, Job, Software
-from dtk.planning.methods import sweep
-from dtk.planning.quantity import PlanError
+from dtk.planning import inputs, tables
+from dtk.planning.calibration import Calibration, calibrated, software_of
+from dtk.planning.inputs import Cluster, Link, PlanError, Software, Training
+from dtk.planning.plan_methods import sweep
 
-_WORKERS = "1,...,4096"
+if TYPE_CHECKING:
+    import keras
+
+_SAVED = (".keras", ".h5")
+# Options that divide one model, and those for plans on any number of workers.
+_DIVIDING = ("processes", "hosts", "memory", "no_measure")
+_SWEEPING = (
+    "step_time",
+    "parameters",
+    "global_batch",
+    "workers",
+    "coding",
+    "block_steps",
+    "servers",
+    "price_per_hour",
+    "efficiency",
+    "markdown_file",
+    "plot",
+)
+
+
+def _quantity(
+    reader: Callable[[str, str], object],
+) -> Callable[[click.Context, click.Parameter, str | None], object]:
+    """Return what reads an option that is a number with a unit."""
+
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> object:
+        try:
+            return None if text is None else reader(option.opts[0], text)
+        except PlanError as error:
+            raise jobs.Refused("plan", str(error)) from None
+
+    return read
+
+
+_COUNT, _TIME = _quantity(inputs.parse_count), _quantity(inputs.parse_seconds)
+_SPEED = _quantity(inputs.parse_bandwidth)
 
 
 @click.command(
@@ -43,44 +87,87 @@ _WORKERS = "1,...,4096"
     "--communicator", metavar="NAME", help="Communicator in that file, if there are several."
 )
 @click.option(
-    "--step-time", metavar="TIME", help="Time of a worker's step without sending, e.g. 85ms."
+    "--step-time",
+    metavar="TIME",
+    callback=_TIME,
+    help="Time of a worker's step without sending, e.g. 85ms.",
 )
-@click.option("--parameters", metavar="N", help="Trainable parameters, e.g. 270k.")
+@click.option("--parameters", metavar="N", callback=_COUNT, help="Trainable parameters, e.g. 270k.")
 @click.option(
     "--batch-size",
     metavar="ROWS",
+    callback=_COUNT,
     help="Rows of that step per worker; with a model to divide, of all workers. Default: 32.",
 )
 @click.option(
     "--global-batch",
     metavar="ROWS",
+    callback=_COUNT,
     help="Rows of all workers, for any number of them. Default: --batch-size per worker.",
 )
-@click.option("--workers", default=_WORKERS, show_default=True, help="`...` doubles.")
-@click.option("--workers-per-host", metavar="N", help="Default: the benchmark's, or 1.")
-@click.option("--bandwidth", metavar="SPEED", help="Between hosts, each way, e.g. 1Gbit/s.")
-@click.option("--latency", metavar="TIME", default="0us", help="Between hosts, one way, e.g. 50us.")
 @click.option(
-    "--host-bandwidth", metavar="SPEED", help="Within a host. Default: the speed of copying."
+    "--workers",
+    callback=_quantity(inputs.parse_counts),
+    default="1,...,4096",
+    show_default=True,
+    help="`...` doubles.",
 )
-@click.option("--host-latency", metavar="TIME", default="0us", help="Within a host.")
 @click.option(
-    "--coding", metavar="TIME", help="Time to code a parameter in a few bits, e.g. 8.2ns."
+    "--workers-per-host", metavar="N", callback=_COUNT, help="Default: the benchmark's, or 1."
+)
+@click.option(
+    "--bandwidth", metavar="SPEED", callback=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s."
+)
+@click.option(
+    "--latency",
+    metavar="TIME",
+    callback=_TIME,
+    default="0us",
+    help="Between hosts, one way, e.g. 50us.",
+)
+@click.option(
+    "--host-bandwidth",
+    metavar="SPEED",
+    callback=_SPEED,
+    help="Within a host. Default: the speed of copying.",
+)
+@click.option(
+    "--host-latency", metavar="TIME", callback=_TIME, default="0us", help="Within a host."
+)
+@click.option(
+    "--coding",
+    metavar="TIME",
+    callback=_TIME,
+    help="Time to code a parameter in a few bits, e.g. 8.2ns.",
 )
 @click.option(
     "--block-steps",
     metavar="N",
+    callback=_COUNT,
     default="16",
     help="Steps in a block of block momentum. Default: 16.",
 )
-@click.option("--servers", metavar="N", default="1", help="Parameter servers. Default: 1.")
+@click.option(
+    "--servers", metavar="N", callback=_COUNT, default="1", help="Parameter servers. Default: 1."
+)
 @click.option("--price-per-hour", type=float, default=0.0, help="Price of a host, any currency.")
 @click.option(
-    "--efficiency", type=float, default=TARGET, show_default=True, help="Least efficiency wanted."
+    "--efficiency",
+    type=float,
+    default=tables.TARGET,
+    show_default=True,
+    help="Least efficiency wanted.",
 )
-@click.option("-n", "processes", metavar="N", help="Workers that a model is divided among.")
+@click.option(
+    "-n", "processes", metavar="N", callback=_COUNT, help="Workers that a model is divided among."
+)
 @jobs.hosts
-@click.option("--memory", metavar="BYTES", help="Memory of a worker, to divide a model, e.g. 8GB.")
+@click.option(
+    "--memory",
+    metavar="BYTES",
+    callback=_quantity(inputs.parse_size),
+    help="Memory of a worker, to divide a model, e.g. 8GB.",
+)
 @click.option(
     "--no-measure",
     is_flag=True,
@@ -93,24 +180,24 @@ def plan(
     bench: str | None,
     model: str | None,
     communicator: str | None,
-    step_time: str | None,
-    parameters: str | None,
-    batch_size: str | None,
-    global_batch: str | None,
-    workers: str,
-    workers_per_host: str | None,
-    bandwidth: str | None,
-    latency: str,
-    host_bandwidth: str | None,
-    host_latency: str,
-    coding: str | None,
-    block_steps: str,
-    servers: str,
+    step_time: float | None,
+    parameters: int | None,
+    batch_size: int | None,
+    global_batch: int | None,
+    workers: tuple[int, ...],
+    workers_per_host: int | None,
+    bandwidth: float | None,
+    latency: float,
+    host_bandwidth: float | None,
+    host_latency: float,
+    coding: float | None,
+    block_steps: int,
+    servers: int,
     price_per_hour: float,
     efficiency: float,
-    processes: str | None,
+    processes: int | None,
     hosts: str | None,
-    memory: str | None,
+    memory: float | None,
     no_measure: bool,
     json_file: str | None,
     markdown_file: str | None,
@@ -127,108 +214,204 @@ def plan(
     model's layers on this machine, and searches for the fastest way to divide rows, channels,
     images and stages among -n workers.
     """
-    if model is not None and plan_model.is_model(model):
-        plan_model.check_options()
-        place = plan_model.Place(
-            processes, hosts, workers_per_host, bandwidth, latency, host_bandwidth, host_latency
+    for option, file in {"--json": json_file, "--markdown": markdown_file, "--plot": plot}.items():
+        page.check_writable(option, file)
+    within = Link(host_latency, host_bandwidth or math.inf)
+    if model is not None and (model.endswith(_SAVED) or ":" in model):
+        _refuse(
+            _SWEEPING,
+            f"does not go with --model {model}, which is planned for one number of workers (-n) "
+            "and one --batch-size; leave it out",
         )
-        calibration = plan_model.Source(bench, communicator, not no_measure)
-        plan_model.plan(model, place, calibration, batch_size, memory, json_file)
+        count, per_host = _placed(processes, hosts, workers_per_host)
+        software, measured = Software(), 1
+        if bench is not None:
+            software, measured = software_of(read(bench), communicator)
+        else:
+            _check_alone("--communicator", communicator)
+        between = _network(measured, per_host, (count,), bandwidth, latency)
+        cluster = Cluster(between, within, per_host, software=software)
+        rows = batch_size or Training.rows
+        _divide(model, count, cluster, rows, memory or math.inf, not no_measure, json_file)
         return
-    plan_model.check_no_model(processes, hosts, memory, no_measure)
-    _check_target(efficiency)
-    counts = quantity.counts("--workers", workers)
-    if bench is None:
-        _check_alone(model, communicator)
-        known = _given(step_time, parameters, batch_size)
-    else:
-        other = step_time is not None and parameters is not None
-        if not other:
-            _check_bench(bench, step_time, parameters, batch_size)
-        known = calibrated(read(bench), model, communicator)
-        if other:
-            known = _another(known, _given(step_time, parameters, batch_size))
-    per_host = known.per_host
-    if workers_per_host is not None:
-        per_host = quantity.count("--workers-per-host", workers_per_host)
-    job = dataclasses.replace(
-        known.job,
-        global_batch=None
-        if global_batch is None
-        else quantity.count("--global-batch", global_batch),
-        block_steps=quantity.count("--block-steps", block_steps),
+    _refuse(
+        _DIVIDING,
+        "divides a model among workers: add --model model.keras, or package.module:function; "
+        "numbers of workers to compare are --workers 1,2,4",
     )
-    cluster = Cluster(
-        network=links.network(known.hosts, per_host, counts, bandwidth, latency),
-        host=links.link("--host-bandwidth", host_bandwidth, "--host-latency", host_latency),
-        per_host=per_host,
-        servers=quantity.count("--servers", servers),
-        price=price_per_hour,
-        software=_software(known.software, coding),
-    )
-    predictions = sweep(job, cluster, counts)
-    advice = advise(predictions, job, cluster, efficiency)
-    if plot is not None:
-        tables.draw(predictions, plot)
-    for option, file, write in (
-        ("--json", json_file, tables.dumps),
-        ("--markdown", markdown_file, tables.markdown),
-    ):
-        if file is not None:
-            _write(option, file, write(predictions, job, cluster, advice))
-    page.show(tables.by_title(predictions).items(), tables.notes(job, cluster, advice))
-
-
-def _check_target(efficiency: float) -> None:
     if not 0 < efficiency <= 1:
         raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
-
-
-def _check_bench(bench: str, *given: str | None) -> None:
-    """Raise PlanError if numbers were given that the benchmark has, too."""
-    for option, text in zip(("--step-time", "--parameters", "--batch-size"), given, strict=True):
-        if text is not None:
-            raise PlanError(
-                f"{option} {text}: {bench} says so already; leave it out, or give --step-time and "
-                "--parameters for another model over what sends there"
+    given = None
+    if step_time is not None and parameters is not None:
+        given = Training(step_time, parameters, batch_size or Training.rows)
+    if bench is not None:
+        if given is None:
+            _refuse(
+                ("step_time", "parameters", "batch_size"),
+                f"was given, and {bench} says so already; leave it out, or give --step-time and "
+                "--parameters for another model over what sends there",
             )
+        known = calibrated(read(bench), model, communicator)
+        if given is not None:
+            # The costs of sending, for a model that was not measured.
+            software = dataclasses.replace(known.software, product=0.0, hidden=0.0)
+            known = dataclasses.replace(known, job=given, software=software)
+    else:
+        _check_alone("--model", model)
+        _check_alone("--communicator", communicator)
+        if given is None:
+            raise PlanError(
+                "how long does a step take, of what? Give --bench and what `dtk bench --json` "
+                "wrote, or --step-time and --parameters"
+            )
+        known = Calibration(given, Software(), per_host=1, hosts=1)
+    software, per_host = known.software, workers_per_host or known.per_host
+    if coding is not None:
+        coded = {**software.coding, "8bit": coding, "1bit": coding}
+        software = dataclasses.replace(software, coding=coded)
+    job = dataclasses.replace(known.job, global_batch=global_batch, block_steps=block_steps)
+    between = _network(known.hosts, per_host, workers, bandwidth, latency)
+    cluster = Cluster(between, within, per_host, servers, price_per_hour, software)
+    predictions = sweep(job, cluster, workers)
+    advice = tables.advise(predictions, job, cluster, efficiency)
+    if plot is not None:
+        tables.draw(predictions, plot)
+    shown = tables.by_title(predictions).items(), tables.notes(job, cluster, advice)
+    if json_file is not None:
+        Path(json_file).write_text(tables.dumps(predictions, job, cluster, advice))
+    if markdown_file is not None:
+        Path(markdown_file).write_text(page.markdown(*shown))
+    page.show(*shown)
 
 
-def _check_alone(*given: str | None) -> None:
-    """Raise PlanError if options choose from a benchmark, but there is none."""
-    for option, name in zip(("--model", "--communicator"), given, strict=True):
-        if name is not None:
-            raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
+def _refuse(names: Sequence[str], why: str) -> None:
+    """Raise PlanError if one of these options was given."""
+    context = click.get_current_context()
+    options = {one.name: one.opts[0] for one in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise PlanError(f"{options[name]} {why}")
 
 
-def _given(step_time: str | None, parameters: str | None, batch_size: str | None) -> Calibration:
-    """Return a calibration from the command line instead of a benchmark."""
-    if step_time is None or parameters is None:
+def _check_alone(option: str, name: str | None) -> None:
+    """Raise PlanError if an option chooses from a benchmark, but there is none."""
+    if name is not None:
+        raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
+
+
+def _network(
+    measured: int, per_host: int, counts: Sequence[int], bandwidth: float | None, latency: float
+) -> Link:
+    """Return the links between hosts."""
+    if measured > 1:
+        if bandwidth is not None:
+            raise PlanError(
+                f"--bandwidth: the benchmark was run between {measured} hosts and holds their "
+                "network; leave it out, or give one that was run on a single host"
+            )
+        return Link()
+    if bandwidth is None and counts[-1] > per_host:
         raise PlanError(
-            "how long does a step take, of what? Give --bench and what `dtk bench --json` wrote, "
-            "or --step-time and --parameters"
+            f"{counts[-1]} workers are more than a host's {per_host}: say what joins hosts, e.g. "
+            "`--bandwidth 1Gbit/s --latency 50us`"
         )
-    rows = Job.rows if batch_size is None else quantity.count("--batch-size", batch_size)
-    seconds = quantity.seconds("--step-time", step_time)
-    job = Job(seconds, quantity.count("--parameters", parameters), rows)
-    return Calibration(job, Software(), per_host=1, hosts=1)
+    return Link(latency, bandwidth or math.inf)
 
 
-def _another(measured: Calibration, given: Calibration) -> Calibration:
-    """Return a benchmark's costs of sending for a model that it did not measure."""
-    software = dataclasses.replace(measured.software, product=0.0, hidden=0.0)
-    return dataclasses.replace(measured, job=given.job, software=software)
+# --- a model to divide ---
 
 
-def _software(software: Software, coding: str | None) -> Software:
-    if coding is None:
-        return software
-    seconds = dict.fromkeys(("8bit", "1bit"), quantity.seconds("--coding", coding))
-    return dataclasses.replace(software, coding={**software.coding, **seconds})
+def _divide(
+    given: str,
+    workers: int,
+    cluster: Cluster,
+    batch: int,
+    memory: float,
+    measures: bool,
+    json_file: str | None,
+) -> None:
+    """Print the best plans and the reasons; write the best one."""
+    here = agent.cores()
+    # A worker computes on its part of a host's cores, so measure in this process the same way.
+    with job_processes.bound_to(here[: max(1, len(here) // min(cluster.per_host, workers))]):
+        # TensorFlow starts here, with as many threads as there are cores.
+        from dtk.planning.model import graph, layer_costs, layer_times, reasons, search
+
+        model = load(given)
+        operators, outputs = graph.read(model)
+        computing = layer_times.rates_here(getattr(model, "optimizer", None))
+        if measures:
+            computing = layer_times.MeasuredRates(
+                model,
+                operators,
+                batch,
+                computing,
+                lambda name: click.echo(f"dtk plan: measuring {name}", err=True),
+            )
+        workload = layer_costs.Workload(
+            operators, outputs, batch, computing, cluster, graph.slots(model), memory
+        )
+        choice = search.choose(workload, workers)
+        best = choice.best.plan
+        if json_file is not None:
+            Path(json_file).write_text(best.dumps())
+        title = f"{given} on {workers} workers, {batch} rows"
+        notes = reasons.why(workload, choice)
+        notes += ["", f"Assumed: {tables.links(cluster)}.", computing.told]
+        notes += ["", best.script(json_file or "plan.json")]
+        page.show([(title, reasons.table(choice))], notes)
 
 
-def _write(option: str, file: str, text: str) -> None:
+def load(given: str) -> keras.Model:
+    """Load a saved model, or build one with a function."""
+    import keras
+
+    def failed(why: str) -> PlanError:
+        return PlanError(f"--model {given}: {why}")
+
+    if given.endswith(_SAVED):
+        if not Path(given).exists():
+            raise failed(f"no such file; write it with model.save({given!r})")
+        try:
+            return keras.saving.load_model(given)
+        except (OSError, ValueError, TypeError) as error:
+            raise failed(f"Keras cannot load it: {error}") from error
+    module, _, name = given.partition(":")
+    if not module or not name.isidentifier():
+        raise failed(
+            "expected a file that model.save wrote, such as model.keras, or package.module:function"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a script's modules are beside it
     try:
-        Path(file).write_text(text)
-    except OSError as error:
-        raise PlanError(f"{option} {file}: cannot be written: {error.strerror}") from None
+        build = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise failed(f"cannot import {module}: {error}") from error
+    if not callable(build):
+        raise failed(f"{module} has no function {name}")
+    try:
+        model = build()
+    except TypeError as error:
+        raise failed(f"calling {name}() failed: {error}") from error
+    if not isinstance(model, keras.Model):
+        raise failed(f"{name}() returned a {type(model).__name__}; expected a keras.Model")
+    return model
+
+
+def _placed(workers: int | None, given: str | None, per_host: int | None) -> tuple[int, int]:
+    """Return the number of workers, and the number per host."""
+    hosts = jobs.places(given, None)
+    jobs.check_slots(workers, hosts)
+    if not hosts:
+        if workers is None:
+            raise PlanError("among how many workers? Add -n, such as -n 4, or --hosts a:2,b:2")
+        return workers, per_host or workers
+    slots = {host.slots for host in hosts}
+    if len(slots) > 1:
+        raise PlanError(
+            f"--hosts {given}: hosts have {sorted(slots)} slots; a plan takes all to be alike"
+        )
+    if per_host is not None:
+        raise PlanError(f"--workers-per-host {per_host}: --hosts says so already; keep one")
+    (per_host,) = slots
+    return workers or per_host * len(hosts), per_host

@@ -1,10 +1,10 @@
 """Predictions of `dtk plan`: time, efficiency and cost of a step on any number of workers.
 
-    quantity -> inputs        the user's numbers:       "85ms", "1Gbit/s", links, hosts, prices
+    inputs                    the user's numbers:       "85ms", "1Gbit/s", links, hosts, prices
     calibration               the same, measured:       from the file of `dtk bench`
     dtk.communicators.costs   costs of a collective:    messages one after the other, and bytes
-    methods                   what dtk does in a step:  strategies and exchanges
-    advice, tables            the output
+    plan_methods              what dtk does in a step:  strategies and exchanges
+    tables                    the output, and which method to use
 
     model                     plans of one network, layer by layer (`--model`)
 

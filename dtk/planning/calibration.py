@@ -22,12 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtk.bench.report import BOUND, means
-from dtk.bench.results import Reading, Results, apart, in_step
+from dtk.bench.results import BenchResults, Reading, apart, in_step
 from dtk.bench.setting import TELLING, block_of, task_of
 from dtk.communicators.costs import fit_allreduces
-from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
-from dtk.planning.methods import METHODS
-from dtk.planning.quantity import PlanError
+from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
+from dtk.planning.plan_methods import METHODS
 
 Turns = Sequence[list[Reading]]
 
@@ -41,14 +40,14 @@ _WHOLE = 0.9
 class Calibration:
     """Inputs of a plan from a benchmark."""
 
-    job: Job
+    job: Training
     software: Software  # measured costs, including the links if workers were on several hosts
     per_host: int  # workers per host
     hosts: int  # number of hosts
 
 
 def calibrated(
-    results: Results, model: str | None = None, communicator: str | None = None
+    results: BenchResults, model: str | None = None, communicator: str | None = None
 ) -> Calibration:
     """Return the inputs of a plan from a benchmark."""
     models = [name for name, turns in results.turns.items() if BOUND in turns]
@@ -66,14 +65,14 @@ def calibrated(
     kernels = _factors(sent, parameters, rows)
     if kernels is not None:
         sent = {name: size for name, size in sent.items() if name not in (_DENSE, "fp16")}
-    job = Job(limit, parameters, rows, sent=sent, factors=kernels)
+    job = Training(limit, parameters, rows, sent=sent, factors=kernels)
     workers = results.setting["workers"]
     software = _residuals(job, _software(results, communicator, workers), seconds, workers)
     places = [rank["host"] for rank in ranks]
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
 
 
-def software_of(results: Results, communicator: str | None = None) -> tuple[Software, int]:
+def software_of(results: BenchResults, communicator: str | None = None) -> tuple[Software, int]:
     """Return the costs of a message and a byte from a benchmark of any models."""
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
     places = {rank["host"] for rank in results.setting["ranks"]}
@@ -125,7 +124,7 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
     return found
 
 
-def _software(results: Results, communicator: str, workers: int) -> Software:
+def _software(results: BenchResults, communicator: str, workers: int) -> Software:
     took = {}
     for size in TELLING:
         turns = _of(results.turns.get(task_of(size), {}), communicator)
@@ -140,7 +139,7 @@ def _software(results: Results, communicator: str, workers: int) -> Software:
 
 
 def _residuals(
-    job: Job, software: Software, seconds: Mapping[str, float], workers: int
+    job: Training, software: Software, seconds: Mapping[str, float], workers: int
 ) -> Software:
     """Return the software with the time of each exchange beyond computing and sending."""
     # Between hosts, the measured all-reduces include the network: add no link.

@@ -1,4 +1,4 @@
-"""Tables and a figure of predictions, and the notes below them."""
+"""What is shown of predictions: which method to use and why, tables, notes and a figure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,130 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dtk.bench import page
 from dtk.bench.report import size
-from dtk.planning.advice import LOSSY, Advice
-from dtk.planning.inputs import Cluster, Job
-from dtk.planning.methods import Prediction
-from dtk.planning.quantity import PlanError
+from dtk.planning.inputs import Cluster, PlanError, Training
+from dtk.planning.plan_methods import Prediction, predict
 from dtk.version import pip_install
+
+TARGET = 0.7
+# How much faster a method must be to be preferred if it changes training more.
+GAIN = 1.1
+LOSSY = (
+    "All but dense, hierarchical and synchronous servers change training, fp16 least and block "
+    "momentum most: see docs/exchanges.md."
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The method to use, and why."""
+
+    chosen: Prediction
+    reasons: tuple[str, ...]  # sentences
+
+
+def advise(
+    predictions: Sequence[Sequence[Prediction]],
+    job: Training,
+    cluster: Cluster,
+    target: float = TARGET,
+) -> Advice:
+    """Choose the most workers that keep the target efficiency, and the least changing method.
+
+    A method that changes training more is chosen only if it trains on a tenth more rows per second.
+    """
+    best = [_furthest(of, target) for of in predictions if of[0].method.use]
+    kept = [one for one in best if one.efficiency >= target]
+    chosen = _least_change(kept or best)
+    reasons = [_what(chosen, job, cluster)]
+    if not kept:
+        reasons.append(f"Nothing keeps {target:.2f} on {chosen.workers} workers or more.")
+    reasons += _why_not_dense(predictions[0], chosen, job, cluster, target)
+    return Advice(chosen, tuple(reasons))
+
+
+def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
+    """Return a method's fastest prediction at or above the target, else the most efficient one."""
+    kept = [one for one in of if one.efficiency >= target]
+    if kept:
+        return max(kept, key=lambda one: one.rows)
+    return max(of, key=lambda one: one.efficiency)
+
+
+def _least_change(candidates: Sequence[Prediction]) -> Prediction:
+    chosen = candidates[0]
+    for one in candidates[1:]:
+        if one.rows > GAIN * chosen.rows:
+            chosen = one
+    return chosen
+
+
+def _what(chosen: Prediction, job: Training, cluster: Cluster) -> str:
+    many = f"{chosen.workers} worker{'s' * (chosen.workers > 1)}"
+    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
+    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
+    if chosen.workers == 1:
+        return f"Use 1 worker: {chosen.rows:.0f} rows per second."
+    return (
+        f"Use {many}{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
+        f"{chosen.rows:.0f} rows per second, {chosen.efficiency:.2f} of what as many workers could "
+        "do without each other."
+    )
+
+
+def _why_not_dense(
+    dense: Sequence[Prediction],
+    chosen: Prediction,
+    job: Training,
+    cluster: Cluster,
+    target: float,
+) -> list[str]:
+    below = [one for one in dense if one.efficiency < target]
+    if not below:
+        return [f"Whole gradients (dense) keep {target:.2f} on all of them."]
+    first, exact = below[0], _furthest(dense, target)
+    reasons = [
+        f"Whole gradients (dense) fall below {target:.2f} from {first.workers} workers on "
+        f"({first.efficiency:.2f}), for {bound(first, job, cluster)}."
+    ]
+    if not chosen.method.exact and exact.efficiency >= target:
+        reasons.append(
+            f"To leave training as it is, use dense on {exact.workers}: {exact.efficiency:.2f}, "
+            f"{exact.rows:.0f} rows per second."
+        )
+    return reasons
+
+
+def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
+    """Return what takes most of a step's time besides computing.
+
+    Example:
+        >>> from dtk.planning.plan_methods import METHODS
+        >>> from dtk.planning.inputs import Link
+        >>> job, slow = Training(0.1, 10_000_000), Cluster(Link(0.0, 1e6))
+        >>> bound(predict(METHODS[0], job, slow, 4), job, slow)
+        'bytes wait for the link'
+    """
+    if one.cost.coding > one.cost.sending:
+        return "what a worker does by itself takes as long as sending"
+    messages = predict(one.method, job, _without_limit(cluster), one.workers).cost.sending
+    if messages > one.cost.sending / 2:
+        return "messages wait for each other"
+    return "bytes wait for the link"
+
+
+def _without_limit(cluster: Cluster) -> Cluster:
+    """Return the same cluster with bytes that take no time."""
+    return replace(
+        cluster,
+        network=replace(cluster.network, bandwidth=math.inf),
+        host=replace(cluster.host, bandwidth=math.inf),
+        software=replace(cluster.software, byte=0.0),
+    )
+
 
 Predictions = Sequence[Sequence[Prediction]]
 
@@ -51,7 +165,7 @@ def _short(value: float) -> str:
     return f"{value:#.3g}"
 
 
-def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
+def notes(job: Training, cluster: Cluster, advice: Advice) -> list[str]:
     """Return the recommendation, then the assumptions."""
     return [
         *advice.reasons,
@@ -64,37 +178,43 @@ def notes(job: Job, cluster: Cluster, advice: Advice) -> list[str]:
     ]
 
 
-def assumptions(job: Job, cluster: Cluster) -> str:
+def assumptions(job: Training, cluster: Cluster) -> str:
     """Return the inputs of the predictions, in a sentence.
 
     Example:
         >>> from dtk.planning.inputs import Link
-        >>> print(assumptions(Job(0.085, 270_000), Cluster(Link(5e-5, 1.25e8), per_host=4)))
+        >>> print(assumptions(Training(0.085, 270_000), Cluster(Link(5e-5, 1.25e8), per_host=4)))
         a step of 85 ms for 32 rows on a worker, 1.08 MB of gradients (1bit: 38.0 kB); workers on \
 a host: 4; between hosts 50 us and 1 Gbit/s; software adds 770 us to a message and 3 ns to a \
 byte; blocks of 16 steps; 1 parameter server
     """
     batch = f" of a global batch of {job.global_batch}" if job.global_batch else ""
     servers = f"{cluster.servers} parameter server{'s' * (cluster.servers > 1)}"
-    software = cluster.software
     return (
         f"a step of {1000 * job.step:.3g} ms for {job.rows} rows{batch} on a worker, "
         f"{size(job.size('dense'))} of gradients ({_factors(job)}1bit: {size(job.size('1bit'))}); "
-        f"workers on a host: {cluster.per_host}; between hosts {1e6 * cluster.network.latency:.3g} "
-        f"us and {_speed(cluster.network.bandwidth)}; software adds "
-        f"{1e6 * software.message:.3g} us to a message and {1e9 * software.byte:.2g} ns to a byte; "
-        f"blocks of {job.block_steps} steps; {servers}"
+        f"{links(cluster)}; blocks of {job.block_steps} steps; {servers}"
     )
 
 
-def _factors(job: Job) -> str:
+def links(cluster: Cluster) -> str:
+    """Return what joins workers, for a sentence."""
+    network, software = cluster.network, cluster.software
+    return (
+        f"workers on a host: {cluster.per_host}; between hosts {1e6 * network.latency:.3g} us and "
+        f"{_speed(network.bandwidth)}; software adds {1e6 * software.message:.3g} us to a message "
+        f"and {1e9 * software.byte:.2g} ns to a byte"
+    )
+
+
+def _factors(job: Training) -> str:
     """Write when gradients go as factors, and their size.
 
     Example:
         >>> from dtk.planning.inputs import Factors
-        >>> _factors(Job(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
+        >>> _factors(Training(0.1, 2048 * 2048, factors=Factors(2048 * 2048, 4096)))
         'as factors with a batch of up to 334 rows, more with few workers: 524.3 kB; '
-        >>> _factors(Job(0.1, 1000))
+        >>> _factors(Training(0.1, 1000))
         ''
     """
     if job.factors is None:
@@ -117,12 +237,7 @@ def _speed(bandwidth: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def markdown(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
-    """Return everything, as a page of Markdown."""
-    return page.markdown(by_title(predictions).items(), notes(job, cluster, advice))
-
-
-def dumps(predictions: Predictions, job: Job, cluster: Cluster, advice: Advice) -> str:
+def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Advice) -> str:
     """Return everything, as JSON: seconds, bytes, rows per second."""
     found = {
         "dtk plan": _FORMAT,
@@ -176,7 +291,4 @@ def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[st
     kind = Path(path).suffix.lstrip(".")
     if kind not in figure.canvas.get_supported_filetypes():
         raise PlanError(f"--plot {path}: unknown kind of file, expected such as curve.svg")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise PlanError(f"--plot {path}: cannot be written: {error.strerror}") from None
+    figure.savefig(path)

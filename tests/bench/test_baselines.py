@@ -9,28 +9,31 @@ from pathlib import Path
 import pytest
 
 import dtk
-from dtk.bench import baselines, places
+from dtk.bench import bench_jobs
 from dtk.bench.setting import BenchError
 
 
 def test_each_is_a_worker_in_a_file_of_its_own_and_can_be_started():
-    found = baselines.find()
+    found = bench_jobs.find()
     assert {"horovod-loop", "tf_keras", "torch", "mpi4py"} < set(found)
     for name, baseline in found.items():
         assert baseline.name == name
         assert "class Worker:" in baseline.worker.read_text()
-        assert baseline.launcher in places.LAUNCHERS
+        assert baseline.launcher in bench_jobs.LAUNCHERS
 
 
 def test_there_are_none_in_another_folder(tmp_path):
-    assert baselines.find(tmp_path) == {}
+    assert bench_jobs.find(tmp_path) == {}
 
 
 def test_an_unknown_name_says_what_is_expected():
-    known = baselines.find()
+    known = bench_jobs.find()
     with pytest.raises(BenchError, match="--peer jax: unknown, expected horovod-loop, .* or "):
-        baselines.choose(["torch", "jax"], known)
-    assert [one.name for one in baselines.choose(["torch", "mpi4py"], known)] == ["torch", "mpi4py"]
+        bench_jobs.choose(["torch", "jax"], known)
+    assert [one.name for one in bench_jobs.choose(["torch", "mpi4py"], known)] == [
+        "torch",
+        "mpi4py",
+    ]
 
 
 def test_an_installed_dtk_says_where_baselines_are(tmp_path):

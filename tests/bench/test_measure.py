@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.bench.measure import Benchmark, WorldLost
+from dtk.bench.bench_jobs import JobLost, Places
 from dtk.bench.models import PROBLEMS, Problem
-from dtk.bench.results import Results
+from dtk.bench.results import Reading
 from dtk.bench.setting import Setting
+from dtk.bench.turns import BenchRun
 from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
 from dtk.bench.worker import clock
 from dtk.communicators import LocalCommunicator
@@ -54,45 +55,40 @@ def test_the_first_step_and_what_surrounds_the_others_is_left_out():
 
 
 class Played:
-    """A world that notes when it had its turn, and is lost when it is told to be."""
+    """A job that notes when it had its turn, and is lost when it is told to be."""
 
     def __init__(self, name, variants, noted, essential=True, lost_at=None, parameters=7):
         self.name, self.essential = name, essential
         self._variants, self._noted, self._lost_at = variants, noted, lost_at
         self._parameters = parameters
 
-    def ask(self, request):
-        if "build" in request:
-            absent = {"3": "it is odd"}
-            built = {"parameters": self._parameters, "variants": [*self._variants]}
-            return [{**built, "absent": absent}] * 2
-        self._noted.append(request["measure"])
+    def build(self, task):
+        return self._parameters, [*self._variants], {"3": "it is odd"}
+
+    def measure(self, name):
+        self._noted.append(name)
         if len(self._noted) == self._lost_at:
-            raise WorldLost("it is gone", code=9)
-        answer = dict.fromkeys(("seconds", "sent", "communicating", "fit"), len(self._noted))
-        return [{**answer, "steps": []}] * 2
+            raise JobLost("it is gone", code=9)
+        return [Reading(*[len(self._noted)] * 4)] * 2
 
-    def rest(self):
-        self._noted.append("-")
-
-
-def measured(*worlds):
-    results = Results()
-    Benchmark(Setting(models=("mlp",), rounds=2), list(worlds), results).run()
-    return results
+    def close(self, hurry):
+        self._noted.append("closed")
 
 
-def test_contenders_of_all_worlds_begin_at_either_end_and_the_first_round_does_not_count():
+def measured(*jobs):
+    run = BenchRun(Setting(models=("mlp",), rounds=2), Places(2), jobs=list(jobs))
+    run.results.setting["rounds"] = 2
+    run.take_turns()
+    return run.results
+
+
+def test_variants_of_all_jobs_begin_at_either_end_and_the_first_round_does_not_count():
     noted = []
     results = measured(Played("limit", ["limit"], noted), Played("w", "ab", noted))
-    assert "".join(noted).replace("limit", "l") == "--" + "b-a-l-" + "l-a-b-" + "b-a-l-"
+    assert "".join(noted).replace("limit", "l") == "bal" + "lab" + "bal"
     turns = results.turns["mlp"]
     assert list(turns) == ["limit", "w a", "w b"]
-    assert [[turn[0].seconds for turn in one] for one in turns.values()] == [
-        [9, 19],
-        [11, 17],
-        [13, 15],
-    ]
+    assert [[turn[0].seconds for turn in one] for one in turns.values()] == [[4, 9], [5, 8], [6, 7]]
     assert results.parameters == {"mlp": 7}
     assert results.absent == {"limit 3, mlp": "it is odd", "w 3, mlp": "it is odd"}
 
@@ -104,8 +100,9 @@ def test_a_peer_that_is_lost_is_named_with_the_reason_and_the_rest_goes_on(lost_
         Played("limit", ["limit"], noted), Played("baseline", "ab", noted, False, lost_at)
     )
     whole = {"limit": 2}
-    if noted[lost_at - 1] != "-" and noted[lost_at - 1] != "limit":
+    if noted[lost_at - 1] != "limit":
         assert results.absent["baseline"] == "it is gone"
+        assert noted[lost_at] == "closed" and {*noted[lost_at + 1 :]} <= {"limit"}
     else:
         whole |= {"baseline a": 2, "baseline b": 2}
     assert {name: len(turns) for name, turns in results.turns["mlp"].items()} == whole
@@ -119,8 +116,8 @@ def test_another_model_is_not_compared():
     assert results.absent["baseline, mlp"] == "its model has 8 parameters, expected 7"
 
 
-def test_a_world_that_is_needed_ends_the_measurement_with_its_code():
-    with pytest.raises(WorldLost, match="it is gone") as lost:
+def test_a_job_that_is_needed_ends_the_measurement_with_its_code():
+    with pytest.raises(JobLost, match="it is gone") as lost:
         measured(Played("limit", ["limit"], [], lost_at=2))
     assert lost.value.code == 9
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from dtk.bench import plot
-from dtk.bench.results import Reading, Results
+from dtk.bench import report
+from dtk.bench.results import BenchResults, Reading
 from dtk.bench.setting import BenchError
 
 
@@ -13,7 +13,7 @@ def turns(*seconds):
     return [[Reading(one, None, None, 1.0)] for one in seconds]
 
 
-RUN = Results(
+RUN = BenchResults(
     {"communicators": ["collective"]},
     {"mlp": 7_000_000},
     {
@@ -26,7 +26,7 @@ RUN = Results(
 @pytest.mark.parametrize(("suffix", "head"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
 def test_a_file_of_either_kind_is_drawn(tmp_path, suffix, head):
     file = tmp_path / f"run{suffix}"
-    plot.save(RUN, str(file))
+    report.save_plot(RUN, str(file))
     assert file.read_bytes().startswith(head)
 
 
@@ -35,7 +35,7 @@ def test_every_bar_stands_with_its_name_median_and_panel(tmp_path, monkeypatch):
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     file = tmp_path / "run.svg"
-    plot.save(RUN, str(file))
+    report.save_plot(RUN, str(file))
     texts = [text.strip() for text in re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text())]
     for expected in (
         "mlp, 7.00 M parameters",
@@ -52,4 +52,4 @@ def test_every_bar_stands_with_its_name_median_and_panel(tmp_path, monkeypatch):
 
 def test_another_kind_of_file_is_refused():
     with pytest.raises(BenchError, match=r"--plot run.pdf: expected a name in .svg or .png"):
-        plot.check("run.pdf")
+        report.check_plot("run.pdf")

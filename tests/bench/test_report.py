@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.bench import page, report
-from dtk.bench.results import Reading, Results
+from dtk.bench.results import BenchResults, Reading
 
 SETTING = {
     "models": ["mlp"],
@@ -32,7 +32,7 @@ def turns(*seconds, sent=0.0, communicating=0.0):
 
 
 def results(**variants):
-    return Results(SETTING, {"mlp": 10_512_394}, {"mlp": variants})
+    return BenchResults(SETTING, {"mlp": 10_512_394}, {"mlp": variants})
 
 
 BOUND = turns(0.019, 0.029, 0.024)
@@ -46,7 +46,7 @@ BASELINES = results(
         "torch ddp": turns(0.019, 0.029, 0.024, **UNKNOWN),
     },
 )
-SUM = Results(SETTING, {}, {"allreduce 4000": {"mpi4py": turns(0.001, 0.002, 0.003)}})
+SUM = BenchResults(SETTING, {}, {"allreduce 4000": {"mpi4py": turns(0.001, 0.002, 0.003)}})
 
 
 def test_a_row_holds_medians_over_turns_of_means_over_ranks():
@@ -65,7 +65,7 @@ def test_the_limit_in_step_takes_the_slowest_worker_of_each_step():
     ]
     apart = [{"host": "a", "cores": [core], "threads": 1} for core in range(2)]
     variants = {"limit": [turn], "none": turns(0.039)}
-    measured = Results({**SETTING, "ranks": apart}, {"mlp": 7}, {"mlp": variants})
+    measured = BenchResults({**SETTING, "ranks": apart}, {"mlp": 7}, {"mlp": variants})
     rows = report.table(measured, "mlp")
     assert [row[0] for row in rows[1:]] == ["limit", "limit in step", "none"]
     assert rows[2][3:] == ("0.67", "0 B", "33 %")
@@ -94,7 +94,7 @@ def test_what_was_not_saved_is_not_compared():
     assert [row[-1] for row in report.table(BEFORE, "mlp", results(none=RUN.turns["mlp"]["none"]))][
         1:
     ] == ["", "0.50"]
-    assert [row[-1] for row in report.table(RUN, "mlp", Results(SETTING))][1:] == ["", ""]
+    assert [row[-1] for row in report.table(RUN, "mlp", BenchResults(SETTING))][1:] == ["", ""]
 
 
 @given(st.lists(TIMES, min_size=1, max_size=9), st.lists(TIMES, min_size=1, max_size=9))
@@ -142,13 +142,13 @@ def test_the_legend_explains_what_is_in_the_tables():
     (legend, _), (own, _) = report.notes(RUN), report.notes(BASELINES)
     assert "Of the limit: its time" in legend and "own limit" not in legend
     assert own.startswith(legend) and "of its own: that time" in own
-    blocks = Results({**SETTING, "exchanges": ["none", "block:512"]}, {}, RUN.turns)
+    blocks = BenchResults({**SETTING, "exchanges": ["none", "block:512"]}, {}, RUN.turns)
     assert "a turn of it is of whole blocks" in report.notes(blocks)[0]
     assert "block" not in legend
 
 
 def test_what_was_not_measured_is_said_with_the_reason():
-    missing = Results(SETTING, {}, {}, {"torch": "no space left"})
+    missing = BenchResults(SETTING, {}, {}, {"torch": "no space left"})
     assert report.notes(missing)[0] == "Not measured: torch: no space left."
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.bench.results import Reading, Results, read
+from dtk.bench.results import BenchResults, Reading, read
 from dtk.bench.setting import BenchError
 
 NUMBERS = st.floats(0, 1e12)
@@ -16,7 +16,7 @@ NAMES = st.sampled_from(("limit", "collective none", "torch ddp"))
 
 @given(st.dictionaries(NAMES, TURNS), st.dictionaries(NAMES, st.text()))
 def test_what_is_saved_comes_back(tmp_path_factory, variants, absent):
-    results = Results({"workers": 2}, {"mlp": 3}, {"mlp": variants}, absent)
+    results = BenchResults({"workers": 2}, {"mlp": 3}, {"mlp": variants}, absent)
     file = tmp_path_factory.mktemp("saved") / "run.json"
     results.save(file)
     assert read(file) == results

@@ -1,14 +1,15 @@
 """What can be measured, known without TensorFlow, is what there is."""
 
+import ast
 import dataclasses
 import doctest
 import importlib
-import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtk.bench.bench_jobs import command
 from dtk.bench.models import PROBLEMS
 from dtk.bench.setting import EXCHANGES, MODELS, BenchError, Setting, bytes_of, parse_size
 from dtk.exchange import NAMES, BlockMomentum
@@ -29,7 +30,7 @@ def test_the_names_are_those_of_dtk():
     )
 )
 def test_workers_read_what_the_command_line_wrote(setting):
-    assert Setting.of(json.loads(json.dumps(dataclasses.asdict(setting)))) == setting
+    assert dataclasses.replace(Setting(), **ast.literal_eval(command("", setting)[-1])) == setting
     sizes = [bytes_of(task) for task in setting.tasks]
     assert sizes == [0] * len(setting.models) + list(setting.allreduce)
 
@@ -83,7 +84,16 @@ def test_a_size_that_is_none_says_what_is_expected(text):
 
 @pytest.mark.parametrize(
     "name",
-    ["setting", "results", "report", "measure", "plot", "worker", "variant", "baselines", "page"],
+    [
+        "setting",
+        "results",
+        "report",
+        "turns",
+        "bench_jobs",
+        "worker",
+        "variant",
+        "page",
+    ],
 )
 def test_the_examples_run(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"dtk.bench.{name}"))

@@ -1,4 +1,4 @@
-"""A worker of a world that needs no library; for test_bench_world.py."""
+"""What ranks of a job measure that needs no library; for test_bench_jobs.py."""
 
 import os
 import time
@@ -9,8 +9,6 @@ class Worker:
         self.rank = int(os.environ["RANK"])
         self.versions = {"nothing": "1"}
         print("a library talks")
-        if setting.get("fail") == "start":
-            raise RuntimeError("cannot start")
 
     def build(self, task):
         if task == "allreduce 4000":
@@ -36,3 +34,8 @@ class Worker:
         if self.rank == 1:
             raise RuntimeError("cannot go on")
         time.sleep(60)
+
+
+class Fails:
+    def __init__(self, setting):
+        raise RuntimeError("cannot start")

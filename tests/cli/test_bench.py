@@ -11,8 +11,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dtk.bench import report, runner
-from dtk.bench.results import Reading, Results, read
+from dtk.bench import report
+from dtk.bench import turns as bench_turns
+from dtk.bench.bench_jobs import Places
+from dtk.bench.results import BenchResults, Reading, read
 from dtk.bench.setting import Setting
 from dtk.cli.main import main
 from dtk.planning.calibration import calibrated
@@ -31,7 +33,7 @@ def run(tmp_path_factory):
     seconds = dict.fromkeys(VARIANTS, second)
     setting = {"workers": 7, "batch_size": 1, "steps": 1, "rounds": 1, "ranks": []}
     setting |= {"versions": {"dtk": "0"}}
-    Results(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
+    BenchResults(setting, {}, {SMALLEST: seconds}).save(folder / "saved.json")
     options = ["--model", SMALLEST, "--communicator", "collective"]
     for variant in VARIANTS[1:]:
         options += ["--exchange", variant.split()[1]]
@@ -197,13 +199,13 @@ def test_the_rest_goes_on(sums):
 
 def test_a_worker_that_fails_ends_the_command_with_its_code(capfd, monkeypatch):
     code = "import sys; print('hello', file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", code])
-    run = runner.Run(Setting(models=("mlp",)), workers=2)
+    monkeypatch.setattr(bench_turns, "command", lambda *_: [sys.executable, "-c", code])
+    run = bench_turns.BenchRun(Setting(models=("mlp",)), Places(2))
     assert run.measure(("collective",), ()) == 3
     out, err = capfd.readouterr()
     assert out == ""
     assert "] hello\n" in err and "failed first, with exit code 3" in err
-    assert [world.name for world in run.worlds] == ["limit"]
+    assert [job.name for job in run.jobs] == ["limit"]
 
 
 MISTAKES = {

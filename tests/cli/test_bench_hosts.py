@@ -9,14 +9,14 @@ import venv
 
 import pytest
 
-from dtk.bench import baselines
+from dtk.bench import bench_jobs
 
 
 def environment_of(baseline, cache):
     """The environment of a baseline, as far as this machine can tell; returns its interpreter."""
     folder = cache / "dtk" / "bench" / baseline
     venv.create(folder, with_pip=False)
-    environment = baselines.find()[baseline].environment
+    environment = bench_jobs.find()[baseline].python.__self__
     (folder / "dtk-bench.json").write_text(json.dumps(environment.contents()))
     return folder / "bin" / "python"
 

@@ -81,8 +81,9 @@ def test_in_a_job_the_communicator_is_named_with_the_reason(monkeypatch):
     assert module.environment()[1][1].found == "mpi: DTK_COMMUNICATOR says so"
 
 
-def test_a_healthy_machine(run):
-    result = run()
+def test_a_healthy_machine_to_which_horovod_and_mpirun_are_optional(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run("--hosts", "127.0.0.1, localhost:4")
     assert result.exit_code == 0, result.output
     assert line(result, "TensorFlow") == ["ok", "2.21.0"]
     assert line(result, "Keras") == ["ok", "3.15.1"]
@@ -90,13 +91,14 @@ def test_a_healthy_machine(run):
     assert line(result, "Python")[1] == f"{sys.version.split()[0]} ({sys.executable})"
     assert line(result, "Cores")[1].startswith(str(len(os.sched_getaffinity(0))))
     assert line(result, "Cluster")[1].startswith("single, worker rank 0 of 1: ")
-
-
-def test_horovod_is_optional(run):
-    result = run()
     found = "Horovod is not installed. Next: dtk install-horovod"
     assert line(result, "Horovod") == ["note", found]
-    assert result.exit_code == 0
+    cure = f"{pip_install('mpi')}, or apt-get install openmpi-bin"
+    assert line(result, "mpirun") == ["note", f"not found. Next: {cure}"]
+    here = ["ok", "this machine, needs no ssh"]
+    assert line(result, "Host 127.0.0.1") == line(result, "Host localhost") == here
+    said = line(result, "Ports of jobs on hosts")[1]
+    assert "`dtk doctor --hosts 127.0.0.1,localhost --firewall` prints rules" in said
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -110,43 +112,50 @@ def test_horovod_is_needed_under_mpirun_without_mpi4py(run, monkeypatch, install
     assert ("Error: broken: Horovod" in result.output) is not installed
 
 
-def test_broken_tensorflow(run):
-    result = run(tensorflow="raise ImportError('libcudart.so: not found')")
-    state, found = line(result, "TensorFlow")
-    assert state == "broken"
-    assert found.startswith("ImportError: libcudart.so: not found. Next: pip install")
-    assert result.exit_code == 1
+UNTESTED = "{}, which dtk was not tested with. Next: pip install '{}'"
+BROKEN = {
+    "TensorFlow does not load": (
+        {"tensorflow": "raise ImportError('libcudart.so: not found')"},
+        "TensorFlow",
+        "ImportError: libcudart.so: not found. Next: pip install",
+    ),
+    "TensorFlow kills Python": (
+        {"tensorflow": "import os; os.write(2, b'Illegal instruction\\n'); os._exit(132)"},
+        "TensorFlow",
+        "importing it ends Python: Illegal instruction",
+    ),
+    "another backend": (
+        {"keras": GOOD["keras"].replace('"tensorflow"', '"jax"')},
+        "Keras",
+        "3.15.1 on the jax backend, dtk needs tensorflow. Next: export KERAS_BACKEND=tensorflow",
+    ),
+    "an old Keras": (
+        {"keras": GOOD["keras"].replace("3.15.1", "3.12.4")},
+        "Keras",
+        UNTESTED.format("3.12.4", requirement("keras")),
+    ),
+    "a new Keras": (
+        {"keras": GOOD["keras"].replace("3.15.1", "3.99.0")},
+        "Keras",
+        UNTESTED.format("3.99.0", requirement("keras")),
+    ),
+    "an old TensorFlow": (
+        {"tensorflow": GOOD["tensorflow"].replace("2.21.0", "2.18.1")},
+        "TensorFlow",
+        UNTESTED.format("2.18.1", requirement("tensorflow")),
+    ),
+    "no cluster": ({"TF_CONFIG": "{not json"}, "Cluster", "TF_CONFIG"),
+}
 
 
-def test_tensorflow_that_kills_python(run):
-    result = run(tensorflow="import os; os.write(2, b'Illegal instruction\\n'); os._exit(132)")
-    assert line(result, "TensorFlow") == ["broken", "importing it ends Python: Illegal instruction"]
-    assert result.exit_code == 1
-
-
-def test_keras_on_another_backend(run):
-    result = run(keras=GOOD["keras"].replace('"tensorflow"', '"jax"'))
-    assert line(result, "Keras")[0] == "broken"
-    assert "export KERAS_BACKEND=tensorflow" in line(result, "Keras")[1]
-    assert result.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("what", "stands", "here"),
-    [
-        ("Keras", "3.15.1", "3.12.4"),
-        ("Keras", "3.15.1", "3.99.0"),
-        ("TensorFlow", "2.21.0", "2.18.1"),
-    ],
-)
-def test_versions_that_were_not_tested(run, what, stands, here):
-    package = what.lower()
-    result = run(**{package: GOOD[package].replace(stands, here)})
+@pytest.mark.parametrize(("given", "what", "said"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_said_with_the_cure(run, monkeypatch, given, what, said):
+    if config := given.get("TF_CONFIG"):
+        monkeypatch.setenv("TF_CONFIG", config)
+    result = run(**{name: text for name, text in given.items() if name in GOOD})
     state, found = line(result, what)
-    assert state == "broken" and result.exit_code == 1
-    assert found == (
-        f"{here}, which dtk was not tested with. Next: pip install '{requirement(package)}'"
-    )
+    assert state == "broken" and said in found
+    assert result.exit_code == 1
 
 
 def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
@@ -172,67 +181,32 @@ def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
     assert told.startswith("dtk.errors.VersionError: keras ") and said in told
 
 
-def test_malformed_tf_config(run, monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", "{not json")
-    result = run()
-    state, found = line(result, "Cluster")
-    assert state == "broken"
-    assert "TF_CONFIG" in found
-    assert result.exit_code == 1
-
-
-def test_no_mpirun_is_a_note(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    result = run()
-    assert line(result, "mpirun") == [
-        "note",
-        f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin",
-    ]
-    assert result.exit_code == 0
-
-
 @pytest.mark.parametrize(
-    ("told", "there", "found"),
+    ("told", "path", "state", "found"),
     [
-        ("", True, ["ok", "joins ranks by MPI: mpi4py is there, and /bin/mpirun"]),
-        (
-            "",
-            False,
-            ["note", f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"],
-        ),
-        ("horovod", True, ["ok", "joins ranks by horovod: DTK_COMMUNICATOR says so"]),
+        ("", "/bin/mpirun", "ok", "joins ranks by MPI: mpi4py is there, and /bin/mpirun"),
+        ("", None, "note", "joins ranks by TensorFlow's collectives. Faster: "),
+        ("horovod", "/bin/mpirun", "ok", "joins ranks by horovod: DTK_COMMUNICATOR says so"),
     ],
-    ids=["MPI", "no MPI", "told"],
 )
-def test_what_joins_the_ranks_and_why(run, monkeypatch, told, there, found):
-    path = pathlib.Path("/bin/mpirun") if there else None
+def test_what_joins_the_ranks_and_why(monkeypatch, told, path, state, found):
     monkeypatch.setattr(module.mpi_installs, "mpirun", lambda: path)
-    if told:
-        monkeypatch.setenv("DTK_COMMUNICATOR", told)
-    assert line(run(), "dtk run") == found
+    monkeypatch.setenv("DTK_COMMUNICATOR", told)
+    joined = module.joined_by()
+    assert joined.state == state and joined.found.startswith(found)
 
 
-def test_hosts(run):
+def test_hosts_are_tried_on_the_port_that_is_given():
     with socket.create_server(("127.0.0.2", 0)) as server:
         port = server.getsockname()[1]
-        good = run("--hosts", "127.0.0.2:4", "--port", str(port))
-    assert line(good, "Host 127.0.0.2") == ["ok", f"reached 127.0.0.2 on port {port}"]
-    assert good.exit_code == 0
-    bad = run("--hosts", f"localhost,{socket.gethostname()},127.0.0.2", "--port", str(port))
-    state, found = line(bad, "Host 127.0.0.2")
-    assert (state, found.split(". ")[0]) == ("broken", f"port {port}: Connection refused")
-    assert bad.exit_code == 1
-
-
-def test_this_machine_needs_no_ssh(run):
-    result = run("--hosts", "localhost:2")
-    assert line(result, "Host localhost") == ["ok", "this machine, needs no ssh"]
-
-
-def test_unknown_host(run):
-    result = run("--hosts", "no-such-host.invalid")
-    assert line(result, "Host no-such-host.invalid")[0] == "broken"
-    assert result.exit_code == 1
+        (good,) = module.reach(["127.0.0.2"], port)
+    assert (good.state, good.found) == ("ok", f"reached 127.0.0.2 on port {port}")
+    own, there, unknown = module.reach(["localhost", "127.0.0.2", "no-such-host.invalid"], port)
+    assert own.what == "Host localhost" and unknown.state == "broken"
+    assert (there.state, there.found.split(". ")[0]) == (
+        "broken",
+        f"port {port}: Connection refused",
+    )
 
 
 def test_the_real_libraries():
@@ -240,13 +214,6 @@ def test_the_real_libraries():
     assert result.exit_code == 0, result.output
     assert line(result, "TensorFlow")[0] == "ok"
     assert line(result, "Keras")[0] == "ok"
-
-
-def test_hosts_are_told_apart_and_the_way_to_close_their_ports_is_said(run):
-    result = run("--hosts", "127.0.0.1, localhost:4")
-    assert line(result, "Host 127.0.0.1")[1] == line(result, "Host localhost")[1]
-    said = line(result, "Ports of jobs on hosts")[1]
-    assert "`dtk doctor --hosts 127.0.0.1,localhost --firewall` prints rules" in said
 
 
 def test_rules_are_printed_alone():

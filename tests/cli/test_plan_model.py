@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from dtk.cli.main import main
 from dtk.planning import load_plan
-from dtk.planning.model import measure
+from dtk.planning.model import layer_times
 from dtk.planning.model.layer_costs import Rates
 
 
@@ -17,7 +17,7 @@ from dtk.planning.model.layer_costs import Rates
 def run(tmp_path, monkeypatch):
     """Runs it where `nets.py` is, on a machine of known rates."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "rates_here", lambda optimizer: Rates(1e9, 1e9, update=1e-9))
+    monkeypatch.setattr(layer_times, "rates_here", lambda optimizer: Rates(1e9, 1e9, update=1e-9))
     (tmp_path / "nets.py").write_text(
         textwrap.dedent("""
             import keras
@@ -123,7 +123,7 @@ def test_a_saved_model_on_hosts_is_planned_with_their_links(run):
         (("--model", "nets:wide", "-n", "2", "--workers", "1,2"), "--workers does not go with"),
         (("--model", "nets:wide", "-n", "9", "--hosts", "a:2"), "use -n 2 or give"),
         (("--model", "nets:wide", "--hosts", "a:2,b:1"), "hosts have [1, 2] slots"),
-        (("--model", "nets:wide", "-n", "2", "--json", "no/p.json"), "cannot be written"),
+        (("--model", "nets:wide", "-n", "2", "--json", "no/p.json"), "there is no directory no"),
         (("--model", "nets:wide", "-n", "2", "--communicator", "horovod"), "--bench"),
         (("--step-time", "1ms", "--parameters", "1k", "-n", "2"), "-n divides a model among"),
     ],

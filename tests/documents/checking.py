@@ -11,7 +11,7 @@ import sys
 
 from click.testing import CliRunner
 
-from dtk.bench import places
+from dtk.bench import bench_jobs
 from dtk.cli import bench, run, tune
 from dtk.cli.main import main
 from dtk.launch import job_options, machines, plan
@@ -79,10 +79,10 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
             (run, "Job", start),
             (tune, "plan", planned),
             (tune, "Job", start),
-            (bench, "Run", start),
+            (bench, "BenchRun", start),
             # what a command takes, not what is installed where it is read
             (job_options, "check_installed", lambda name: None),
-            (places, "check_mpirun", lambda hosts: None),
+            (bench_jobs, "check_mpirun", lambda hosts: None),
         ):
             stack.callback(setattr, module, attribute, getattr(module, attribute))
             setattr(module, attribute, padding_row)

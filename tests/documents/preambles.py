@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtk.bench.results import Reading, Results
+from dtk.bench.results import BenchResults, Reading
 from dtk.bench.setting import TELLING, task_of
 
 _DATA = """
@@ -86,7 +86,7 @@ def benchmark(folder):
     setting["ranks"] = [{"host": "here", "cores": [core]} for core in range(2)]
     sums = {task_of(size): {"collective allreduce": turns(2e-3 + size * 1e-9)} for size in TELLING}
     steps = {"limit": turns(0.1), "collective none": turns(0.106, 1.1e6)}
-    saved = Results(setting, {"resnet20": 270_000}, {"resnet20": steps, **sums})
+    saved = BenchResults(setting, {"resnet20": 270_000}, {"resnet20": steps, **sums})
     saved.save(folder / "bench.json")
 
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.planning.advice import advise
-from dtk.planning.inputs import Cluster, Job, Link, Software
-from dtk.planning.methods import METHODS, predict, sweep
+from dtk.planning.inputs import Cluster, Link, Software, Training
+from dtk.planning.plan_methods import METHODS, predict, sweep
+from dtk.planning.tables import advise
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-JOB = Job(0.1, 1_000_000)
+JOB = Training(0.1, 1_000_000)
 
 
 def advised(cluster, job=JOB, counts=COUNTS, target=0.7):
@@ -40,7 +40,7 @@ def test_where_messages_wait_it_says_so():
 
 def test_block_momentum_is_written_with_its_block():
     crawling = Cluster(Link(0.0, 1e6), software=Software(0.0, 0.0, 0.0, {"1bit": 1e-6}))
-    advice = advised(crawling, Job(0.1, 1_000_000, rows=32, block_steps=100))
+    advice = advised(crawling, Training(0.1, 1_000_000, rows=32, block_steps=100))
     assert advice.chosen.method.name == "block momentum"
     rows = 100 * 32 * advice.chosen.workers
     assert f"BlockMomentum({rows})" in advice.reasons[0]

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.bench.results import Reading, Results
+from dtk.bench.results import BenchResults, Reading
 from dtk.bench.setting import TELLING, task_of
 from dtk.communicators.costs import ring_allreduce
 from dtk.planning.calibration import calibrated
-from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
-from dtk.planning.methods import METHODS
-from dtk.planning.quantity import PlanError
+from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
+from dtk.planning.plan_methods import METHODS
 
 COST = {method.name: method.cost for method in METHODS}
 PARAMETERS = 1_000_000
@@ -38,7 +37,7 @@ def bench(job, software, workers, hosts=1):
     ranks = [{"host": f"host{rank % hosts}", "cores": [rank]} for rank in range(workers)]
     setting = {"workers": workers, "batch_size": job.rows, "ranks": ranks}
     setting["communicators"] = ["collective"]
-    return Results(setting, {"mlp": PARAMETERS}, turns)
+    return BenchResults(setting, {"mlp": PARAMETERS}, turns)
 
 
 @given(
@@ -50,7 +49,7 @@ def bench(job, software, workers, hosts=1):
     st.integers(2, 8),
 )
 def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
-    job = Job(step, PARAMETERS, rows=16, sent=SENT)
+    job = Training(step, PARAMETERS, rows=16, sent=SENT)
     told = Software(message, byte, overhead, {"fp16": coding / 2, "1bit": coding})
     found = calibrated(bench(job, told, workers))
     assert found.job == job
@@ -62,7 +61,7 @@ def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
 
 
 def test_blocks_that_were_measured_too_change_nothing():
-    results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
+    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2)
     without = calibrated(results)
     results.turns["mlp"]["collective block:512"] = once(9.0, 9e6)
     assert calibrated(results) == without
@@ -70,7 +69,7 @@ def test_blocks_that_were_measured_too_change_nothing():
 
 @given(st.floats(0.01, 1.0))
 def test_what_takes_less_than_computing_and_sending_is_hidden(part):
-    job = Job(0.1, PARAMETERS, sent=SENT)
+    job = Training(0.1, PARAMETERS, sent=SENT)
     told = Software(hidden=part)
     found = calibrated(bench(job, told, 2)).software
     assert (found.step, found.hidden) == (0.0, pytest.approx(part))
@@ -85,7 +84,7 @@ def test_what_takes_less_than_computing_and_sending_is_hidden(part):
 )
 def test_factors_are_told_from_the_rest(step, byte, product, part, workers):
     kernels = Factors(entries=PARAMETERS * part, width=4000.0)
-    job = Job(step, PARAMETERS, rows=8, sent=CODES, factors=kernels)
+    job = Training(step, PARAMETERS, rows=8, sent=CODES, factors=kernels)
     told = Software(1e-3, byte, 0.0, {"fp16": 0.0, "1bit": 1e-8}, product)
     found = calibrated(bench(job, told, workers))
     assert found.job.factors.entries == pytest.approx(kernels.entries)
@@ -98,13 +97,13 @@ def test_factors_are_told_from_the_rest(step, byte, product, part, workers):
 
 def test_without_fp16_all_that_is_sent_counts_as_factors():
     kernels = Factors(entries=float(PARAMETERS), width=4000.0)
-    job = Job(0.1, PARAMETERS, rows=8, sent=CODES, factors=kernels)
+    job = Training(0.1, PARAMETERS, rows=8, sent=CODES, factors=kernels)
     found = calibrated(without(bench(job, Software(), 2), "fp16"))
     assert found.job.factors == kernels
 
 
 def test_each_communicator_has_numbers_of_its_own():
-    job = Job(0.1, PARAMETERS, sent=SENT)
+    job = Training(0.1, PARAMETERS, sent=SENT)
     results = bench(job, Software(), 2)
     other = bench(job, Software(message=9e-3), 2)
     for task, turns in other.turns.items():
@@ -120,7 +119,7 @@ def test_each_communicator_has_numbers_of_its_own():
 @pytest.mark.parametrize(("cores", "step"), [([[0], [1]], 0.35), ([[0, 1], [0, 1]], 0.3)])
 def test_a_step_is_that_of_the_slowest_worker(cores, step):
     # On cores of their own, of each step; on shared ones, of all of them.
-    results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
+    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2)
     turns = [[(0.1, 0.3), (0.4, 0.2)], [(0.2, 0.4), (0.4, 0.2)], [(0.1, 0.1), (0.1, 0.1)]]
     results.turns["mlp"]["limit"] = [
         [Reading(sum(steps) / 2, 0.0, 0.0, 1.0, steps) for steps in turn] for turn in turns
@@ -131,13 +130,13 @@ def test_a_step_is_that_of_the_slowest_worker(cores, step):
 
 
 def test_workers_are_counted_by_host():
-    job = Job(0.1, PARAMETERS, sent=SENT)
+    job = Training(0.1, PARAMETERS, sent=SENT)
     found = calibrated(bench(job, Software(), workers=6, hosts=3))
     assert (found.per_host, found.hosts) == (2, 3)
 
 
 def test_noise_makes_nothing_negative():
-    results = bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2)
+    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2)
     for name in ("none", "fp16", "1bit"):
         results.turns["mlp"][f"collective {name}"] = once(0.09, SENT.get(name, 4e6))
     results.turns[task_of(4 << 20)]["collective allreduce"] = once(1e-9)
@@ -181,6 +180,6 @@ def without_allreduces(results):
     ],
 )
 def test_what_cannot_be_planned_with_is_refused(change, model, message):
-    results = change(bench(Job(0.1, PARAMETERS, sent=SENT), Software(), 2))
+    results = change(bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2))
     with pytest.raises(PlanError, match=message):
         calibrated(results, model)

@@ -15,9 +15,9 @@ from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
 from dtk.communicators.null import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.contract import ExchangeState, Trained
-from dtk.planning import methods
-from dtk.planning.inputs import Cluster, Factors, Job, Link, Software
-from dtk.planning.methods import METHODS, predict
+from dtk.planning import plan_methods as methods
+from dtk.planning.inputs import Cluster, Factors, Link, Software, Training
+from dtk.planning.plan_methods import METHODS, predict
 
 COUNTS = st.integers(1, 5000)
 SECONDS = st.floats(0, 1.0)
@@ -25,7 +25,7 @@ SPEEDS = st.floats(1e4, 1e12)
 METHOD = st.sampled_from(METHODS)
 REDUCING = [method for method in METHODS if not method.served]
 JOBS = st.builds(
-    Job,
+    Training,
     step=st.floats(1e-4, 100.0),
     parameters=st.integers(1, 10**10),
     rows=st.integers(1, 512),
@@ -125,7 +125,7 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
     memory = ExchangeState(communicator, "CPU:0")
     op = parse(None if exchange == "dense" else exchange).init(communicator, memory, Trained())
     op.update([tf.ones([column, columns])])
-    job = Job(1.0, column * columns, column=column)
+    job = Training(1.0, column * columns, column=column)
     assert communicator.bytes_sent == job.size(exchange)
 
 
@@ -166,7 +166,7 @@ def test_bytes_of_factors_are_those_that_the_communicator_counts(exchange, worke
     rows, biases = 8, 256
     gradients = [factors.Factored(*(tf.ones([rows, n]) for n in KERNEL)), tf.ones([biases])]
     op.update(gradients)
-    job = Job(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
+    job = Training(1.0, FACTORS.entries + biases, rows, factors=FACTORS)
     told = methods.dense(job, Cluster(Link()), workers, exchange)
     counts = 8  # of the rows of the kernel
     assert communicator.bytes_sent == pytest.approx(told.bytes + counts)
@@ -178,7 +178,7 @@ def test_factors_are_sent_as_long_as_the_exchange_does():
     for rows in (1, most - 1, most, most + 1):
         counts = tf.constant([[rows - rows // 2], [rows // 2]], tf.int64)
         pays = factors._pays([kernel], counts, FLOPS_PER_BYTE)
-        job = Job(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
+        job = Training(1.0, FACTORS.entries, global_batch=rows, factors=FACTORS)
         assert bool(pays) == (job.factored(2) is not None) == (rows <= most)
 
 
@@ -193,7 +193,7 @@ FACTORED = st.builds(
 
 @given(FACTORED, CLUSTERS, COUNTS)
 # One row of two workers went as a row of 11.3 bytes, for a gradient of 8.
-@example(Job(1.0, 2, global_batch=1, factors=Factors(2, 2 * math.sqrt(2))), Cluster(Link()), 2)
+@example(Training(1.0, 2, global_batch=1, factors=Factors(2, 2 * math.sqrt(2))), Cluster(Link()), 2)
 def test_factors_are_rows_of_all_and_with_many_workers_whole(job, cluster, workers):
     cost = methods.dense(job, cluster, workers)
     whole = dataclasses.replace(job, factors=None)
@@ -218,9 +218,9 @@ def test_more_rows_as_factors_never_take_less(job, cluster):
     [
         (lambda: Link(-1.0), "latency -1: expected 0 or more seconds"),
         (lambda: Link(0.0, 0.0), "bandwidth 0: expected bytes per second above 0"),
-        (lambda: Job(0.0, 1), "step time 0: expected seconds above 0"),
-        (lambda: Job(1.0, 0), "parameters 0: expected 1 or more"),
-        (lambda: Job(1.0, 1, global_batch=0), "global batch 0: expected 1 row or more"),
+        (lambda: Training(0.0, 1), "step time 0: expected seconds above 0"),
+        (lambda: Training(1.0, 0), "parameters 0: expected 1 or more"),
+        (lambda: Training(1.0, 1, global_batch=0), "global batch 0: expected 1 row or more"),
         (lambda: Cluster(Link(), per_host=0), "workers per host 0: expected 1 or more"),
         (lambda: Cluster(Link(), price=-1.0), "price -1: expected 0 or more"),
     ],

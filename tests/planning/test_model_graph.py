@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.cli.plan_model import load
+from dtk.cli.plan import load
 from dtk.communicators.null import NullCommunicator
 from dtk.layers import parallelize
 from dtk.planning import load_plan
-from dtk.planning.inputs import Cluster, Link
+from dtk.planning.inputs import Cluster, Link, PlanError
 from dtk.planning.model import graph
-from dtk.planning.model.layer_costs import LayerCosts, RankGrid, Rates, Work, Workload
-from dtk.planning.model.measure import MeasuredRates
+from dtk.planning.model.layer_costs import LayerCosts, RankGrid, Rates, Workload
+from dtk.planning.model.layer_times import MeasuredRates
 from dtk.planning.model.plans import ModelPlan
 from dtk.planning.model.search import choose, judge
-from dtk.planning.quantity import PlanError
 
 layers = keras.layers
 RATES = Rates(flops=1e10, nbytes=1e9)
@@ -179,9 +178,9 @@ def test_layers_are_measured_once_at_the_shapes_of_a_rank():
     operators, _ = graph.read(model)
     computing = MeasuredRates(model, operators, 4, RATES, told.append)
     assert told == ["a whole / 1, 4 rows", "b whole / 1, 4 rows", "the whole model"]
-    half = computing.seconds(operators[2], Work("rows", 2, 4))
+    half = computing.seconds(operators[2], 4, "rows", 2)
     assert told[-1] == "b rows / 2, 4 rows" and half >= 0
-    assert computing.seconds(operators[2], Work("rows", 2, 4)) == half and len(told) == 4
-    known = [computing.seconds(operators[1], Work("whole", 1, rows)) for rows in (1, 2, 4)]
+    assert computing.seconds(operators[2], 4, "rows", 2) == half and len(told) == 4
+    known = [computing.seconds(operators[1], rows) for rows in (1, 2, 4)]
     assert min(known) <= known[1] <= max(known)  # interpolated
     assert computing.factor > 0 and 0 <= computing.spread < 10

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planning.model_chains import Table, workloads
 
-from dtk.planning.inputs import Cluster, Link, Software
+from dtk.planning.inputs import Cluster, Link, PlanError, Software
 from dtk.planning.model import search
 from dtk.planning.model.layer_costs import LayerCosts, Operator, RankGrid, Workload
 from dtk.planning.model.search import (
@@ -19,7 +19,6 @@ from dtk.planning.model.search import (
     pipeline,
     same_splits,
 )
-from dtk.planning.quantity import PlanError
 
 GRIDS = st.sampled_from([RankGrid(1, 2), RankGrid(2, 2)])
 few = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])

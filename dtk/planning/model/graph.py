@@ -10,8 +10,8 @@ import keras
 
 from dtk.layers.parallelize import BY_CHANNELS, BY_IMAGE, keeps_parts
 from dtk.layers.row_ranges import Window
+from dtk.planning.inputs import PlanError
 from dtk.planning.model.layer_costs import SPATIAL, Operator, Shape, Split
-from dtk.planning.quantity import PlanError
 
 
 def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:

@@ -97,24 +97,16 @@ class Operator:
         divided = {"output": self.sliced, "input": self.kernel}.get(split, 0)
         return self.weights - divided + math.ceil(divided / degree)
 
-
-class Work(NamedTuple):
-    """One rank's part of an operator."""
-
-    split: Split  # how the operator is divided
-    degree: int  # number of ranks
-    rows: int  # rows of the batch
-
-    def share(self, operator: Operator) -> float:
-        """Return the busiest rank's part of an operator's work.
+    def share(self, split: Split, degree: int) -> float:
+        """Return the busiest rank's part of the work.
 
         Example:
             >>> conv = Operator("c", "Conv2D", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})
-            >>> Work("rows", 3, 1).share(conv), Work("whole", 1, 1).share(conv)
+            >>> conv.share("rows", 3), conv.share("whole", 3)
             (0.375, 1.0)
         """
-        parts = operator.limits.get(self.split, 1)
-        return math.ceil(parts / self.degree) / parts
+        parts = self.limits.get(split, 1)
+        return math.ceil(parts / degree) / parts
 
 
 @dataclass
@@ -123,7 +115,7 @@ class Rates:
 
     Example:
         >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
-        >>> Rates(flops=64.0, nbytes=96.0).seconds(dense, Work("whole", 1, rows=2))
+        >>> Rates(flops=64.0, nbytes=96.0).seconds(dense, rows=2)
         9.0
     """
 
@@ -140,11 +132,13 @@ class Rates:
             f"{self.nbytes / 1e9:.3g} GB/s, as measured on this machine; layers were not."
         )
 
-    def seconds(self, operator: Operator, work: Work) -> float:
+    def seconds(
+        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
+    ) -> float:
         """Return the seconds of the busiest rank, in the passes that training needs."""
-        rows = work.rows * work.share(operator)
-        products = operator.flops * rows / self.flops if operator.weights else 0.0
-        copies = FLOAT * (operator.entries + operator.entries_taken) * rows / self.nbytes
+        part = rows * operator.share(split, degree)
+        products = operator.flops * part / self.flops if operator.weights else 0.0
+        copies = FLOAT * (operator.entries + operator.entries_taken) * part / self.nbytes
         # Backwards each product becomes two: one with the input, one with the kernel.
         times = 3.0 if operator.differentiated else 2.0 if operator.weights else 1.0
         return times * (products + copies)
@@ -182,9 +176,11 @@ class Workload:
                 found[begin] = crossing[0]
         return found if self.outputs == (len(self.operators) - 1,) else {}
 
-    def seconds(self, operator: Operator, work: Work) -> float:
+    def seconds(
+        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
+    ) -> float:
         """Return the seconds of computing in both passes; an input computes nothing."""
-        return self.computing.seconds(operator, work) if operator.sources else 0.0
+        return self.computing.seconds(operator, rows, split, degree) if operator.sources else 0.0
 
 
 class RankGroup(NamedTuple):
@@ -287,8 +283,7 @@ class LayerCosts:
     def _cost(self, position: int, split: Split, given: tuple[Split, ...]) -> LayerCost:
         """Return the cost of an operator if its inputs are held as given."""
         operator, degree = self.workload.operators[position], self.grid.model
-        work = Work(split, degree if split != "whole" else 1, self.rows)
-        computing = self.workload.seconds(operator, work)
+        computing = self.workload.seconds(operator, self.rows, split, degree)
         traffic = self._traffic(position, split, given) if degree > 1 else Traffic()
         held = operator.held(split, degree)
         _, summed = self.data.parts(self.sums_of(held))
@@ -305,7 +300,7 @@ class LayerCosts:
 
     def _whole(self, rows: int) -> list[float]:
         """Return the seconds of computing so many rows of every operator, undivided."""
-        return [self.workload.seconds(o, Work("whole", 1, rows)) for o in self.workload.operators]
+        return [self.workload.seconds(one, rows) for one in self.workload.operators]
 
     def memory(self, operator: Operator, held: int, rows: float) -> float:
         """Return the bytes of weights, gradients, optimizer state, and so many rows of output."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtk.planning.quantity import PlanError
+from dtk.planning.inputs import PlanError
 
 if TYPE_CHECKING:
     import keras

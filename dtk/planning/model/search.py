@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dtk.communicators.costs import Traffic
-from dtk.planning.advice import GAIN
+from dtk.planning.inputs import PlanError
 from dtk.planning.model.layer_costs import (
     FLOAT,
     LayerCost,
@@ -27,7 +27,7 @@ from dtk.planning.model.layer_costs import (
     left,
 )
 from dtk.planning.model.plans import ModelPlan
-from dtk.planning.quantity import PlanError
+from dtk.planning.tables import GAIN
 
 # States that dynamic programming keeps, and choices per state: only models with many branches, or
 # limited memory, would need more.

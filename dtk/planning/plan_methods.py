@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from dtk.communicators import costs
 from dtk.communicators.costs import BUCKET_MOST, Traffic
-from dtk.planning.inputs import Cluster, Factors, Job
+from dtk.planning.inputs import Cluster, Factors, Training
 
 # The backward pass's part of computing: it does twice the work of the forward pass.
 BACKWARD = 2 / 3
@@ -55,7 +55,7 @@ class Method:
     name: str  # name in tables
     use: str  # code for a script; empty if dtk does not have the method
     # returns the cost of a step for a job, a cluster and a number of workers
-    cost: Callable[[Job, Cluster, int], Cost]
+    cost: Callable[[Training, Cluster, int], Cost]
     exact: bool = False  # whether training equals that of one process
     served: bool = False  # whether it needs parameter servers
 
@@ -86,7 +86,7 @@ def exposed(sending: float, computing: float, part: float) -> float:
     return sending - min(sending, BACKWARD * computing) * part
 
 
-def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
+def dense(job: Training, cluster: Cluster, workers: int, exchange: str = "dense") -> Cost:
     """Predict whole gradients, or fp16 ones, round a ring; a bucket goes out when it is full.
 
     With few rows, gradients of some kernels go as factors instead. How much the backward pass hides
@@ -95,7 +95,7 @@ def dense(job: Job, cluster: Cluster, workers: int, exchange: str = "dense") -> 
     Example:
         >>> from dtk.planning.inputs import PAYLOAD, Link, Software
         >>> cluster = Cluster(Link(0.0, 1e6 / PAYLOAD), software=Software(0.0, 0.0, 0.0))
-        >>> cost = dense(Job(step=1.0, parameters=1_000_000), cluster, 4)
+        >>> cost = dense(Training(step=1.0, parameters=1_000_000), cluster, 4)
         >>> cost.computing, cost.coding, round(cost.sending, 4), cost.bytes
         (1.0, 0.0, 6.0, 4000000.0)
     """
@@ -116,7 +116,9 @@ def _not_hidden(
     return exposed(stream, computing, part)
 
 
-def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: Factors) -> Cost:
+def _factors(
+    job: Training, cluster: Cluster, workers: int, exchange: str, kernels: Factors
+) -> Cost:
     """Predict factors: the rows of all workers go to all, uncoded, and are then multiplied.
 
     The other gradients go as usual. Messages of both wait at the same time; bytes share a link.
@@ -132,7 +134,7 @@ def _factors(job: Job, cluster: Cluster, workers: int, exchange: str, kernels: F
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
 
 
-def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
+def hierarchical(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict whole gradients, summed within hosts, then round a ring of hosts, then sent back."""
     hosts = cluster.hosts(workers)
     per_host = -(-workers // hosts)
@@ -144,11 +146,11 @@ def hierarchical(job: Job, cluster: Cluster, workers: int) -> Cost:
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
-def coded(bits: int) -> Callable[[Job, Cluster, int], Cost]:
+def coded(bits: int) -> Callable[[Training, Cluster, int], Cost]:
     """Return the cost function of codes: they go to owners and back once all are coded."""
     exchange = f"{bits}bit"
 
-    def cost(job: Job, cluster: Cluster, workers: int) -> Cost:
+    def cost(job: Training, cluster: Cluster, workers: int) -> Cost:
         size = job.size(exchange)
         sending = cluster.seconds(_codes(size, workers, cluster.per_host), workers)
         coding = _coding(job, cluster, workers, exchange)
@@ -168,7 +170,7 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
     return vectors.and_then(to_owners).and_then(costs.ring_allgather(workers, striped))
 
 
-def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
+def delayed(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict delayed gradients: those of the last step go round a ring while a step computes."""
     size = job.size("dense")
     computing = job.computing(workers)
@@ -177,7 +179,7 @@ def delayed(job: Job, cluster: Cluster, workers: int) -> Cost:
     return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
 
 
-def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
+def block_momentum(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict block momentum: weights go round a ring once per block, and nothing in between."""
     block = costs.ring_allreduce(workers, job.size("dense")).times(1 / job.block_steps)
     sending = cluster.seconds(block, workers)
@@ -185,7 +187,7 @@ def block_momentum(job: Job, cluster: Cluster, workers: int) -> Cost:
     return Cost(job.computing(workers), coding, sending, job.size("dense") / job.block_steps)
 
 
-def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
+def servers_sync(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict synchronous servers: all workers pull, compute and push; then servers apply."""
     size = job.size("dense")
     way = costs.pull(workers, cluster.servers, cluster.per_host, size)
@@ -193,7 +195,7 @@ def servers_sync(job: Job, cluster: Cluster, workers: int) -> Cost:
     return Cost(job.computing(workers), cluster.software.step, sending, 2 * size)
 
 
-def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
+def servers_async(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict asynchronous servers, for as many steps as there are workers.
 
     A worker does not wait for other workers, but all wait for the servers. A link carries pulls one
@@ -208,7 +210,7 @@ def servers_async(job: Job, cluster: Cluster, workers: int) -> Cost:
     return Cost(computing, cluster.software.step, seconds - computing, 2 * size)
 
 
-def _coding(job: Job, cluster: Cluster, workers: int, exchange: str) -> float:
+def _coding(job: Training, cluster: Cluster, workers: int, exchange: str) -> float:
     """Return the seconds of coding; one worker alone codes nothing."""
     if workers == 1:
         return 0.0
@@ -250,12 +252,12 @@ class Prediction:
         return self.cost.seconds
 
 
-def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Prediction:
+def predict(method: Method, job: Training, cluster: Cluster, workers: int) -> Prediction:
     """Predict a method with a number of workers.
 
     Example:
         >>> from dtk.planning.inputs import Link
-        >>> job, cluster = Job(0.1, 1000, rows=20), Cluster(Link(0.0, 1e9), price=9.0)
+        >>> job, cluster = Training(0.1, 1000, rows=20), Cluster(Link(0.0, 1e9), price=9.0)
         >>> alone = predict(METHODS[0], job, cluster, 1)
         >>> alone.seconds, alone.rows, alone.efficiency, alone.price
         (0.1, 200.0, 1.0, 12.5)
@@ -268,7 +270,7 @@ def predict(method: Method, job: Job, cluster: Cluster, workers: int) -> Predict
 
 
 def sweep(
-    job: Job, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
+    job: Training, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
 ) -> list[list[Prediction]]:
     """Predict each method with each number of workers."""
     return [[predict(method, job, cluster, count) for count in workers] for method in methods]

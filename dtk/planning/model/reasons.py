@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtk.bench.page import Table
-from dtk.planning.model.layer_costs import LayerCosts, Work, Workload
+from dtk.planning.model.layer_costs import LayerCosts, Workload
 from dtk.planning.model.search import Candidate, PlanChoice, judge
 
 # Error of predicted times of divided layers, as multiples of data parallelism's time, on busy
@@ -98,8 +98,7 @@ def _why_stages(workload: Workload, best: Candidate) -> list[str]:
 
 def _left_whole(workload: Workload) -> Iterator[str]:
     """Yield the slow layers that cannot be divided, by reason."""
-    whole = Work("whole", 1, workload.batch)
-    seconds = {one.name: workload.seconds(one, whole) for one in workload.operators}
+    seconds = {one.name: workload.seconds(one, workload.batch) for one in workload.operators}
     reasons: dict[str, list[str]] = {}
     for operator in workload.operators:
         long = seconds[operator.name] >= _LONG * sum(seconds.values())

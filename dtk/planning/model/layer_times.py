@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.planning.model.layer_costs import SPATIAL, Operator, Rates, Work
+from dtk.planning.model.layer_costs import SPATIAL, Operator, Rates, Split
 
 # A layer is measured for at least so many seconds and calls.
 _ENOUGH, _CALLS = 0.03, 4
@@ -45,12 +45,12 @@ class MeasuredRates(Rates):
         layers = model.layers if sequential else model.operations
         self._layers = {layer.name: layer for layer in layers}
         self._batch, self._say = batch, say
-        self._known: dict[tuple[str, Work], float] = {}
+        self._known: dict[tuple[str, int, Split, int], float] = {}
         self._spreads: list[tuple[float, float]] = []
         self._call = _clock(tf.function(lambda: tf.constant(0.0)))[0]
         self.factor = 1.0
         computed = [one for one in operators if one.sources]
-        apart = sum(self.seconds(one, Work("whole", 1, batch)) for one in computed)
+        apart = sum(self.seconds(one, batch) for one in computed)
         say("the whole model")
         whole = self._measure(model, _inputs(model, batch), any(one.weights for one in computed))
         if apart > 0 and whole > 0:
@@ -65,43 +65,48 @@ class MeasuredRates(Rates):
             f"repetitions differ by {100 * self.spread:.0f} %."
         )
 
-    def seconds(self, operator: Operator, work: Work) -> float:
+    def seconds(
+        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
+    ) -> float:
         """Return the seconds of the busiest rank, measured or interpolated."""
         layer = self._layers[operator.name]
-        if work.split != "whole" and (hasattr(layer, "kernel") or hasattr(layer, "pool_size")):
-            return self.factor * self._clocked(operator, work)
+        if split != "whole" and (hasattr(layer, "kernel") or hasattr(layer, "pool_size")):
+            return self.factor * self._clocked(operator, rows, split, degree)
         # Layers without a kernel copy entries: their time is proportional to the entries.
-        return self.factor * work.share(operator) * self._whole(operator, work.rows)
+        return self.factor * operator.share(split, degree) * self._whole(operator, rows)
 
     def _whole(self, operator: Operator, rows: int) -> float:
         """Return the seconds of a whole operator, interpolated between measured row counts."""
         points = sorted({max(1, self._batch // part) for part in _FRACTIONS})
         if rows in points:
-            return self._clocked(operator, Work("whole", 1, rows))
+            return self._clocked(operator, rows)
         high = min(point for point in points[1:] if point >= rows)
         low = points[points.index(high) - 1]
-        less, more = (self._clocked(operator, Work("whole", 1, point)) for point in (low, high))
+        less, more = (self._clocked(operator, point) for point in (low, high))
         return max(0.0, less + (rows - low) / (high - low) * (more - less))
 
-    def _clocked(self, operator: Operator, work: Work) -> float:
+    def _clocked(
+        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
+    ) -> float:
         """Return the measured seconds of a layer, at the shapes of a rank."""
         layer = self._layers[operator.name]
         facts = layer.get_config() if isinstance(layer, keras.layers.Layer) else {}
         # Layers with equal keys take equally long.
         alike = (type(layer).__name__, operator.taken, operator.output, operator.differentiated)
-        key = json.dumps([alike, {**facts, "name": None}], default=str, sort_keys=True), work
+        text = json.dumps([alike, {**facts, "name": None}], default=str, sort_keys=True)
+        key = text, rows, split, degree
         if key in self._known:
             return self._known[key]
-        self._say(f"{operator.name} {work.split} / {work.degree}, {work.rows} rows")
-        if work.split != "whole":
-            call, shape = _local(layer, operator, work)
-            inputs = [tf.random.normal([work.rows, *shape])]
+        self._say(f"{operator.name} {split} / {degree}, {rows} rows")
+        if split != "whole":
+            call, shape = _local(layer, operator, split, degree)
+            inputs = [tf.random.normal([rows, *shape])]
         else:
             try:
                 call = keras.Model(layer.input, layer.output)
             except (ValueError, AttributeError):  # the layer has several outputs, or none
-                return super().seconds(operator, work)
-            inputs = _inputs(call, work.rows)
+                return super().seconds(operator, rows)
+            inputs = _inputs(call, rows)
         self._known[key] = self._measure(call, inputs, operator.differentiated)
         return self._known[key]
 
@@ -174,20 +179,20 @@ def _inputs(model: keras.Model, rows: int) -> list[tf.Tensor]:
 
 
 def _local(
-    layer: keras.layers.Layer, operator: Operator, work: Work
+    layer: keras.layers.Layer, operator: Operator, split: Split, degree: int
 ) -> tuple[keras.layers.Layer, list[int]]:
     """Return a layer that computes one rank's part, and the shape of one row of its input."""
     config = {**layer.get_config(), "name": f"part_of_{layer.name}"}
     config.pop("build_config", None)
     shape = list(operator.taken[0])
-    if work.split == "output":
+    if split == "output":
         size = "units" if "units" in config else "filters"
-        config[size] = math.ceil(config[size] / work.degree)
-    elif work.split == "input":
+        config[size] = math.ceil(config[size] / degree)
+    elif split == "input":
         axis = 0 if config.get("data_format") == "channels_first" else -1
-        shape[axis] = math.ceil(shape[axis] / work.degree)
+        shape[axis] = math.ceil(shape[axis] / degree)
     else:
-        axis = SPATIAL.index(work.split)
-        halo = sum(operator.halos.get(work.split, (0, 0)))
-        shape[axis] = min(shape[axis], math.ceil(shape[axis] / work.degree) + halo)
+        axis = SPATIAL.index(split)
+        halo = sum(operator.halos.get(split, (0, 0)))
+        shape[axis] = min(shape[axis], math.ceil(shape[axis] / degree) + halo)
     return type(layer).from_config(config), shape

@@ -1,0 +1,240 @@
+"""Jobs of `dtk bench` are placed, start, take turns, rest, and are never left behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from dtk.bench import bench_jobs, turns
+from dtk.bench.bench_jobs import BenchJob, JobLost, Places, command, place
+from dtk.bench.results import read
+from dtk.bench.setting import Setting
+from dtk.bench.worker import CORES
+from dtk.cli.main import main
+from dtk.cluster import Host
+from dtk.errors import ClusterError
+from dtk.launch import Process, job_processes, machines
+
+FACTS = {
+    "node1": machines.HostFacts((4001,), (0, 1), "eth0"),
+    "node2": machines.HostFacts((4002, 4003), (0, 1), "ib0"),
+    "node3": machines.HostFacts((4004,), (0, 1), ""),
+}
+HOSTS = (Host("node1", 1), Host("node2", 2), Host("node3", 1))
+
+
+@pytest.fixture
+def surveyed(monkeypatch):
+    """Hosts that are as FACTS say."""
+    monkeypatch.setattr(machines, "survey", lambda host, ports, **_: FACTS[host])
+
+
+def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host(surveyed):
+    for rank, process in enumerate(place("collective", ["python"], Places(4, HOSTS))):
+        given = process.env
+        assert (given["RANK"], given["WORLD_SIZE"]) == (str(rank), "4")
+        assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("node1", "4001")
+        assert given.get("GLOO_SOCKET_IFNAME", "") == FACTS[process.host].interface
+    assert all("MASTER_PORT" not in p.env for p in place("horovod", ["python"], Places(4, HOSTS)))
+
+
+def test_on_this_machine_it_stays_on_loopback():
+    first, second = place("collective", ["python"], Places(2))
+    for process in (first, second):
+        assert process.env["MASTER_ADDR"] == "127.0.0.1"
+        assert process.env["MASTER_PORT"] == first.address.rpartition(":")[2]
+        assert process.env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_mpirun_binds_as_dtk_run_does_and_stays_on_this_machine(monkeypatch):
+    eight = machines.HostFacts((), tuple(range(8)), "lo")
+    monkeypatch.setattr(machines, "survey", lambda host, ports, **_: eight)
+    for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
+        (started,) = place("horovod-mpi", ["python"], Places(workers))
+        assert json.loads(started.env[CORES]) == parts
+    with pytest.raises(ClusterError, match="on this machine only; leave --hosts out"):
+        bench_jobs.check_mpirun(HOSTS)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What ranks of a job find: what is beside this file."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+@pytest.fixture
+def make(found):
+    """`make(made, busy)`: a job of two ranks that is closed after the test."""
+    jobs = []
+
+    def make(made="bench_worker:Worker", busy=False, processes=None):
+        processes = processes or place("collective", command(made, Setting()), Places(2))
+        places = Places(len(processes))
+        jobs.append(BenchJob("played", processes, places, essential=False, busy=busy))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+        assert job_processes.members(job.job.job_id) == []
+
+
+def states(job):
+    """What the children that measure are doing."""
+    members = map(psutil.Process, job_processes.members(job.job.job_id))
+    return [one.status() for one in members if one.parent().pid in job.job.pids.values()]
+
+
+def test_all_ranks_answer_in_their_order_and_whoever_does_not_know_the_key_is_turned_away(make):
+    job = make()
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(job._ranks._door.getsockname()) as line,
+    ):
+        line.sendall(b"\0\0\0\x05hello")
+    job.start()
+    assert [versions for _, versions in job.hello] == [{"nothing": "1"}] * 2
+    assert job.build("mlp") == (0, ["wait", "die"], {"half": "there is no half"})
+    for _ in range(2):
+        readings = job.measure("wait")
+        assert [reading.sent for reading in readings] == [0, 1]
+        assert all(0.01 <= reading.seconds < reading.fit for reading in readings)
+    assert psutil.STATUS_STOPPED not in states(job)
+    job.close()
+    assert set(job.job.returncodes.values()) == {0}
+
+
+def test_a_busy_job_is_stopped_while_nothing_is_asked_and_ends_by_itself_all_the_same(make):
+    job = make(busy=True)
+    job.start()
+    assert states(job) == [psutil.STATUS_STOPPED] * 2
+    job._busy = False
+    job.build("mlp")
+    assert len(states(job)) == 2 and psutil.STATUS_STOPPED not in states(job)
+    job._busy = True
+    for _ in range(2):
+        job.measure("wait")
+        assert states(job) == [psutil.STATUS_STOPPED] * 2
+    job.close()
+    assert set(job.job.returncodes.values()) == {0}
+
+
+def test_a_peer_sees_what_is_beside_it_and_not_what_is_beside_dtks_and_the_cores_it_is_given(
+    make, tmp_path
+):
+    """Breaks as PyTorch that imports dtk's report.py, or its plot.py, instead of another's."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "seen.py").write_text(
+        "import importlib.util\n"
+        "class Worker:\n"
+        "    def __init__(self, setting):\n"
+        "        names = ('report', 'plot', 'beside')\n"
+        "        self.versions = [name for name in names if importlib.util.find_spec(name)]\n"
+        "        self.rank = 0\n"
+    )
+    core = max(os.sched_getaffinity(0))
+    # As mpirun would start it.
+    env = {CORES: json.dumps([[], [core]]), "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    argv = tuple(command(f"{tmp_path / 'seen.py'}:Worker", Setting()))
+    env["OMP_NUM_THREADS"] = "1"
+    job = make(processes=[Process("rank 0", "worker", 0, "localhost", argv, env)])
+    job.start()
+    ((host, seen),) = job.hello
+    assert (host["cores"], seen) == ([core], ["beside"])
+
+
+def test_a_rank_that_fails_in_its_turn_is_named_with_its_exception(make):
+    job = make()
+    job.start()
+    job.build("mlp")
+    with pytest.raises(JobLost, match="rank 1 ended with exit code 1: RuntimeError: cannot go on"):
+        job.measure("die")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("bench_worker:Fails", "exit code 1: RuntimeError: cannot start"),
+        ("no_such:Worker", "ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_a_job_that_cannot_start_says_why(make, made, message):
+    with pytest.raises(JobLost, match=message):
+        make(made).start()
+
+
+# --- runs ---
+
+
+@pytest.fixture
+def heard_again():
+    """Leave signals to whoever had them, as `interruptible` does not: it expects an exit."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def played(found, monkeypatch):
+    """Runs whose jobs need no library."""
+    monkeypatch.setattr(turns, "command", lambda *_: command("bench_worker:Worker", Setting()))
+
+
+def test_an_interrupt_ends_every_job_at_once(heard_again, played, capfd):
+    run = turns.BenchRun(Setting(models=(), allreduce=(4000,)), Places(2))
+    # They have been asked by then, and do not answer.
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    assert run.measure(("collective", "collective"), ()) == 128 + signal.SIGINT
+    assert time.monotonic() - began < 20
+    assert "dtk bench: SIGINT: every process was ended" in capfd.readouterr().err
+    assert [job.name for job in run.jobs] == ["collective"] * 2
+    assert [job_processes.members(job.job.job_id) for job in run.jobs] == [[], []]
+
+
+def test_what_was_measured_before_an_interrupt_is_shown_and_saved(heard_again, played, tmp_path):
+    # Of the second size nothing is ever measured: its jobs do not answer.
+    sizes = ["--communicator", "collective", "--allreduce", "8kB", "--allreduce", "4kB"]
+    file = tmp_path / "run.json"
+    threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    done = CliRunner().invoke(main, ["bench", *sizes, "--rounds", "3", "--json", str(file)])
+    assert done.exit_code == 128 + signal.SIGINT
+    assert "all-reduce of 8.00 kB" in done.output and "all-reduce of 4.00 kB" not in done.output
+    assert "Not measured: allreduce 4000: ended with exit code 130." in done.output
+    assert {name: len(taken) for name, taken in read(file).turns["allreduce 8000"].items()} == {
+        "collective wait": 3
+    }
+
+
+def test_what_is_tuned_is_measured_beside_with_its_variable(played, tmp_path, monkeypatch):
+    monkeypatch.delenv("OF_MINE", raising=False)
+    file = tmp_path / "run.json"
+    given = ["--communicator", "collective", "--allreduce", "12kB", "--tuned", "OF_MINE=3"]
+    done = CliRunner().invoke(main, ["bench", *given, "--rounds", "1", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    found = read(file)
+    sent = {name: taken[0][0].sent for name, taken in found.turns["allreduce 12000"].items()}
+    assert sent == {"collective mine": 0, "tuned collective mine": 3}
+    assert found.setting["tuned"] == ["OF_MINE=3"]
+    assert "tuned: under OF_MINE=3." in done.output
+
+
+def test_how_long_it_will_take_is_said_once_and_not_of_seconds(capfd, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
+    for seconds, told in ((60.0, "dtk bench: about 9.0 minutes more\n"), (1.0, "")):
+        bar = turns.RunProgress()
+        for taken in (0, 1, 2, 3):
+            bar.show("mlp", taken, 10)
+            now[0] += seconds
+        assert capfd.readouterr().err == told
