@@ -15,14 +15,7 @@ from dtk.errors import at_rank
 from dtk.nests import Function, Nest
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
-from dtk.trainer import (
-    distributed_trainer,
-    fit_guard,
-    loop_guard,
-    model_scope,
-    undistributed_jobs,
-    weight_check,
-)
+from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups
 
@@ -53,8 +46,7 @@ class DtkStrategy(Strategy):
             start.tell_untested_versions()
         extended.divide_slices = lookups.divided
         undistributed_jobs.made_strategy()
-        fit_guard.install(self)
-        loop_guard.install()
+        guard.install(self)
 
     @property
     def cluster_resolver(self) -> JobResolver:
@@ -119,7 +111,7 @@ class DtkStrategy(Strategy):
             >>> strategy.check_weights(model)
             4
         """
-        return weight_check.check_weights(model, self)
+        return model_scope.check_weights(model, self)
 
     def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
         """Make the trainer of a model compiled in this strategy's scope.

@@ -18,7 +18,7 @@ import psutil
 import tensorflow as tf
 
 from dtk.cluster import heartbeats, progress
-from dtk.cluster.processor import instructions
+from dtk.cluster.environment import instructions
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
