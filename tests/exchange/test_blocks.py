@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from dtk.trainer.rank_callbacks import SynchronizeWeights
 
 from dtk import exchange as exchanges
 from dtk.communicators.null import NullCommunicator
@@ -22,6 +21,7 @@ from dtk.exchange import (
     WarmStart,
 )
 from dtk.exchange.contract import BatchPart, ExchangeState, Trained
+from dtk.trainer.fit import SynchronizeWeights
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
