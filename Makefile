@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
 PYTEST_ARGS ?=
+# what tools/mutants.py is given, such as MUTANTS="dtk/exchange --sample 20"
+MUTANTS ?=
 # how many pytest share the tests; those of one world of processes stay together (tests/conftest.py)
 WORKERS ?= 2
 
@@ -35,7 +37,7 @@ help:
 	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm, which it installs'
 	@echo 'make test-versions  the tests of one process and a job of two, with every TensorFlow, Keras and Python of tools/versions.txt'
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
-	@echo 'make mutants   break every rule once and say which breaks no test notices'
+	@echo 'make mutants   break each room of dtk at random and count the breaks that no test notices'
 	@echo 'make check     lint, types and imports only'
 	@echo 'make clean     remove .venv and everything built'
 
@@ -63,8 +65,8 @@ test-faults: horovod
 	@$(BIN)/python tools/lost_host.py || [ $$? = 2 ]
 	@$(BIN)/python tools/forwarder_faults.py || [ $$? = 2 ]
 
-mutants: horovod
-	@$(BIN)/python tools/mutants.py
+mutants: horovod $(VENV)/.for-mutants
+	@$(BIN)/python tools/mutants.py $(MUTANTS)
 
 check: lint types rooms
 
@@ -99,6 +101,10 @@ $(VENV)/.for-test: $(BIN)/python $(SETTINGS)
 	@echo 'Installing dtk and what its tests need into $(VENV) (a minute or two the first time) ...'
 	@$(call pip_install,$(TEST))
 	@touch $@ $(VENV)/.for-demo
+
+$(VENV)/.for-mutants: $(VENV)/.for-test
+	@$(call pip_install,.[mutants])
+	@touch $@
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that
 # need it are skipped, and say so.

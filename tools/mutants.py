@@ -1,21 +1,27 @@
-"""Break dtk's rules one by one, and say which breaks no test notices.
+"""Let cosmic-ray break dtk at random, room by room, and count which breaks no test notices.
 
-    python tools/mutants.py                  # all of tools/mutants.toml
-    python tools/mutants.py codec scheduler  # those whose name or file contains a word
-    python tools/mutants.py --jobs 2         # two at a time
-    python tools/mutants.py --list
+    python tools/mutants.py                             # a sample of every room
+    python tools/mutants.py dtk/exchange --sample 20    # more of one
+    python tools/mutants.py --seed 7                    # others
 
-Each mutant is one change of a few characters. It is made in a copy of the checkout, and the tests
-named beside it that `make test` has are run there until the first failure: one that passes them
-survives, and is a rule that no test holds. The exit code is 1 if one survives, or does not apply
-any more.
+A mutant is one small change of the code: a comparison turned round, a number one larger, a loop
+left out. cosmic-ray finds all that a room could have, and this draws some of them by a seed. Each
+is made in a copy of the checkout, where the room's tests in mutants.toml are run, those that `make
+test` has, until the first failure: a mutant that passes them all survives. Each room is a row of
+benchmarks/results/mutations.md, with its survivors: a rule that no test holds, or a change that
+changes nothing. The exit code is 1 if a room's tests fail before anything is broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import collections
+import contextlib
+import datetime
 import os
+import random
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,93 +29,104 @@ import tempfile
 import time
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+
+from cosmic_ray import commands
+from cosmic_ray.modules import find_modules
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = Path(__file__).with_suffix(".toml")
-COPIED = ("dtk", "tests", "examples", "benchmarks", "docs", "tools", "setup.cfg", "README.md")
-KILLED, SURVIVED, STALE = "killed", "SURVIVED", "DOES NOT APPLY"
-MISUSED, NO_TEST_RAN = 4, 5
-LONGEST = 900
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+PAGE = ROOT / "benchmarks" / "results" / "mutations.md"
+NOT_COPIED = (".git", ".venv", ".versions", ".*_cache", "__pycache__", "build")
+PYTEST = (sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not full")
+HEAD = """# Mutants that no test notices
 
+```sh
+make mutants
+make mutants MUTANTS="dtk/exchange --sample 20 --seed 7"
+```
 
-class Mutant(NamedTuple):
-    """A rule of dtk's, broken.
+cosmic-ray changes one operator, number, condition, loop or decorator of a room at a time, and the
+room's tests in `tools/mutants.toml`, those of `make test`, are run until one fails. Mutants are
+drawn by a seed: places first, and one of each place's changes. A row was recorded on the day that
+it names. A survivor is a rule that no test holds, or a change that changes nothing.
 
-    Attributes:
-        name: What breaks.
-        file: Which file, from the root.
-        find: What stands there, exactly once.
-        replace: What stands there instead.
-        tests: Arguments of pytest; some of these tests must fail.
-    """
-
-    name: str
-    file: str
-    find: str
-    replace: str
-    tests: list[str]
+| room | places | noticed | recorded | survivors |
+|---|---|---|---|---|
+"""
 
 
 def main() -> int:
-    """Try the mutants asked for, and print how each ended."""
-    parser = argparse.ArgumentParser(description="Break dtk's rules one by one.")
-    parser.add_argument("words", nargs="*", help="of names or files; all mutants without")
-    parser.add_argument("--list", action="store_true", help="name them, try none")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants to try at a time")
+    """Try a sample of each room that is asked for, and write its row."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("rooms", nargs="*", default=list(TABLE["rooms"]))
+    parser.add_argument("--sample", type=int, default=TABLE["sample"], help="mutants of each room")
+    parser.add_argument("--seed", type=int, default=TABLE["seed"], help="which ones are drawn")
     asked = parser.parse_args()
-    mutants = [Mutant(**entry) for entry in tomllib.loads(LIST.read_text())["mutant"]]
-    chosen = [m for m in mutants if not asked.words or any(w in f"{m}" for w in asked.words)]
-    if asked.list:
-        print(*(f"{m.file}: {m.name}" for m in chosen), sep="\n")
-        return 0
-    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        ended = list(pool.map(_try, chosen))
-    print(f"{ended.count(KILLED)} of {len(ended)} killed")
-    return int(set(ended) != {KILLED})
+    rows = {}
+    for room in asked.rooms:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "dtk"
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *sys.path[1:]])
+            with contextlib.chdir(copy):
+                rows[room] = _tried(room, asked.sample, asked.seed)
+        if rows[room]:
+            _write(room, rows[room])
+    return int(not all(rows.values()))
 
 
-def _try(mutant: Mutant) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            put = shutil.copytree if source.is_dir() else shutil.copy
-            put(source, copy / name)
-        for hidden in (".importlinter", "CONTRIBUTING.md", "ruff.toml"):
-            shutil.copy(ROOT / hidden, copy / hidden)
-        began = time.perf_counter()
-        how = _change(copy / mutant.file, mutant) or _test(copy, mutant.tests)
-    print(f"{how:8} {time.perf_counter() - began:4.0f} s  {mutant.file}: {mutant.name}", flush=True)
-    return how
+def _tried(room: str, sample: int, seed: int) -> str:
+    """Return a room's row; nothing if its tests fail as they are."""
+    command = [*PYTEST, *shlex.split(TABLE["rooms"][room])]
+    began = time.monotonic()
+    whole = subprocess.run(command, capture_output=True, text=True, check=False)
+    if whole.returncode:
+        print(f"{room}: its tests fail as they are\n{whole.stdout[-2000:]}", flush=True)
+        return ""
+    longest = 3 * (time.monotonic() - began) + 60  # what makes tests hang is noticed, too
+    generator, places = random.Random(seed), _mutants(room)
+    chosen = generator.sample(places, min(sample, len(places)))
+    survivors = []
+    for mutant in map(generator.choice, chosen):
+        result = mutate_and_test([mutant], shlex.join(command), longest)
+        told = _told(mutant, result.diff or "")
+        print(f"{room}: {told} {result.test_outcome}", flush=True)
+        survivors += [] if result.is_killed else [told]
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    noticed = f"{len(chosen) - len(survivors)} of {len(chosen)}"
+    return f"| `{room}` | {len(places)} | {noticed} | {today} | {'; '.join(survivors)} |"
 
 
-def _change(file: Path, mutant: Mutant) -> str | None:
-    text = file.read_text() if file.exists() else ""
-    if text.count(mutant.find) != 1:
-        return STALE
-    file.write_text(text.replace(mutant.find, mutant.replace))
-    return None
+def _mutants(room: str) -> list[list[MutationSpec]]:
+    """Return the mutants of each place in a room, in an order that is the same each time."""
+    with use_db(":memory:") as work:
+        commands.init(sorted(find_modules([Path(room)])), work, {})
+        found = [mutation for item in work.work_items for mutation in item.mutations]
+    places = collections.defaultdict(list)
+    for mutant in sorted(found, key=lambda m: (m.module_path, m.start_pos, m.operator_name)):
+        if not re.fullmatch(TABLE["left_out"], mutant.operator_name):
+            places[mutant.module_path, mutant.start_pos].append(mutant)
+    return list(places.values())
 
 
-def _test(copy: Path, tests: list[str]) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "not full", *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-            timeout=LONGEST,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return KILLED  # what hangs is noticed
-    if done.returncode in (MISUSED, NO_TEST_RAN):
-        sys.exit(f"no test ran: pytest {' '.join(tests)}\n{(done.stdout + done.stderr)[-2000:]}")
-    return SURVIVED if done.returncode == 0 else KILLED
+def _told(mutant: MutationSpec, diff: str) -> str:
+    """Return where a mutant is and what it changes, for one cell of a table."""
+    lines = [line for line in diff.split("\n") if not line.startswith(("---", "+++"))]
+    old, new = [
+        " ".join(" ".join(line[1:] for line in lines if line.startswith(sign)).split())
+        for sign in "-+"
+    ]
+    return f"{mutant.module_path}:{mutant.start_pos[0]} `{old}` → `{new}`".replace("|", "\\|")
+
+
+def _write(room: str, row: str) -> None:
+    """Put a room's row into the page, and leave the others."""
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")} | {room: row}
+    PAGE.write_text(HEAD + "\n".join(rows[name] for name in sorted(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -190,6 +190,7 @@ def install(spec: dict[str, Any]) -> None:
     sys.modules["tensorflow_datasets"] = module = types.ModuleType("tensorflow_datasets")
     module.load = functools.partial(load, spec=spec.get("tfds", {}), rows=rows)
     module.disable_progress_bar = lambda: None
+    module.as_numpy = lambda arrays: arrays
     module.Split = types.SimpleNamespace(TRAIN="train", TEST="test", VALIDATION="validation")
     keras.utils.get_file = get_file
     keras.utils.plot_model = lambda *args, **kwargs: None
@@ -256,7 +257,8 @@ def load(
     """Stand for `tensorflow_datasets.load`: images and their classes, or texts."""
     import tensorflow as tf
 
-    del name, kwargs
+    del name
+    batch = kwargs.get("batch_size")
 
     def one(part: str) -> Any:
         train = str(part).startswith("train")
@@ -270,7 +272,10 @@ def load(
     def _pairs(x: Any, y: Any, supervised: bool, key: str) -> Any:
         y = y.astype("int64")
         parts = (x, y) if supervised else {key: x, "label": y}
-        return tf.data.Dataset.from_tensor_slices(parts)
+        if batch == -1:
+            return parts  # arrays, which `as_numpy` leaves as they are
+        found = tf.data.Dataset.from_tensor_slices(parts)
+        return found.batch(batch) if batch else found
 
     if isinstance(split, list | tuple):
         found: Any = [one(part) for part in split]

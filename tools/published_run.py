@@ -299,6 +299,13 @@ class Draws:
             return self.tracing(step, rows, begin, batch.rows)
 
         replica_step.run_step = run_step
+        first_run = tf.distribute.Strategy.run
+
+        def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+            self.traced += 1  # a step of the script's own loop
+            return first_run(strategy, *args, **kwargs)
+
+        tf.distribute.Strategy.run = run
 
 
 def drawing() -> list[tuple[Any, str, Any]]:
