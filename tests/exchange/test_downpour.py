@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.exchange import Downpour, Quantized, downpour
+from dtk.exchange import Downpour, Quantized
 from dtk.parameter_server import gradient_compression
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync
 from dtk.strategies import parameter_server
@@ -83,8 +81,3 @@ def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
     flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)
     joined, kept = tf.function(there_and_back)(flat)
     np.testing.assert_allclose(joined + kept, flat, atol=1e-6)
-
-
-def test_the_examples_in_the_docstrings():
-    failed, tried = doctest.testmod(downpour)
-    assert tried and not failed
