@@ -6,7 +6,8 @@ structures. They import nothing when dtk runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorflow as tf
 
-_Result = TypeVar("_Result", covariant=True)
+_Result = TypeVar("_Result")
 
 # A tensor of any kind: dense, ragged or sparse.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
@@ -47,13 +48,6 @@ Kwargs: TypeAlias = "dict[str, object]"
 # The config of a Keras object, as written to JSON.
 Config: TypeAlias = "dict[str, object]"
 
-
-class Function(Protocol[_Result]):
-    """A function with parameters that TensorFlow, Keras or a script decides.
-
-    Where dtk knows the arguments of a function, the signature is written out instead.
-    """
-
-    # Only Any for both means "any parameters" to mypy; with object it would be "accepts all".
-    def __call__(self, *args: Any, **kwargs: Any) -> _Result:  # type: ignore[explicit-any]
-        """Call the function."""
+# A function with parameters that TensorFlow, Keras or a script decides. Where dtk knows them, the
+# signature is written out instead.
+Function: TypeAlias = Callable[..., _Result]  # type: ignore[explicit-any]

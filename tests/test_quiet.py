@@ -224,7 +224,7 @@ def test_a_filter_inside_a_filter_is_the_same_filter(run):
 REAL = """
 import dtk, sys
 import keras, numpy as np, tensorflow as tf
-for strategy in (dtk.auto_strategy(), dtk.strategies.MirroredStrategy(2)):
+for strategy in (dtk.strategies.MirroredStrategy(2), dtk.auto_strategy()):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with strategy.scope():
         model.compile("sgd", "mse")

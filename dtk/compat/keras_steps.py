@@ -39,8 +39,8 @@ _LIBRARIES = ("dtk", "keras", "tensorflow")
 _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
 
-# Computes the gradients of a target: of (target, sources, output gradients).
-Gradient: TypeAlias = Callable[[Nest, Nest, Nest], Nest]
+# Computes gradients from target, sources and output gradients; in a list, if the sources are one.
+Gradient: TypeAlias = Callable[[Nest, Nest, Nest], list[Nest]]
 
 
 # Losses and metrics.
@@ -168,7 +168,7 @@ def patch_tapes(
         *args: object,
         **more: object,
     ) -> Nest:
-        def own(target: Nest, sources: Nest, output_gradients: Nest) -> Nest:
+        def own(target: Nest, sources: Nest, output_gradients: Nest) -> list[Nest]:
             return original(tape, target, sources, output_gradients, *args, **more)
 
         values = getattr(tape, _WATCHED, {})
