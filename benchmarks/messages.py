@@ -15,7 +15,7 @@ import time
 import numpy as np
 import tensorflow as tf
 from dtk.bench.report import quartiles
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.strategies import AllReduceStrategy
 
 KILOBYTES = 4

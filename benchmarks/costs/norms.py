@@ -10,7 +10,7 @@ import dtk
 import keras
 from dtk.bench.models import Problem
 from dtk.bench.variant import Fit
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 
 import report
 from fits import take, warm

@@ -15,7 +15,7 @@ import statistics
 import keras
 from dtk.bench.report import BOUND
 from dtk.bench.variant import Fit, LocalFit
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.strategies import AllReduceStrategy
 
 import report

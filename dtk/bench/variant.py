@@ -21,7 +21,7 @@ from dtk.bench.setting import Setting, block_of, bytes_of
 from dtk.bench.worker import Built, Counts, Tick
 from dtk.cluster import detect
 from dtk.communicators import Communicator
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.compat import fused_kernels
 from dtk.exchange import BlockMomentum, Exchange, parse
 from dtk.nests import Logs

@@ -74,7 +74,9 @@ def create(
     if name not in NAMES:
         raise ValueError(f"unknown communicator {name!r}{said}; use one of {', '.join(NAMES)}")
     if name == "local":
-        return _alone(None)
+        from dtk.communicators.local import LocalCommunicator
+
+        return LocalCommunicator()
     if environment is None:
         from dtk.cluster import detect
 
@@ -98,7 +100,7 @@ def _world(
     name: str, environment: Environment, before_collectives: Callable[[int], None] | None
 ) -> Communicator:
     if name == "null":
-        from dtk.communicators.null import NullCommunicator
+        from dtk.communicators.local import NullCommunicator
 
         return NullCommunicator(environment.rank, environment.size)
     if name == "horovod":
@@ -111,28 +113,24 @@ def _world(
         if mpirun_of_python_started(os.environ):
             raise horovod_refused()
         _check_offer("Horovod", environment)
-        from dtk.communicators.horovod import start as start_horovod
+        from dtk.communicators import horovod
 
-        return start_horovod(environment)
+        return horovod.start(environment)
     if name == "mpi":
         if not mpi_installed():
             raise CommunicatorError(f"mpi4py is not installed: run `{pip_install('mpi')}`")
         _check_offer("MPI", environment)
-        from dtk.communicators.mpi import start as start_mpi
+        from dtk.communicators import mpi
 
-        return start_mpi(environment)
+        return mpi.start(environment)
     if name == "collective" and environment.size > 1:
-        from dtk.communicators.collective import start as start_collective
+        from dtk.communicators import collective
 
-        return start_collective(environment, prepare=before_collectives)
-    # TensorFlow's collectives over one process need no cluster and change nothing.
-    return _alone(environment.hosts[0] if environment.hosts else None)
-
-
-def _alone(host: str | None) -> Communicator:
+        return collective.start(environment, prepare=before_collectives)
     from dtk.communicators.local import LocalCommunicator
 
-    return LocalCommunicator(host)
+    # TensorFlow's collectives over one process need no cluster and change nothing.
+    return LocalCommunicator(environment.hosts[0] if environment.hosts else None)
 
 
 def horovod_installed() -> bool:
@@ -195,14 +193,12 @@ def _check_offer(library: str, environment: Environment) -> None:
     others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # by these Cray's and Intel's MPI find ranks
     offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
     if offers_none and not any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", *others)):
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"{library} cannot find the other ranks, since srun offers MPI nothing to find "
-                f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
-                "(`srun --mpi=list` says what it has), or use communicator='collective'",
-            )
+        told = (
+            f"{library} cannot find the other ranks, since srun offers MPI nothing to find "
+            f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
+            "(`srun --mpi=list` says what it has), or use communicator='collective'"
         )
+        raise CommunicatorError(at_rank(environment.rank, told))
 
 
 def _install(kind: str) -> str:

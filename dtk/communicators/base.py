@@ -1,7 +1,20 @@
-"""The contract every communicator keeps: how bytes move between ranks.
+"""The communicator: ranks that exchange tensors, over one backend or another.
 
-Names and semantics follow MPI. One suite (tests/communicators) holds every backend to it, at world
-sizes 1, 2 and 3, eagerly and inside `tf.function`.
+Names and semantics follow MPI. `Communicator` turns what users pass (lists, `IndexedSlices`,
+scalars, any shape, any dtype, unequal rows) into flat tensors of the backend's own dtypes, and
+back. A backend has two sets of dtypes and seven methods:
+
+    allreduce          -> _reduce(buckets, op)
+    allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
+    alltoall           -> _exchange(flat, sizes)       ragged: a size for each peer
+    reduce_scatter     -> _exchange, then a local sum in rank order
+    broadcast          -> _broadcast(buckets, root)
+    send, recv         -> _send, _receive
+    split              -> _group(ranks)
+    barrier, Python values, buckets, order, names, counts: made of these
+
+One suite (tests/communicators) holds every backend to the same, at world sizes 1, 2 and 3, eagerly
+and inside `tf.function`.
 """
 
 from __future__ import annotations
@@ -9,6 +22,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
@@ -17,16 +31,28 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.cluster.environment import Environment
-from dtk.communicators import determinism, objects
+from dtk.communicators import buckets, determinism, dtype_casts, objects
 from dtk.communicators.costs import Costs
+from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
+from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
+from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer
 from dtk.errors import CommunicatorError, at_rank
+from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
 
 _Value = TypeVar("_Value")
-REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
-_COLLECTIVES = frozenset(
-    ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "send", "recv", "barrier")
-)
+LOCAL_REDUCE = {
+    "sum": tf.reduce_sum,
+    "min": tf.reduce_min,
+    "max": tf.reduce_max,
+    "prod": tf.reduce_prod,
+}
+
+
+def unconverted(function: _Value) -> _Value:
+    """Keep AutoGraph from rewriting a function: that is slow and gains nothing."""
+    kept: _Value = tf.autograph.experimental.do_not_convert(function)
+    return kept
 
 
 class AlignedSlices(tf.IndexedSlices):
@@ -68,19 +94,61 @@ class Communicator(abc.ABC):
     name: str = "abstract"
     alike: bool = False
     environment: Environment | None = None
-    _costs: Costs | None = None
+    bucket_bytes = buckets.DEFAULT_LIMIT
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    hosts: tuple[str, ...]
+    # What a backend brings: the dtypes that it adds up, and the dtypes that it moves, as they are.
+    reduces: frozenset[tf.DType] = frozenset()
+    moves: frozenset[tf.DType] = frozenset()
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        """Keep AutoGraph from rewriting the collectives: that is slow and gains nothing."""
-        super().__init_subclass__(**kwargs)
-        for name in _COLLECTIVES & vars(cls).keys():
-            setattr(cls, name, tf.autograph.experimental.do_not_convert(vars(cls)[name]))
+    @abc.abstractmethod
+    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        """Reduce flat tensors of dtypes in `reduces` by "sum", "min", "max" or "prod"."""
+
+    @abc.abstractmethod
+    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+        """Return one flat tensor per rank; all ranks know their `sizes` (int64, shape [size]).
+
+        Gathers of other lanes may be under way.
+        """
+
+    @abc.abstractmethod
+    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+        """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
+
+    @abc.abstractmethod
+    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+        """Broadcast flat tensors of dtypes in `moves`."""
+
+    @abc.abstractmethod
+    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+        """Send; return any tensor that becomes ready when the send is over."""
+
+    @abc.abstractmethod
+    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+        """Receive a flat tensor with the shape and dtype of `room`."""
+
+    @abc.abstractmethod
+    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return the communicator of this rank's group; all ranks know all `groups`."""
+
+    def __init__(self, rank: int, hosts: Sequence[str], device: str | None = None) -> None:
+        self.rank, self.size = rank, len(hosts)
+        self.set_hosts(hosts)
+        self._device = device or placement.messages()
+        self._costs: Costs | None = None
+        # By the name of what runs concurrently; "" is the order of all others. Each is made when
+        # it is needed: a world of one leaves TensorFlow alone until then.
+        self._sequencers: dict[str, CollectiveSequencer] = {}
+        self._lane_name = ""
+        self._sequence: tuple[str, Iterator[int]] | None = None
+        self._splits = self._traced = 0
+        self._last_number = -1
+
+    def set_hosts(self, hosts: Sequence[str]) -> None:
+        """Set which host each rank is on, once that is known."""
+        self.hosts = tuple(hosts)
+        self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        self.local_size = self.hosts.count(self.hosts[self.rank])
 
     @property
     def costs(self) -> Costs | None:
@@ -96,13 +164,13 @@ class Communicator(abc.ABC):
         self._costs = costs
 
     @property
-    @abc.abstractmethod
     def bytes_sent(self) -> int:
         """Payload bytes this rank has handed to the transport so far, padding included.
 
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
+        return sum(sequencer.bytes for sequencer in self._sequencers.values())
 
     @property
     def seconds_communicating(self) -> float:
@@ -111,7 +179,7 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        return 0.0
+        return self._sequencers[""].seconds if "" in self._sequencers else 0.0
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -128,7 +196,7 @@ class Communicator(abc.ABC):
     @overload
     def allreduce(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor: ...
 
-    @abc.abstractmethod
+    @unconverted
     def allreduce(
         self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -147,8 +215,94 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: The op is unknown, or makes no sense for a dtype or for `tf.IndexedSlices`.
         """
+        if not isinstance(value, (list, tuple)):
+            return self.allreduce([value], op)[0]
+        results = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in value]
+        dtype_casts.check((item.dtype for item in results), op)
+        if op not in ("sum", "mean") and any(isinstance(v, tf.IndexedSlices) for v in results):
+            told = f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense"
+            raise ValueError(at_rank(self.rank, told))
+        if self.size == 1:
+            return results
+        tables = [i for i, item in enumerate(results) if _is_gathered(item)]
+        dense = [i for i in range(len(results)) if i not in tables]
+        summed = [self._row_sum(results[i], op) for i in tables]
+        aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
+        whole = [aligned[i].values if i in aligned else results[i] for i in dense]
+        messages = [self._reduction(whole, op)] if dense else []
+        reduced = self._sequencer.run_together([*messages, *summed])
+        if dense:
+            for i, tensor in zip(dense, reduced.pop(0), strict=True):
+                results[i] = with_values(aligned[i], tensor) if i in aligned else tensor
+        for i, slices in zip(tables, reduced, strict=True):
+            results[i] = slices
+        return results
 
-    @abc.abstractmethod
+    def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
+        """Return the collective that reduces dense tensors in buckets."""
+        limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
+        packed, layout = buckets.pack(tensors, limit)
+        encoded = [dtype_casts.for_reducing(one, op, self.size, self.reduces) for one in packed]
+        # Only bool changes its op, so there are one or two.
+        labels = {
+            one: self._label(f"reduce/{one}") for one in dict.fromkeys(item[1] for item in encoded)
+        }
+
+        def send(flat: list[tf.Tensor], lane: int) -> list[tf.Tensor]:
+            del lane
+            outputs = list(flat)
+            for one, label in labels.items():
+                places = [i for i, item in enumerate(encoded) if item[1] == one]
+                reduced = self._reduce([flat[i] for i in places], one, label)
+                for i, output in zip(places, reduced, strict=True):
+                    outputs[i] = output
+            return outputs
+
+        def finish(outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+            decoded = [decode(one) for (_, _, decode), one in zip(encoded, outputs, strict=True)]
+            return buckets.unpack(decoded, tensors, layout)
+
+        return CollectiveMessage([item[0] for item in encoded], send, finish)
+
+    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
+        """Return the collective that gathers slices, and adds up aligned ones."""
+        # The row numbers of a step are known long before the gradients of the rows.
+        with self.concurrent("rows"):
+            counts = self._count_rows(slices.indices)
+            indices = self.allgather(slices.indices, counts)
+        gathering = self._gathering(slices.values, counts)
+
+        def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
+            values: tf.Tensor = gathering.finish(parts)
+            aligned = isinstance(slices, AlignedSlices)
+            if aligned:
+                values = tf.reduce_sum(self._aligned(values, indices, slices), 0)
+            if op == "mean":
+                values = values / tf.cast(self.size, values.dtype)
+            if aligned:
+                return with_values(slices, values)
+            return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+        return gathering._replace(finish=finish)
+
+    def _aligned(self, values: tf.Tensor, indices: tf.Tensor, mine: tf.IndexedSlices) -> tf.Tensor:
+        """Stack the ranks' values of aligned slices; fail if the ranks' indices differ."""
+        everyone = tf.tile(mine.indices, [self.size])
+        equal = tf.cond(
+            tf.equal(tf.size(indices), tf.size(everyone)),
+            lambda: tf.reduce_all(tf.equal(indices, everyone)),
+            lambda: tf.constant(False),
+        )
+        message = (
+            "a table is looked up at other places on another rank, though its indices depend on no "
+            "row of the batch (sequences are of other lengths there?). Pad the whole batch to one "
+            "length before it is cut, in the dataset"
+        )
+        with tf.control_dependencies([tf.debugging.Assert(equal, [at_rank(self.rank, message)])]):
+            shape = tf.concat([[self.size], tf.shape(mine.values)], 0)
+            return tf.reshape(values, shape)
+
+    @unconverted
     def allgather(
         self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
     ) -> tf.Tensor:
@@ -166,8 +320,41 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `rows` does not fit this rank's rows.
         """
+        tensor = tf.convert_to_tensor(value)
+        dtype_casts.check([tensor.dtype])
+        tensor = tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
+        counts = None if rows is None else checked_counts(tensor, rows, self.rank, self.size)
+        if self.size == 1:
+            return tensor
+        if counts is None:
+            counts = self._count_rows(tensor)
+        return self._sequencer.run_together([self._gathering(tensor, counts)])[0]
 
-    @abc.abstractmethod
+    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
+        """Return the collective that gathers the rows of all ranks, `counts` for each."""
+        rows = RowBlocks(tensor, self.moves)
+        label = self._label(f"gather/{rows.encoded.dtype.name}")
+        return CollectiveMessage(
+            [rows.encoded],
+            lambda flat, lane: self._gather(flat[0], rows.words(counts), label, lane),
+            lambda parts: rows.joined(parts, counts),
+        )
+
+    def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
+
+    def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
+        """Return every rank's small int64 vector: shape [size, n]."""
+        label = self._label(f"{kind}/sizes")
+        rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
+        return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
+
+    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+        """Gather vectors of equal length; a backend may know a shorter way."""
+        lengths = tf.constant([sizes.shape[0]] * self.size, tf.int64)
+        return self._gather(sizes, lengths, label, 0)
+
+    @unconverted
     def reduce_scatter(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """Reduce, then keep this rank's block of rows.
 
@@ -183,8 +370,26 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `value` is a scalar, or the op does not fit its dtype.
         """
+        value = tf.convert_to_tensor(value)
+        dtype_casts.check([value.dtype], op)
+        if value.shape.rank == 0:
+            raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
+        if self.size == 1:
+            return value
+        # Blocks go straight to their owner, which adds them in rank order: each rank sends
+        # (size-1)/size of its bytes, and the result does not depend on timing.
+        encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
+        blocks = even_sizes_in_graph(tf.shape(encoded, tf.int64)[0], self.size)
+        rows = RowBlocks(encoded, self.moves)
+        parts = self._exchanged(rows, tf.tile(blocks[None], [self.size, 1]))
+        shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
+        stacked = tf.stack([tf.reshape(rows.decode(part), shape) for part in parts])
+        reduced = LOCAL_REDUCE[op](stacked, axis=0)
+        count = value.shape[0]
+        mine = None if count is None else even_sizes(count, self.size)[self.rank]
+        return tf.ensure_shape(decode(reduced), [mine, *value.shape[1:]])
 
-    @abc.abstractmethod
+    @unconverted
     def alltoall(
         self, value: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -203,6 +408,25 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `splits` has a wrong shape or, eagerly, does not add up to the rows.
         """
+        value = tf.convert_to_tensor(value)
+        dtype_casts.check([value.dtype])
+        matrix = checked_splits(value, splits, self.rank, self.size)
+        if self.size == 1:
+            return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
+        if matrix.shape.rank == 1:
+            matrix = self._sizes(matrix, "alltoall")
+        rows = RowBlocks(value, self.moves)
+        received = matrix[:, self.rank]
+        return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
+
+    def _exchanged(self, rows: RowBlocks, matrix: tf.Tensor) -> list[tf.Tensor]:
+        """Send `matrix[rank, j]` rows to rank j; return each rank's part."""
+        words = rows.words(matrix)
+        label = self._label(f"alltoall/{rows.encoded.dtype.name}")
+        return self._sequencer.run(
+            [rows.blocks(matrix[self.rank], self.size)],
+            lambda flat: self._exchange(flat[0], words, label),
+        )
 
     @overload
     def broadcast(self, value: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]: ...
@@ -210,7 +434,7 @@ class Communicator(abc.ABC):
     @overload
     def broadcast(self, value: tf.Tensor, root: int = 0) -> tf.Tensor: ...
 
-    @abc.abstractmethod
+    @unconverted
     def broadcast(
         self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -228,8 +452,26 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `root` is not a rank.
         """
+        if not isinstance(value, (list, tuple)):
+            return self.broadcast([value], root)[0]
+        self._check_rank(root, "root")
+        tensors = [tf.convert_to_tensor(v) for v in value]
+        dtype_casts.check(tensor.dtype for tensor in tensors)
+        if self.size == 1 or not tensors:
+            return tensors
+        packed, layout = buckets.pack(tensors, self.bucket_bytes)
+        encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
+        label = self._label("broadcast")
+        outputs = self._sequencer.run(
+            [item for item, _ in encoded], lambda flat: self._broadcast(flat, root, label)
+        )
+        decoded = [
+            back(output)[: tf.size(bucket)]
+            for output, (_, back), bucket in zip(outputs, encoded, packed, strict=True)
+        ]
+        return buckets.unpack(decoded, tensors, layout)
 
-    @abc.abstractmethod
+    @unconverted
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """Send one tensor to `dest`, which calls `recv` with the same tag.
 
@@ -244,8 +486,13 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `dest` is not another rank.
         """
+        self._check_rank(dest, "dest")
+        value = tf.convert_to_tensor(value)
+        dtype_casts.check([value.dtype])
+        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
+        self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
 
-    @abc.abstractmethod
+    @unconverted
     def recv(
         self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
     ) -> tf.Tensor:
@@ -263,6 +510,21 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `source` is not another rank.
         """
+        self._check_rank(source, "source")
+        like = tf.zeros(shape, dtype)
+        dtype_casts.check([like.dtype])
+        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
+        received = self._sequencer.run(
+            [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
+        )[0]
+        return tf.reshape(decode(received)[: tf.size(like)], shape)
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.size:
+            told = f"{what}={rank} is not a rank of {self.size} (0 to {self.size - 1})"
+            raise ValueError(at_rank(self.rank, told))
+        if what != "root" and rank == self.rank:
+            raise ValueError(at_rank(self.rank, f"{what}={rank} is this rank itself"))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Open the links that `send` and `recv` will use.
@@ -276,11 +538,15 @@ class Communicator(abc.ABC):
         """
         del pairs
 
-    @abc.abstractmethod
+    @unconverted
     def barrier(self) -> None:
         """Return only after every rank has called it."""
+        if self.size == 1:
+            return
+        label = self._label("barrier")
+        ready = [tf.zeros([1], tf.int32)]
+        self._sequencer.run(ready, lambda flat: self._reduce(flat, "sum", label))
 
-    @abc.abstractmethod
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.
 
@@ -291,6 +557,24 @@ class Communicator(abc.ABC):
         Returns:
             The communicator of this rank's group.
         """
+        self._splits += 1
+        wishes = self.allgather_object((color, self.rank if key is None else key))
+        groups = {
+            one: sorted(
+                (r for r, w in enumerate(wishes) if w[0] == one), key=lambda r: wishes[r][1]
+            )
+            for one in dict.fromkeys(wanted for wanted, _ in wishes)
+        }
+        return self._group(groups[color], list(groups.values()))
+
+    # Order and names of collectives.
+
+    @property
+    def _sequencer(self) -> CollectiveSequencer:
+        name = self._lane_name
+        if name not in self._sequencers:
+            self._sequencers[name] = CollectiveSequencer(self._device, timed=not name)
+        return self._sequencers[name]
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
@@ -303,8 +587,12 @@ class Communicator(abc.ABC):
         Args:
             name: The same on every rank; nested names are joined.
         """
-        del name
-        yield
+        outer = self._sequence
+        self._sequence = (f"{outer[0]}/{name}" if outer else name), itertools.count()
+        try:
+            yield
+        finally:
+            self._sequence = outer
 
     @contextlib.contextmanager
     def concurrent(self, name: str) -> Iterator[None]:
@@ -317,15 +605,32 @@ class Communicator(abc.ABC):
         Args:
             name: The same on every rank.
         """
-        del name
-        yield
+        outer, self._lane_name = self._lane_name, name
+        try:
+            yield
+        finally:
+            self._lane_name = outer
+
+    def _label(self, kind: str) -> str:
+        """Return a name for the next collective, the same one on every rank.
+
+        Eager collectives run one after the other, so all of a kind share one name: reuse is safe
+        once the first use is over, and transports, which remember names, need not remember more.
+        """
+        if tf.executing_eagerly():
+            return f"eager/{kind}"
+        if self._sequence is not None:
+            name, positions = self._sequence
+            return f"in/{name}/{next(positions)}"
+        self._traced += 1
+        return f"traced/{self._traced}"
 
     def next_number(self) -> int:
         """Return a new number for the name of a sequence, the same on every rank.
 
         The communicator counts, since two strategies of a process may share it.
         """
-        self._last_number = getattr(self, "_last_number", -1) + 1
+        self._last_number += 1
         return self._last_number
 
     def resynchronize(self) -> None:
@@ -334,14 +639,8 @@ class Communicator(abc.ABC):
         For ranks that go on after an exception: it may have stopped some of them before they had
         called `next_number` as often as the others.
         """
-        numbers = tf.constant(self._counters(), tf.int64)
-        self._set_counters(self.allreduce(numbers, "max").numpy().tolist())
-
-    def _counters(self) -> list[int]:
-        return [getattr(self, "_last_number", -1)]
-
-    def _set_counters(self, counters: list[int]) -> None:
-        (self._last_number,) = counters
+        numbers = tf.constant([self._traced, self._last_number], tf.int64)
+        self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -423,3 +722,10 @@ def _written(value: object) -> tuple[bytes, Exception | None]:
 
 def _read(payload: tf.Tensor | Array) -> object:
     return objects.loads(np.asarray(payload, np.uint8).tobytes())
+
+
+def _is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Return whether ranks gather the slices of a value, since their number may differ by rank."""
+    if not isinstance(value, tf.IndexedSlices):
+        return False
+    return not isinstance(value, AlignedSlices) or not value.values.shape.is_fully_defined()

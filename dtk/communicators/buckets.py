@@ -14,8 +14,6 @@ tensors are still being computed.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -28,17 +26,8 @@ _SEVERAL = 4
 _LEAST = 2**18
 
 
-@dataclasses.dataclass(frozen=True)
-class BucketLayout:
-    """Places of tensors in buckets."""
-
-    members: tuple[tuple[int, ...], ...]  # for each bucket the indices of its tensors, in order
-    # elements of each tensor; None if its static shape is not known
-    sizes: tuple[int | None, ...]
-
-
-def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> BucketLayout:
-    """Decide the buckets from dtypes and static sizes, which are equal on all ranks."""
+def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) -> list[list[int]]:
+    """Return the tensors of each bucket, from dtypes and static sizes, equal on all ranks."""
     if limit < 1:
         raise ValueError(f"a bucket must hold at least 1 byte, got a limit of {limit}")
     buckets: list[list[int]] = []
@@ -54,7 +43,7 @@ def plan(dtypes: Sequence[tf.DType], sizes: Sequence[int | None], limit: int) ->
             buckets.append(bucket)
         bucket.append(index)
         open_bucket[dtype] = (bucket, filled + size * dtype.size)
-    return BucketLayout(tuple(tuple(bucket) for bucket in buckets), tuple(sizes))
+    return buckets
 
 
 def limit_for(
@@ -66,37 +55,33 @@ def limit_for(
         >>> limit_for([tf.zeros([2**20])] * 2) // 2**20  # 8 MiB in all
         2
     """
-    sizes = zip(static_sizes(tensors), tensors, strict=True)
-    total = sum(size * tensor.dtype.size for size, tensor in sizes if size)
+    total = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
     return min(most, costs.bucket(total) if costs else max(_LEAST, -(-total // _SEVERAL)))
 
 
 def pack(
     tensors: Sequence[tf.Tensor], limit: int = DEFAULT_LIMIT
-) -> tuple[list[tf.Tensor], BucketLayout]:
-    """Flatten `tensors` into one-dimensional buckets of one dtype each."""
-    layout = plan([t.dtype for t in tensors], static_sizes(tensors), limit)
-    return [_join([tensors[i] for i in members]) for members in layout.members], layout
+) -> tuple[list[tf.Tensor], list[list[int]]]:
+    """Return one-dimensional buckets of one dtype each, and which tensors each one holds."""
+    layout = plan([t.dtype for t in tensors], [t.shape.num_elements() for t in tensors], limit)
+    flat = [tf.reshape(t, [-1]) for t in tensors]
+    return [
+        flat[members[0]] if len(members) == 1 else tf.concat([flat[i] for i in members], axis=0)
+        for members in layout
+    ], layout
 
 
 def unpack(
-    buckets: Sequence[tf.Tensor], like: Sequence[tf.Tensor], layout: BucketLayout
+    buckets: Sequence[tf.Tensor], like: Sequence[tf.Tensor], layout: Sequence[Sequence[int]]
 ) -> list[tf.Tensor]:
     """Cut buckets, of any dtype, into tensors with the shapes of `like`; static shapes are kept."""
-    tensors: list[tf.Tensor | None] = [None] * len(layout.sizes)
-    for bucket, members in zip(buckets, layout.members, strict=True):
-        if len(members) == 1:
-            parts = [bucket]
-        else:
-            parts = tf.split(bucket, [layout.sizes[i] for i in members])
+    tensors: list[tf.Tensor | None] = [None] * len(like)
+    for bucket, members in zip(buckets, layout, strict=True):
+        sizes = [like[i].shape.num_elements() for i in members]
+        parts = [bucket] if len(members) == 1 else tf.split(bucket, sizes)
         for index, part in zip(members, parts, strict=True):
             tensors[index] = shaped_like(part, like[index])
     return tensors
-
-
-def static_sizes(tensors: Sequence[tf.Tensor]) -> list[int | None]:
-    """Return each tensor's number of elements; None if its static shape is not known."""
-    return [math.prod(t.shape) if t.shape.is_fully_defined() else None for t in tensors]
 
 
 def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
@@ -104,8 +89,3 @@ def shaped_like(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     if like.shape.is_fully_defined():
         return tf.reshape(flat, like.shape)
     return tf.ensure_shape(tf.reshape(flat, tf.shape(like)), like.shape)
-
-
-def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    flat = [tf.reshape(t, [-1]) for t in tensors]
-    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)

@@ -14,8 +14,7 @@ shape. So a key belongs to a label ("in/train_step/3") and a size. Sizes that va
 are rounded up to three significant bits, to bound what TensorFlow remembers. Inside graphs keys are
 hashes, computed when the graph runs if the size is only known then: ranks agree without counting
 together, and a rank that traces a function twice finds the same keys again. Eager calls come in the
-same order on every rank, so their keys are numbers. Messages of a pair are counted when they run,
-on both ends, see `dtk.communicators.messages`.
+same order on every rank, so their keys are numbers.
 
 Everything runs on the host's CPU device; on GPUs use Horovod with NCCL.
 """
@@ -33,11 +32,10 @@ import tensorflow as tf
 
 from dtk.cluster.environment import Environment
 from dtk.communicators import startup
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import LOCAL_REDUCE, Communicator
 from dtk.communicators.costs import ONE_HOP_MOST
 from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.messages import KEYS_IN_TURN, MessageCount
-from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
+from dtk.communicators.sequencer import counters
 from dtk.errors import CommunicatorError, at_rank
 
 _MERGE = {"sum": "Add", "min": "Min", "max": "Max", "prod": "Mul"}
@@ -53,6 +51,10 @@ _MIX = 1_103_515_245  # odd and below 2^31: the product stays within int64
 _PIECES = 4
 _PIECE_BYTES = 1 << 20
 
+# An end starts message k when its own k-1 is over, and then the other end has ended k-2: two keys
+# would do. Four leave room for what TensorFlow clears up after an op has ended.
+_KEYS_IN_TURN = 4
+
 # A process has one runtime: a second strategy shares it.
 _STARTED: dict[Environment, Communicator] = {}
 
@@ -67,13 +69,11 @@ def start(
         return _STARTED[environment]
     rank, addresses = environment.rank, environment.addresses
     if len(addresses) != environment.size:
-        raise CommunicatorError(
-            at_rank(
-                rank,
-                f"TensorFlow's collectives need the address of each of {environment.size} ranks, "
-                f"got {len(addresses)}: start with `dtk run`, or set TF_CONFIG",
-            )
+        told = (
+            f"TensorFlow's collectives need the address of each of {environment.size} ranks, "
+            f"got {len(addresses)}: start with `dtk run`, or set TF_CONFIG"
         )
+        raise CommunicatorError(at_rank(rank, told))
     timeout = startup.limit(timeout)
     startup.check_free(rank, addresses[rank], addresses)
     startup.meet(rank, addresses, timeout)
@@ -106,17 +106,15 @@ def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
-        raise CommunicatorError(
-            at_rank(
-                rank,
-                "TensorFlow has already run an operation, and its collectives must be set up "
-                "before the first: make the strategy at the top of the script, before any tensor, "
-                "variable, layer or dataset",
-            )
-        ) from error
+        told = (
+            "TensorFlow has already run an operation, and its collectives must be set up "
+            "before the first: make the strategy at the top of the script, before any tensor, "
+            "variable, layer or dataset"
+        )
+        raise CommunicatorError(at_rank(rank, told)) from error
 
 
-class CollectiveCommunicator(PackedCommunicator):
+class CollectiveCommunicator(Communicator):
     """Ranks joined by TensorFlow's collective ops. Made by `start` and `split`."""
 
     name = "collective"
@@ -134,19 +132,18 @@ class CollectiveCommunicator(PackedCommunicator):
         runtime: tf.distribute.Strategy | None,
         device: str | None = None,
     ) -> None:
-        super().__init__(rank, hosts, device=device)
+        super().__init__(rank, hosts, device)
         self._members = tuple(members)
         self._group_key = group_key
         self._runtime = runtime
-        self._splits = 0
-        self._messages: dict[tuple[int, int, int], MessageCount] = {}
+        self._messages: dict[tuple[int, int, int], tf.Tensor] = {}  # how many so far
         self._eager_keys: dict[tuple[str, int], int] = {}
         self._parallel = tf.function(self._reduce_in_graph)
         # TensorFlow orders a group by device name, where task:10 comes before task:2.
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _group(self, label: str, size: int | tf.Tensor) -> dict[str, int | tf.Tensor]:
+    def _group_keys(self, label: str, size: int | tf.Tensor) -> dict[str, int | tf.Tensor]:
         """Return the keys of one collective; `size` is the part of its shape that varies."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
@@ -197,7 +194,7 @@ class CollectiveCommunicator(PackedCommunicator):
             return self._reduce_small(flat, op, label, lane)
         return tf.raw_ops.CollectiveReduceV2(
             input=flat,
-            **self._group(f"{label}/{flat.dtype.name}", _elements(flat)),
+            **self._group_keys(f"{label}/{flat.dtype.name}", _elements(flat)),
             ordering_token=self._token(lane),
             merge_op=_MERGE[op],
             final_op="Id",
@@ -207,25 +204,24 @@ class CollectiveCommunicator(PackedCommunicator):
         """Send to every rank and add up in rank order: one hop, where a ring has 2(n-1)."""
         rows = tf.raw_ops.CollectiveAllToAllV2(
             input=tf.tile(flat[None], [self.size, 1]),
-            **self._group(f"{label}/small/{flat.dtype.name}", _elements(flat)),
+            **self._group_keys(f"{label}/small/{flat.dtype.name}", _elements(flat)),
             ordering_token=self._token(lane),
         )
         return tf.ensure_shape(LOCAL_REDUCE[op](rows, axis=0), flat.shape)
 
-    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
+    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         rows = tf.raw_ops.CollectiveAllToAllV2(  # one hop, where the ring of a gather has n-1
             input=tf.tile(sizes[None], [self.size, 1]),
-            **self._group(label, _elements(sizes)),
+            **self._group_keys(label, _elements(sizes)),
             ordering_token=self._token(),
         )
-        rows = tf.gather(rows, self._slots)
-        return tf.ensure_shape(rows, [self.size, *sizes.shape])
+        return [rows[slot] for slot in self._slots]
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         longest = _round_up(tf.reduce_max(sizes))
         padded = tf.pad(flat, [[0, longest - tf.size(flat, tf.int64)]])
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=padded[None], **self._group(label, longest), ordering_token=self._token(lane)
+            input=padded[None], **self._group_keys(label, longest), ordering_token=self._token(lane)
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 
@@ -235,7 +231,9 @@ class CollectiveCommunicator(PackedCommunicator):
         padded = [tf.pad(b, [[0, longest - tf.size(b, tf.int64)]]) for b in blocks]
         by_slot = [padded[self._slots.index(slot)] for slot in range(self.size)]
         rows = tf.raw_ops.CollectiveAllToAllV2(
-            input=tf.stack(by_slot), **self._group(label, longest), ordering_token=self._token()
+            input=tf.stack(by_slot),
+            **self._group_keys(label, longest),
+            ordering_token=self._token(),
         )
         return [rows[slot, : sizes[rank, self.rank]] for rank, slot in enumerate(self._slots)]
 
@@ -243,7 +241,7 @@ class CollectiveCommunicator(PackedCommunicator):
         outputs = []
         for i, tensor in enumerate(flat):
             label_of = f"{label}/{root}/{i}/{tensor.dtype.name}"
-            group = self._group(label_of, _elements(tensor))
+            group = self._group_keys(label_of, _elements(tensor))
             outputs.append(self._cast(tensor, root == self.rank, group))
         return outputs
 
@@ -262,14 +260,24 @@ class CollectiveCommunicator(PackedCommunicator):
     def _pair(
         self, source: int, dest: int, tag: int, flat: tf.Tensor
     ) -> dict[str, int | tf.Tensor]:
-        """Return the keys of a pair's group: one for each direction, so that both can run."""
+        """Return the keys of a pair's group: one for each direction, so that both can run.
+
+        Both ends count a message whenever it runs, and take keys in turn. With one key, a message
+        may reach the sender while the message before is still listed there: "Second consumer
+        arrived for key". Counting at trace time would fail: a message in a loop is traced once, a
+        body may be traced twice, and one end may trace again when the other does not. But the k-th
+        message that one end sends under a tag is always the k-th that the other end receives.
+        """
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
-        counted = self._messages.get((source, dest, tag))
-        if counted is None:
-            counted = self._messages[source, dest, tag] = MessageCount(self._device)
+        if (source, dest, tag) not in self._messages:
+            self._messages[source, dest, tag] = counters(self._device)
+        counted = self._messages[source, dest, tag]
+        number = tf.raw_ops.ReadVariableOp(resource=counted, dtype=tf.int64)[0]
+        tf.raw_ops.AssignAddVariableOp(resource=counted, value=tf.constant([1, 0], tf.int64))
         label = f"{tag}/{flat.dtype.name}"
-        keys = [_graph_key(key, f"{label}/{i}", _elements(flat)) for i in range(KEYS_IN_TURN)]
-        return {"group_size": 2, "group_key": key, "instance_key": counted.choose(keys)}
+        keys = [_graph_key(key, f"{label}/{i}", _elements(flat)) for i in range(_KEYS_IN_TURN)]
+        chosen = tf.stack([tf.cast(one, tf.int32) for one in keys])[number % _KEYS_IN_TURN]
+        return {"group_size": 2, "group_key": key, "instance_key": chosen}
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return self._cast(flat, True, self._pair(self.rank, dest, tag, flat))
@@ -277,21 +285,13 @@ class CollectiveCommunicator(PackedCommunicator):
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return self._cast(room, False, self._pair(source, self.rank, tag, room))
 
-    def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; groups may be split again."""
-        self._splits += 1
-        order = self.rank if key is None else key
-        wishes = self.allgather_object((color, order))
-        chosen = sorted((wish[1], rank) for rank, wish in enumerate(wishes) if wish[0] == color)
-        ranks = [rank for _, rank in chosen]
+    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
         hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
             return LocalCommunicator(hosts[0])
         members = [self._members[rank] for rank in ranks]
-        group_key = _hash(f"{self._group_key}/split/{self._splits}/{color}/{members}")
-        return CollectiveCommunicator(
-            ranks.index(self.rank), hosts, members, group_key, self._runtime
-        )
+        key = _hash(f"{self._group_key}/split/{self._splits}/{members}")
+        return CollectiveCommunicator(ranks.index(self.rank), hosts, members, key, self._runtime)
 
 
 def _elements(flat: tf.Tensor) -> int | tf.Tensor:

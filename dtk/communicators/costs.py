@@ -17,7 +17,7 @@ on each:
 By this model dtk chooses the size of buckets, whether an all-reduce goes in one hop or round a
 ring, and whether to send a Dense kernel's gradient as its factors (`Costs`); `dtk plan` predicts
 steps. The choices decide in which order numbers are added up, so all ranks must choose alike, and
-so should a resumed job: see `cost_cache`.
+so should a resumed job: see `cost_measurement`.
 
 This file does not import TensorFlow, so that `dtk plan` starts at once.
 

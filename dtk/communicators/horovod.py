@@ -30,7 +30,6 @@ from dtk.cluster.environment import Environment
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.packed import PackedCommunicator
 from dtk.errors import CommunicatorError, at_rank
 
 # Horovod adds process sets after start-up only if this is set before; then ranks also talk about
@@ -76,15 +75,13 @@ def _check_own_address(environment: Environment) -> None:
     except OSError:
         return  # Horovod itself reports this
     if address.startswith("127."):
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"this host's own name, {name}, means {address} here, where no other host can "
-                "reach it, and this Horovod uses it and ignores HOROVOD_GLOO_IFACE; "
-                f"give {name} its network address in /etc/hosts, install a Horovod without the "
-                "mistake (`dtk install-horovod`), or use the collective communicator",
-            )
+        told = (
+            f"this host's own name, {name}, means {address} here, where no other host can "
+            "reach it, and this Horovod uses it and ignores HOROVOD_GLOO_IFACE; "
+            f"give {name} its network address in /etc/hosts, install a Horovod without the "
+            "mistake (`dtk install-horovod`), or use the collective communicator"
         )
+        raise CommunicatorError(at_rank(environment.rank, told))
 
 
 class _Sets:
@@ -105,18 +102,16 @@ class _Sets:
         if ranks in self._known:
             return
         if os.environ.get(_DYNAMIC, "0").lower() in ("", "0", "false"):
-            raise CommunicatorError(
-                at_rank(
-                    hvd.rank(),
-                    f"a group of ranks {list(ranks)} of {hvd.size()}: Horovod makes groups only if "
-                    f"it was told so before the start; set {_DYNAMIC}=1 for every rank "
-                    f"(mpirun -x {_DYNAMIC}=1 ...), or use the collective communicator",
-                )
+            told = (
+                f"a group of ranks {list(ranks)} of {hvd.size()}: Horovod makes groups only if "
+                f"it was told so before the start; set {_DYNAMIC}=1 for every rank "
+                f"(mpirun -x {_DYNAMIC}=1 ...), or use the collective communicator"
             )
+            raise CommunicatorError(at_rank(hvd.rank(), told))
         self._known[ranks] = hvd.add_process_set(list(ranks))
 
 
-class HorovodCommunicator(PackedCommunicator):
+class HorovodCommunicator(Communicator):
     """Ranks joined by Horovod. Made by `start` and `split`."""
 
     name = "horovod"
@@ -136,7 +131,6 @@ class HorovodCommunicator(PackedCommunicator):
     ) -> None:
         super().__init__(rank, hosts)
         self._prefix = prefix
-        self._splits = 0
         self._members = tuple(members)
         self._sets = sets
         self._set = sets.get(members)
@@ -162,12 +156,7 @@ class HorovodCommunicator(PackedCommunicator):
         ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
         return hvd.allreduce(flat, op=ops[op], **self._options(label))
 
-    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        rows = hvd.allgather(sizes[None], **self._options(label))
-        return tf.ensure_shape(tf.gather(rows, self._slots), [self.size, *sizes.shape])
-
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        del lane
         rows = hvd.allgather(flat, **self._options(label))
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]
@@ -190,13 +179,11 @@ class HorovodCommunicator(PackedCommunicator):
         pair = [self._members[source], self._members[dest]]
         process_set = self._sets.get(pair)
         if process_set is None:
-            raise CommunicatorError(
-                at_rank(
-                    self.rank,
-                    f"no link between ranks {source} and {dest}: Horovod opens links ahead, so "
-                    f"call connect([({source}, {dest}), ...]) on every rank of the world first",
-                )
+            told = (
+                f"no link between ranks {source} and {dest}: Horovod opens links ahead, so "
+                f"call connect([({source}, {dest}), ...]) on every rank of the world first"
             )
+            raise CommunicatorError(at_rank(self.rank, told))
         return {**self._options(f"pair/{pair[0]}/{pair[1]}/{tag}"), "process_set": process_set}
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
@@ -211,19 +198,12 @@ class HorovodCommunicator(PackedCommunicator):
         for pair in pairs:
             self._sets.make(self._members[rank] for rank in pair)
 
-    def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; only the world communicator can make several groups."""
-        self._splits += 1
-        order = self.rank if key is None else key
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for rank, (wanted, position) in enumerate(self.allgather_object((color, order))):
-            groups.setdefault(wanted, []).append((position, rank))
+    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
         if len(groups) > 1:
             self._check_world("split")
-        for group in groups.values():
+        for group in groups:
             if len(group) > 1:
-                self._sets.make(self._members[rank] for _, rank in group)
-        ranks = [rank for _, rank in sorted(groups[color])]
+                self._sets.make(self._members[rank] for rank in group)
         hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
             return LocalCommunicator(hosts[0])
@@ -233,10 +213,8 @@ class HorovodCommunicator(PackedCommunicator):
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():
-            raise CommunicatorError(
-                at_rank(
-                    self.rank,
-                    f"{what} on a group of {self.size} of {hvd.size()} ranks: Horovod needs the "
-                    f"whole world for it; call {what} on the world communicator",
-                )
+            told = (
+                f"{what} on a group of {self.size} of {hvd.size()} ranks: Horovod needs the "
+                f"whole world for it; call {what} on the world communicator"
             )
+            raise CommunicatorError(at_rank(self.rank, told))

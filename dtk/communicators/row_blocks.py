@@ -6,81 +6,60 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from dtk.communicators import wire
+from dtk.communicators import dtype_casts
 from dtk.errors import at_rank
 
 
 class RowBlocks:
-    """Encodes a tensor's rows as flat elements that a backend moves, and decodes them."""
+    """A tensor's rows as flat elements that a backend moves, in blocks for `counts` rows each."""
 
     def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
-        self._tensor = tensor
+        self._row = tf.shape(tensor, tf.int64)[1:]
+        self._width = tf.reduce_prod(self._row)  # elements in one row
+        self._static = [None, *tensor.shape[1:]]
         self._native = native
-        self._width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])  # elements in one row
+        self._flat = tf.reshape(tensor, [-1])
         # Four bytes share a word; the last word of a block may hold padding.
         self._per_word = 4 if (tensor.dtype.size == 1 and tensor.dtype not in native) else 1
+        self.encoded, self.decode = dtype_casts.for_moving(self._flat, native)
 
-    def encode(self) -> tuple[tf.Tensor, wire.Decode]:
-        """Return all rows as one flat tensor for the wire, and its decoder."""
-        return wire.for_moving(tf.reshape(self._tensor, [-1]), self._native)
-
-    def encode_blocks(self, counts: tf.Tensor, size: int) -> tuple[tf.Tensor, wire.Decode]:
-        """Return the rows as `size` blocks, one after the other in a flat tensor, and the decoder.
-
-        Each block is encoded by itself: a word must not hold bytes for two ranks.
-        """
+    def blocks(self, counts: tf.Tensor, size: int) -> tf.Tensor:
+        """Return `size` blocks, one after the other: a word must not hold bytes for two ranks."""
         if self._per_word == 1:  # one word per element: blocks need no padding
-            return self.encode()
-        flat = tf.reshape(self._tensor, [-1])
-        blocks = tf.split(flat, counts * self._width, num=size)
-        encoded = [wire.for_moving(block, self._native) for block in blocks]
-        return tf.concat([block for block, _ in encoded], axis=0), encoded[0][1]
+            return self.encoded
+        blocks = tf.split(self._flat, counts * self._width, num=size)
+        return tf.concat([dtype_casts.for_moving(one, self._native)[0] for one in blocks], axis=0)
 
     def words(self, rows: tf.Tensor) -> tf.Tensor:
         """Return how many elements on the wire the rows take."""
         elements = rows * self._width
         return elements if self._per_word == 1 else -(-elements // self._per_word)
 
-    def decode(
-        self, parts: Sequence[tf.Tensor], decode: wire.Decode, counts: tf.Tensor
-    ) -> tf.Tensor:
+    def joined(self, parts: Sequence[tf.Tensor], counts: tf.Tensor) -> tf.Tensor:
         """Decode and join the parts from all ranks."""
-        flat = [decode(part) for part in parts]
+        flat = [self.decode(part) for part in parts]
         if self._per_word > 1:
             flat = [part[: counts[j] * self._width] for j, part in enumerate(flat)]
-        row = tf.shape(self._tensor, tf.int64)[1:]
-        shape = tf.concat([tf.reduce_sum(counts)[None], row], axis=0)
-        rows = tf.reshape(tf.concat(flat, axis=0), shape)
-        return tf.ensure_shape(rows, [None, *self._tensor.shape[1:]])
+        shape = tf.concat([tf.reduce_sum(counts)[None], self._row], axis=0)
+        return tf.ensure_shape(tf.reshape(tf.concat(flat, axis=0), shape), self._static)
 
 
-def checked_counts(tensor: tf.Tensor, known: Sequence[int], rank: int, size: int) -> tf.Tensor:
+def checked_counts(
+    tensor: tf.Tensor, known: Sequence[int] | tf.Tensor, rank: int, size: int
+) -> tf.Tensor:
     """Return the row count of every rank; raise if this rank's does not fit its tensor."""
-    counts = list(known)
-    if len(counts) != size or tensor.shape[0] not in (None, counts[rank]):
-        raise ValueError(
-            at_rank(
-                rank,
-                f"allgather got rows={counts} for {tensor.shape[0]} rows of this rank, expected "
-                f"one number for each of {size} ranks",
-            )
+    if tf.is_tensor(known):
+        return tf.ensure_shape(tf.cast(known, tf.int64), [size])
+    counts, rows = list(known), tensor.shape[0]
+    if len(counts) != size or rows not in (None, counts[rank]):
+        told = (
+            f"allgather got rows={counts} for {rows} rows of this rank, expected one number "
+            f"for each of {size} ranks"
         )
+        raise ValueError(at_rank(rank, told))
     given = tf.constant(counts, tf.int64)
-    if tensor.shape[0] is not None:
-        return given
-    told = at_rank(rank, f"allgather got rows={counts}, which says other rows of this rank")
-    return _asserted(given, given[rank], tensor, told)
-
-
-def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:
-    """Return `counts`, in a graph that fails if `mine` is not the number of the tensor's rows.
-
-    Otherwise MPI would send the memory behind the rows.
-    """
-    rows = tf.shape(tensor, tf.int64)[0]
-    check = tf.debugging.assert_equal(mine, rows, told)
-    with tf.control_dependencies([check]):
-        return tf.identity(counts)
+    told = f"allgather got rows={counts}, which says other rows of this rank"
+    return given if rows is not None else _asserted(given, given[rank], tensor, at_rank(rank, told))
 
 
 def checked_splits(
@@ -89,41 +68,38 @@ def checked_splits(
     """Return how many rows an all-to-all sends to each rank; raise if they do not fit."""
     if tensor.shape.rank == 0:
         raise ValueError(at_rank(rank, "alltoall needs rows to send, got a scalar"))
-    rows = tf.shape(tensor, tf.int64)[0]
+    rows = tensor.shape[0]
     if splits is None:
-        if tensor.shape[0] is not None and tensor.shape[0] % size:
-            raise ValueError(
-                at_rank(
-                    rank,
-                    f"alltoall of {tensor.shape[0]} rows over {size} ranks is uneven: "
-                    "pass splits, the rows for each rank",
-                )
-            )
-        even = tf.repeat(rows // size, size)
-        if tensor.shape[0] is not None:
-            return even
-        told = at_rank(rank, f"alltoall of rows that {size} does not divide: pass splits")
-        return _asserted(even, tf.reduce_sum(even), tensor, told)
-    given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
-    if given.shape not in ([size], [size, size]):
-        raise ValueError(
-            at_rank(
-                rank,
+        if rows is not None and rows % size:
+            told = f"alltoall of {rows} rows over {size} ranks is uneven: pass splits, the rows"
+            raise ValueError(at_rank(rank, f"{told} for each rank"))
+        even = tf.repeat(tf.shape(tensor, tf.int64)[0] // size, size)
+        told = f"alltoall of rows that {size} does not divide: pass splits"
+        mine, given = even, even
+    else:
+        given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+        if given.shape not in ([size], [size, size]):
+            told = (
                 f"alltoall got splits of shape {tuple(given.shape)}, expected ({size},), "
-                f"or ({size}, {size}) for what every rank sends",
+                f"or ({size}, {size}) for what every rank sends"
             )
-        )
-    mine = given if given.shape.rank == 1 else given[rank]
+            raise ValueError(at_rank(rank, told))
+        mine = given if given.shape.rank == 1 else given[rank]
+        told = "alltoall got splits that do not add up to the rows"
     known = tf.get_static_value(mine)
-    if known is None or tensor.shape[0] is None:
-        told = at_rank(rank, "alltoall got splits that do not add up to the rows")
-        return _asserted(given, tf.reduce_sum(mine), tensor, told)
-    if known.sum() != tensor.shape[0]:
-        raise ValueError(
-            at_rank(
-                rank,
-                f"alltoall got splits {known.tolist()} for {tensor.shape[0]} rows: "
-                "they must add up to the rows",
-            )
-        )
+    if rows is None or (splits is not None and known is None):
+        return _asserted(given, tf.reduce_sum(mine), tensor, at_rank(rank, told))
+    if known is not None and known.sum() != rows:
+        told = f"alltoall got splits {known.tolist()} for {rows} rows: they must add up to the rows"
+        raise ValueError(at_rank(rank, told))
     return given
+
+
+def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:
+    """Return `counts`, in a graph that fails if `mine` is not the number of the tensor's rows.
+
+    Otherwise MPI would send the memory behind the rows.
+    """
+    check = tf.debugging.assert_equal(mine, tf.shape(tensor, tf.int64)[0], told)
+    with tf.control_dependencies([check]):
+        return tf.identity(counts)

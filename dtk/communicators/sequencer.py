@@ -13,9 +13,11 @@ This counts executions exactly, dynamic shapes included, at next to no cost.
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,18 +29,25 @@ from dtk.communicators import determinism
 _FROM_0, _TO_END = np.array([0]), np.array([-1])
 
 
+class CollectiveMessage(NamedTuple):
+    """A collective about to run."""
+
+    inputs: list[tf.Tensor]  # flat tensors, in dtypes the backend takes
+    # takes the inputs and the message's first lane: how many inputs other messages have before it
+    send: Callable[[list[tf.Tensor], int], list[tf.Tensor]]
+    # turns the tensors from `send` into the result: a tensor, `tf.IndexedSlices`, or a list
+    finish: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]
+
+
 class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds."""
 
     def __init__(self, device: str | None = None, timed: bool = True) -> None:
         self._timed = timed
-        self._eager_bytes = 0
-        self._eager_seconds = 0.0
-        self._device = device = device or placement.messages()
+        self._device = device or placement.messages()
+        self._eager_bytes, self._eager_seconds = 0, 0.0
         self._lanes: dict[int, tf.Tensor] = {}
-        self._handle = lane(device)
-        with tf.init_scope(), tf.device(device):
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant([0, 0], tf.int64))
+        self._handle = counters(self._device)
 
     @property
     def bytes(self) -> int:
@@ -53,7 +62,7 @@ class CollectiveSequencer:
     def lane(self, number: int) -> tf.Tensor:
         """Return a resource that orders the parts of one lane; other lanes run beside it."""
         if number not in self._lanes:
-            self._lanes[number] = lane(self._device)
+            self._lanes[number] = counters(self._device)
         return self._lanes[number]
 
     def _counted(self, place: int) -> int:
@@ -101,17 +110,47 @@ class CollectiveSequencer:
             tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
         return outputs
 
+    def run_together(
+        self, messages: Sequence[CollectiveMessage]
+    ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
+        """Send messages side by side, each once its own values are ready.
 
-def lane(device: str) -> tf.Tensor:
-    """Make a resource by which the graph orders ops.
+        A backend may have few lanes; messages that share a lane wait for each other.
+        """
+        if not messages:
+            return []
+        lengths = []
+
+        def send(flat: list[tf.Tensor]) -> list[tf.Tensor]:
+            outputs: list[tf.Tensor] = []
+            begin = 0
+            for message in messages:
+                end = begin + len(message.inputs)
+                received = message.send(flat[begin:end], begin)
+                lengths.append(len(received))
+                outputs += received
+                begin = end
+            return outputs
+
+        received = iter(self.run([t for m in messages for t in m.inputs], send))
+        return [
+            message.finish(list(itertools.islice(received, length)))
+            for message, length in zip(messages, lengths, strict=True)
+        ]
+
+
+def counters(device: str) -> tf.Tensor:
+    """Make two counters, a resource by which the graph orders ops.
 
     It is not a tf.Variable, so that no active strategy or scope mirrors or tracks it. An op that
     touches it runs on its device.
     """
     with tf.init_scope(), tf.device(device):
-        return tf.raw_ops.VarHandleOp(
+        handle = tf.raw_ops.VarHandleOp(
             dtype=tf.int64, shape=[2], shared_name=f"dtk_lane_{uuid.uuid4().hex}"
         )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant([0, 0], tf.int64))
+        return handle
 
 
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -55,34 +55,22 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _refused(rank: int, told: str) -> CommunicatorError:
+    return CommunicatorError(at_rank(rank, told))
+
+
 def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
     """Raise if this rank cannot listen on its own address."""
     try:
         _listen(address, world).close()
     except OSError as error:
+        cause = (
+            f"{error.strerror or error}; it must be an address of this host and a port this user "
+            "may use"
+        )
         if error.errno == errno.EADDRINUSE:
-            raise CommunicatorError(
-                at_rank(
-                    rank,
-                    f"cannot listen on its own address {address}: in use by {_holder(address)}; "
-                    "end that process or give this rank another port",
-                )
-            ) from None
-        raise CommunicatorError(
-            at_rank(
-                rank,
-                f"cannot listen on its own address {address}: {error.strerror or error}; it must "
-                "be an address of this host and a port this user may use",
-            )
-        ) from error
-
-
-def _resolve(
-    address: str,
-) -> tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]:
-    host, port = parse_address(address)
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return family, target
+            cause = f"in use by {_holder(address)}; end that process or give this rank another port"
+        raise _refused(rank, f"cannot listen on its own address {address}: {cause}") from None
 
 
 def _holder(address: str) -> str:
@@ -101,65 +89,62 @@ def _holder(address: str) -> str:
 def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
     """Return once every rank has called this."""
     wait = Wait(f"rank {rank}", timeout)
-    if rank == 0:
-        _host(addresses, wait)
-    else:
-        _connect(rank, addresses, wait)
+    problem = _host(addresses, wait) if rank == 0 else _connect(rank, addresses, wait)
+    if problem:
+        raise _refused(rank, problem)
 
 
-def _host(addresses: Sequence[str], wait: Wait) -> None:
+def _host(addresses: Sequence[str], wait: Wait) -> str:
+    """Collect all ranks, and tell them to go on, or what is wrong: that is returned, too."""
     size = len(addresses)
+    problem = ""
+    clients: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(addresses[0], addresses))
-        clients: dict[int, socket.socket] = {}
-        problem = ""
         while len(clients) < size - 1 and not problem:
             missing = [r for r in range(1, size) if r not in clients]
             names = ", ".join(f"rank {r} ({addresses[r]})" for r in missing)
             wait.say(names)
             ready, _, _ = select.select([listener], [], [], wait.quiet)
-            if not ready and wait.left:
-                continue
-            if not ready:
+            if ready:
+                client = stack.enter_context(listener.accept()[0])
+                problem = _welcome(client, clients, addresses)
+            elif not wait.left:
                 problem = (
                     f"the world of {size} is not complete after {wait.limit:g} s: no word from "
                     f"{names}. Did it start, and can it reach {addresses[0]}? "
                     "(DTK_START_TIMEOUT sets the limit)"
                 )
-                break
-            client = stack.enter_context(listener.accept()[0])
-            client.settimeout(5.0)
-            hello = _read_hello(client)
-            if hello is None:
-                continue  # a port scanner, a health check: not ours to judge
-            who, world = hello
-            if world != list(addresses):
-                problem = (
-                    f"rank {who} was told another world: {world} there, {list(addresses)} at rank 0"
-                )
-            elif who in clients or not 0 < who < size:
-                problem = f"two processes say they are rank {who}"
-            clients[who] = client
-        answer = problem.encode() or _GO
         for client in clients.values():
             with contextlib.suppress(OSError):
-                client.sendall(answer)
+                client.sendall(problem.encode() or _GO)
                 client.shutdown(socket.SHUT_WR)
                 client.recv(1)  # the client must close first, so that this port is free at once
-    if problem:
-        raise CommunicatorError(at_rank(0, problem))
+    return problem
 
 
-def _read_hello(client: socket.socket) -> tuple[int, list[str]] | None:
+def _welcome(
+    client: socket.socket, clients: dict[int, socket.socket], addresses: Sequence[str]
+) -> str:
+    """Take a client's word for which rank it is; return what is wrong with it."""
+    client.settimeout(5.0)
     try:
         with client.makefile("rb") as lines:
             hello = json.loads(lines.readline(1 << 20))
-        return int(hello["rank"]), [str(address) for address in hello["world"]]
+        rank, world = int(hello["rank"]), [str(address) for address in hello["world"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return ""  # a port scanner, a health check: not ours to judge
+    problem = ""
+    if world != list(addresses):
+        problem = f"rank {rank} was told another world: {world} there, {list(addresses)} at rank 0"
+    elif rank in clients or not 0 < rank < len(addresses):
+        problem = f"two processes say they are rank {rank}"
+    clients[rank] = client
+    return problem
 
 
-def _connect(rank: int, addresses: Sequence[str], wait: Wait) -> None:
+def _connect(rank: int, addresses: Sequence[str], wait: Wait) -> str:
+    """Wait until rank 0 says that all ranks are there; return what is wrong otherwise."""
     hello = json.dumps({"rank": rank, "world": list(addresses)}).encode() + b"\n"
     answer = b""
     pause = _FIRST_RETRY_SECONDS
@@ -176,54 +161,37 @@ def _connect(rank: int, addresses: Sequence[str], wait: Wait) -> None:
             time.sleep(pause)
             pause = min(1.2 * pause, _RETRY_SECONDS)
     if answer == _GO:
-        return
-    problem = answer.decode(errors="replace") or (
+        return ""
+    return answer.decode(errors="replace") or (
         f"no answer from rank 0 ({addresses[0]}) within {wait.limit:g} s: did it start, and can "
         "this host reach it? (DTK_START_TIMEOUT sets the limit)"
     )
-    raise CommunicatorError(at_rank(rank, problem))
 
 
 def _listen(address: str, world: Sequence[str]) -> socket.socket:
-    family, target = _resolve(address)
-    if _is_known_elsewhere(address, world, str(target[0])):
-        target = ("", parse_address(address)[1])
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    host, port = parse_address(address)
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    others = {parse_address(one)[0] for one in world} - {host, "localhost", "127.0.0.1", "::1"}
+    if others and host != target[0] and str(target[0]).startswith("127."):
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1, which no other host can reach.
+        target = ("", port)
+    six, waiting = family == socket.AF_INET6, max(1, len(world))
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(target)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            # A name that leads here through a proxy or NAT is not an address of this host.
-            listener.bind(("", target[1]))
-        listener.listen(max(1, len(world)))
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _is_known_elsewhere(address: str, world: Sequence[str], meaning: str) -> bool:
-    """Return whether a name that ranks of other hosts use for this host means loopback here.
-
-    Debian's /etc/hosts gives a host's own name 127.0.1.1, which no other host can reach.
-    """
-    own = parse_address(address)[0]
-    others = {parse_address(one)[0] for one in world} - {own, "localhost", "127.0.0.1", "::1"}
-    return bool(others) and own != meaning and meaning.startswith("127.")
+        return socket.create_server(target, family=family, backlog=waiting, dualstack_ipv6=six)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # A name that leads here through a proxy or NAT is not an address of this host.
+        return socket.create_server(("", port), family=family, backlog=waiting, dualstack_ipv6=six)
 
 
 def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:
     """Raise if a library sees another world than the launcher described."""
     if (rank, size) != (environment.rank, environment.size):
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"the launcher ({environment.kind}) started {environment.size} ranks, but "
-                f"{library} sees rank {rank} of {size}: {start}",
-            )
+        raise _refused(
+            environment.rank,
+            f"the launcher ({environment.kind}) started {environment.size} ranks, but {library} "
+            f"sees rank {rank} of {size}: {start}",
         )
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange.contract import Exchange, ExchangeOp, ExchangeState, Trained
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized

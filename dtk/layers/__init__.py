@@ -21,13 +21,16 @@ from dtk.layers.regions import (
     reduce_from_group,
     scatter_to_group,
 )
-from dtk.layers.spatial import GatherColumns, GatherRows, SplitColumns, SplitRows
-from dtk.layers.spatially_parallel import (
+from dtk.layers.spatial import (
+    GatherColumns,
+    GatherRows,
     SpatiallyParallelAveragePooling2D,
     SpatiallyParallelBatchNormalization,
     SpatiallyParallelConv2D,
     SpatiallyParallelMaxPooling2D,
     SpatiallyParallelUpSampling2D,
+    SplitColumns,
+    SplitRows,
 )
 from dtk.layers.sync_batch_norm import convert_sync_batchnorm
 from dtk.layers.whole import whole

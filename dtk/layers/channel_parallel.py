@@ -12,7 +12,8 @@ An "output" layer and then an "input" layer need one all-reduce each way, after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,18 +22,13 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.shard import Shard
 from dtk.compat.keras_variables import set_shard
 from dtk.errors import at_rank
-from dtk.layers.group import agreed_lengths, model_group
 from dtk.layers.regions import (
+    agreed_lengths,
     copy_to_group,
     gather_from_group,
+    model_group,
     reduce_from_group,
     scatter_to_group,
-)
-from dtk.layers.sharded_weights import (
-    PartInitializer,
-    SharedInitializer,
-    part_constraint,
-    part_regularizer,
 )
 from dtk.nests import Config, Function
 
@@ -48,7 +44,15 @@ _ELEMENTWISE = frozenset(
 )
 # fmt: on
 
-_Shape = Sequence[int | None]
+_Shape: TypeAlias = Sequence[int | None]
+# Take the variable's shape and dtype, and the variable's value.
+_Initializer: TypeAlias = Function[tf.Tensor]
+_OfValue: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
+
+# Sums over elements: the penalty of the whole is the sum of the penalties of its parts.
+_ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+# Norms along axes that the constraint names.
+_NORMS = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
 
 
 class ChannelParallel(keras.layers.Layer):
@@ -154,13 +158,11 @@ class ChannelParallel(keras.layers.Layer):
         else:
             self._channels = Shard.evenly(channels, self._input_axis, group)
         if not min(self._channels.sizes):
-            raise ValueError(
-                at_rank(
-                    group.rank,
-                    f"layer {self.name!r} divides {self._channels.length} {self.split} channels "
-                    f"among {group.size} ranks; it takes one or more for each",
-                )
+            told = (
+                f"layer {self.name!r} divides {self._channels.length} {self.split} channels among "
+                f"{group.size} ranks; it takes one or more for each"
             )
+            raise ValueError(at_rank(group.rank, told))
         super().build(tuple(input_shape))
         channel_axis = axis % len(input_shape)
         self.input_spec = keras.InputSpec(
@@ -178,27 +180,31 @@ class ChannelParallel(keras.layers.Layer):
     ) -> keras.Variable:
         """Add this rank's part of a weight of the Keras layer."""
         divided = self._divided
+        group = divided.communicator
         initializer = keras.initializers.get(kwargs.pop("initializer", None) or "zeros")
         if name == "bias" and self.split == "output":
-            shard = Shard(0, divided.sizes, divided.communicator)
+            shard = Shard(0, divided.sizes, group)
         elif name == "kernel":
             shard = divided
-        else:
-            initializer = SharedInitializer(initializer, divided)
+        else:  # every rank holds the whole, with the same values
             return super().add_weight(
-                *args, shape=shape, name=name, initializer=initializer, **kwargs
+                *args,
+                shape=shape,
+                name=name,
+                initializer=lambda shape, dtype=None: _initial(initializer, group, shape, dtype),
+                **kwargs,
             )
+        regularizer = keras.regularizers.get(kwargs.pop("regularizer", None))
+        constraint = keras.constraints.get(kwargs.pop("constraint", None))
         variable = super().add_weight(
             *args,
             shape=shard.part_shape(shape),
             name=name,
-            initializer=PartInitializer(initializer, shard, shape),
-            regularizer=part_regularizer(
-                keras.regularizers.get(kwargs.pop("regularizer", None)), shard
+            initializer=lambda _, dtype=None: shard.part(
+                _initial(initializer, group, shape, dtype)
             ),
-            constraint=part_constraint(
-                keras.constraints.get(kwargs.pop("constraint", None)), shard
-            ),
+            regularizer=_part_regularizer(regularizer, shard),
+            constraint=_part_constraint(constraint, shard),
             **kwargs,
         )
         set_shard(variable, shard)
@@ -257,11 +263,48 @@ class ChannelParallel(keras.layers.Layer):
 
     def get_config(self) -> Config:
         """Return the configuration of the Keras layer, and how the layer is divided."""
-        config: Config = super().get_config()
-        config["split"] = self.split
-        config["gather_output"] = self.gather_output
-        config["input_is_split"] = self.input_is_split
-        return config
+        own = {name: getattr(self, name) for name in ("split", "gather_output", "input_is_split")}
+        return {**super().get_config(), **own}
+
+
+# A variable in parts, one on every rank, is initialized, penalized and constrained as one whole
+# variable, so that a layer in parts equals the layer of one device.
+
+
+def _initial(
+    initializer: _Initializer, communicator: Communicator, shape: Sequence[int], dtype: str | None
+) -> tf.Tensor:
+    """Draw a whole variable; ranks that drew different numbers would hold different variables."""
+    return communicator.broadcast(tf.convert_to_tensor(initializer(shape, dtype=dtype)), 0)
+
+
+def _part_regularizer(regularizer: _OfValue | None, shard: Shard) -> _OfValue | None:
+    """Return a regularizer that takes a part and returns the penalty of the whole, on every rank.
+
+    The penalty counts once over the group: its gradient on a rank is the gradient of this rank's
+    part. Sums over elements (L1, L2) send one number; any other regularizer gathers the variable.
+    """
+    if regularizer is None:
+        return None
+    if type(regularizer) in _ADDITIVE:
+        return lambda part: reduce_from_group(regularizer(part), shard.communicator)
+    return lambda part: regularizer(gather_from_group(tf.convert_to_tensor(part), shard))
+
+
+def _part_constraint(constraint: _OfValue | None, shard: Shard) -> _OfValue | None:
+    """Return a constraint on a part with the effect of the constraint on the whole.
+
+    A constraint on each element, or on norms along other axes than the divided one, sends nothing;
+    any other gathers the variable after each update.
+    """
+    if constraint is None or type(constraint) is keras.constraints.NonNeg:
+        return constraint
+    if type(constraint) in _NORMS:
+        axis = getattr(constraint, "axis", 0)
+        axes = [axis] if isinstance(axis, int) else list(axis)
+        if shard.axis not in axes and min(axes) >= 0:
+            return constraint
+    return lambda part: shard.part(constraint(shard.whole(tf.convert_to_tensor(part))))
 
 
 def is_elementwise(activation: Function[tf.Tensor] | None) -> bool:

@@ -31,17 +31,16 @@ collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import Communicator, unconverted
 from dtk.communicators.row_blocks import checked_splits
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes, even_sizes_in_graph
-from dtk.layers.gradients import unconverted, watched, with_gradient
-from dtk.layers.messages import pseudo_connect, recv, send
+from dtk.nests import Function
 
 __all__ = [
     "allgather",
@@ -58,6 +57,49 @@ __all__ = [
 ]
 
 _Rows: TypeAlias = "Sequence[int] | tf.Tensor"
+_Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
+# Messages of gradients have another tag, so that they never meet messages of values.
+_GRADIENT_TAG = 1 << 20
+
+
+@unconverted
+def with_gradient(value: tf.Tensor, forward: _Map, backward: _Map) -> tf.Tensor:
+    """Return `forward(value)`; its gradient is `backward` of the result's gradient."""
+
+    @tf.custom_gradient
+    def mapped(x: tf.Tensor) -> tuple[tf.Tensor, _Map]:
+        return forward(x), lambda dy: unconverted(backward)(tf.convert_to_tensor(dy))
+
+    return mapped(tf.convert_to_tensor(value))
+
+
+@unconverted
+def pseudo_connect(token: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Make a tensor depend on a token, so that the backward pass reaches the `send` behind it.
+
+    Args:
+        token: The token from `send`, or another tensor that must not be left out.
+        value: The tensor that you use further.
+
+    Returns:
+        `value`. Its gradient goes to `value`, and zeros to `token`.
+    """
+
+    @tf.custom_gradient
+    def connected(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, Function[tuple[tf.Tensor, ...]]]:
+        zeros = tf.zeros_like(a)
+        return tf.identity(b), lambda dy: (zeros, dy)
+
+    return connected(token, tf.convert_to_tensor(value))
+
+
+def _watched(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+    """Return the same tensor, made to depend on a variable that every tape watches.
+
+    Otherwise, if a rank's value depends on no variable, its backward pass would leave out the
+    collective for which the other ranks wait.
+    """
+    return pseudo_connect(tf.convert_to_tensor(communicator.watched), value)
 
 
 @unconverted
@@ -79,7 +121,7 @@ def allreduce(value: tf.Tensor, communicator: Communicator, op: str = "sum") -> 
         raise ValueError(
             at_rank(communicator.rank, f"allreduce with a gradient got op={op!r}; 'sum' or 'mean'")
         )
-    return _allreduce(watched(value, communicator), communicator, op)
+    return _allreduce(_watched(value, communicator), communicator, op)
 
 
 @unconverted
@@ -100,7 +142,7 @@ def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None =
     counts = rows
     if counts is None:
         counts = _counts(value, communicator)
-    return _allgather(watched(value, communicator), communicator, counts)
+    return _allgather(_watched(value, communicator), communicator, counts)
 
 
 @unconverted
@@ -120,17 +162,15 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
     """
     value = tf.convert_to_tensor(value)
     if op not in ("sum", "mean") or value.shape.rank == 0 or value.shape[0] is None:
-        raise ValueError(
-            at_rank(
-                communicator.rank,
-                f"reduce_scatter with a gradient got op={op!r} and shape {value.shape}; it takes "
-                "'sum' or 'mean', and a number of rows that is known",
-            )
+        told = (
+            f"reduce_scatter with a gradient got op={op!r} and shape {value.shape}; it takes "
+            "'sum' or 'mean', and a number of rows that is known"
         )
+        raise ValueError(at_rank(communicator.rank, told))
     if op == "mean":
         value = value / communicator.size
     rows = even_sizes(value.shape[0], communicator.size)
-    return _reduce_rows(watched(value, communicator), communicator, rows)
+    return _reduce_rows(_watched(value, communicator), communicator, rows)
 
 
 @unconverted
@@ -157,7 +197,7 @@ def alltoall(
     matrix = checked_splits(value, splits, rank, size)
     if matrix.shape.rank == 1:
         matrix = communicator.allgather(matrix[None], [1] * size)
-    received = exchange(watched(value, communicator), communicator, matrix)
+    received = exchange(_watched(value, communicator), communicator, matrix)
     return received, tf.cast(matrix[:, rank], tf.int32)
 
 
@@ -173,7 +213,7 @@ def broadcast(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf
     Returns:
         The root's value, on every rank.
     """
-    return _broadcast(watched(value, communicator), communicator, root)
+    return _broadcast(_watched(value, communicator), communicator, root)
 
 
 @unconverted
@@ -188,7 +228,7 @@ def reduce(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf.Te
     Returns:
         The sum on `root`, zeros elsewhere.
     """
-    return _reduce(watched(value, communicator), communicator, root)
+    return _reduce(_watched(value, communicator), communicator, root)
 
 
 @unconverted
@@ -212,15 +252,17 @@ def scatter(
         ValueError: `value` is a scalar, or `rows` does not have one number for each rank.
     """
     value = _with_rows(value, rows, communicator, "scatter")
+    size, rank = communicator.size, communicator.rank
     counts: _Rows
     if rows is None:  # only the root knows how many rows there are
         counts = even_sizes_in_graph(
-            communicator.broadcast(tf.shape(value, tf.int64)[0], root), communicator.size
+            communicator.broadcast(tf.shape(value, tf.int64)[0], root), size
         )
     else:
         counts = list(rows)
-    mine = value if communicator.rank == root else value[:0]
-    return _scatter_rows(watched(mine, communicator), communicator, root, counts)
+    mine = _watched(value if rank == root else value[:0], communicator)
+    received = exchange(mine, communicator, _from_root(counts, root, size))
+    return tf.ensure_shape(received, [None if rows is None else rows[rank], *value.shape[1:]])
 
 
 @unconverted
@@ -246,8 +288,92 @@ def gather(
             not fit this rank's rows.
     """
     value = _with_rows(value, rows, communicator, "gather")
-    counts = _counts(value, communicator) if rows is None else list(rows)
-    return _gather_rows(watched(value, communicator), communicator, root, counts)
+    size, rank = communicator.size, communicator.rank
+    counts = _counts(value, communicator) if rows is None else rows
+    matrix = tf.transpose(_from_root(counts, root, size))
+    received = exchange(_watched(value, communicator), communicator, matrix)
+    total = None if rows is None else sum(rows)
+    return tf.ensure_shape(received, [total if rank == root else 0, *value.shape[1:]])
+
+
+@unconverted
+def send(value: tf.Tensor, communicator: Communicator, dest: int, tag: int = 0) -> tf.Tensor:
+    """Send one tensor to `dest`, which calls `recv` with the same tag.
+
+    The gradient comes back the same way, once the backward pass reaches the token: connect the
+    token to the tensor that this rank differentiates. A rank with nothing else to differentiate can
+    differentiate the token itself.
+
+    Args:
+        value: A floating-point tensor of any shape; `dest` must know the shape.
+        communicator: Communicator of the two ranks.
+        dest: The rank that receives.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        A token, a scalar zero of the dtype of `value`; see `pseudo_connect`.
+
+    Example:
+        Two ranks compute y = f(g(x)), and both differentiate:
+
+            if rank == 0:
+                token = send(g(x), communicator, dest=1)
+                gradients = tape.gradient(token, g_weights)
+            else:
+                loss = f(recv([8, 4], tf.float32, communicator, source=0))
+                gradients = tape.gradient(loss, f_weights)
+    """
+    value = _watched(tf.convert_to_tensor(value), communicator)
+    shape = value.shape if value.shape.is_fully_defined() else tf.shape(value)
+    none = tf.reshape(value, [-1])[:0]  # empty, but depends on the value
+
+    def forward(x: tf.Tensor) -> tf.Tensor:
+        communicator.send(x, dest, tag)
+        return tf.zeros([], x.dtype)
+
+    def receive(x: tf.Tensor) -> tf.Tensor:
+        return communicator.recv(shape, x.dtype, dest, tag + _GRADIENT_TAG)
+
+    def refuse_second(_: tf.Tensor) -> tf.Tensor:
+        told = (
+            "a gradient of a gradient that came by recv: the other rank sends no second one; use "
+            "alltoall, allgather or broadcast, whose gradients have gradients"
+        )
+        raise NotImplementedError(at_rank(communicator.rank, told))
+
+    return with_gradient(value, forward, lambda _: with_gradient(none, receive, refuse_second))
+
+
+@unconverted
+def recv(
+    shape: Sequence[int] | tf.Tensor,
+    dtype: tf.DType | str,
+    communicator: Communicator,
+    source: int,
+    tag: int = 0,
+    token: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Receive one tensor of known shape and dtype from `source`; its gradient is sent back.
+
+    Args:
+        shape: Shape of the tensor sent.
+        dtype: Dtype of the tensor sent, floating point.
+        communicator: Communicator of the two ranks.
+        source: The rank that sends.
+        tag: The sender's tag.
+        token: Token of a `send` before this `recv`: in the backward pass, this rank first sends the
+            gradient of the `recv`, then receives the gradient of the `send`.
+
+    Returns:
+        The tensor.
+    """
+    given = _watched(tf.zeros([]) if token is None else token, communicator)
+
+    def backward(dy: tf.Tensor) -> tf.Tensor:
+        communicator.send(dy, source, tag + _GRADIENT_TAG)
+        return tf.zeros_like(given)
+
+    return with_gradient(given, lambda _: communicator.recv(shape, dtype, source, tag), backward)
 
 
 def _counts(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
@@ -281,9 +407,7 @@ def _from_root(rows: _Rows, root: int, size: int) -> tf.Tensor:
 
 def _allreduce(value: tf.Tensor, communicator: Communicator, op: str) -> tf.Tensor:
     return with_gradient(
-        value,
-        lambda x: communicator.allreduce(x, op),
-        lambda dy: _allreduce(dy, communicator, op),
+        value, lambda x: communicator.allreduce(x, op), lambda dy: _allreduce(dy, communicator, op)
     )
 
 
@@ -328,9 +452,7 @@ def exchange(value: tf.Tensor, communicator: Communicator, matrix: tf.Tensor) ->
 
 def _broadcast(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tensor:
     return with_gradient(
-        value,
-        lambda x: communicator.broadcast(x, root),
-        lambda dy: _reduce(dy, communicator, root),
+        value, lambda x: communicator.broadcast(x, root), lambda dy: _reduce(dy, communicator, root)
     )
 
 
@@ -340,33 +462,3 @@ def _reduce(value: tf.Tensor, communicator: Communicator, root: int) -> tf.Tenso
         return added if communicator.rank == root else tf.zeros_like(added)
 
     return with_gradient(value, forward, lambda dy: _broadcast(dy, communicator, root))
-
-
-def _scatter_rows(
-    value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows
-) -> tf.Tensor:
-    """Divide the root's rows; other ranks pass a value without rows."""
-    matrix = _from_root(rows, root, communicator.size)
-
-    def forward(x: tf.Tensor) -> tf.Tensor:
-        received = communicator.alltoall(x, matrix)[0]
-        mine = None if tf.is_tensor(rows) else rows[communicator.rank]
-        return tf.ensure_shape(received, [mine, *x.shape[1:]])
-
-    return with_gradient(
-        value,
-        forward,
-        lambda dy: _gather_rows(dy, communicator, root, rows),
-    )
-
-
-def _gather_rows(value: tf.Tensor, communicator: Communicator, root: int, rows: _Rows) -> tf.Tensor:
-    matrix = tf.transpose(_from_root(rows, root, communicator.size))
-
-    def forward(x: tf.Tensor) -> tf.Tensor:
-        received = communicator.alltoall(x, matrix)[0]
-        total = None if tf.is_tensor(rows) else sum(rows)
-        kept = total if communicator.rank == root else 0
-        return tf.ensure_shape(received, [kept, *x.shape[1:]])
-
-    return with_gradient(value, forward, lambda dy: _scatter_rows(dy, communicator, root, rows))

@@ -1,8 +1,21 @@
-"""Exchange rows at the borders between ranks, in one message to each rank that needs some."""
+"""Halos: the rows of an image that a rank needs to compute its rows of a window's output.
+
+Convolutions and pooling slide a window over an axis. With kernel k, stride s, dilation d and p rows
+of padding in front, outputs [a, b) need inputs
+
+    [a s - p,  (b - 1) s - p + (k - 1) d + 1)
+
+where rows outside [0, length) are padding. With TensorFlow's "same" padding an axis of length n has
+ceil(n / s) outputs, and p is half the number of rows that they need beyond n, rounded down.
+
+The same holds for columns. Rows at the borders between ranks travel in one message to each rank
+that needs some.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,19 +24,105 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.layers.collectives import exchange
-from dtk.layers.row_ranges import Halo, Range
 from dtk.nests import Function
 
 
-class HaloRows(NamedTuple):
-    """Rows that a rank needs, without padding: from ranks before, its own, from ranks after.
+class Range(NamedTuple):
+    """Rows from `start` up to, but not including, `stop`; empty if `stop <= start`."""
 
-    `above` and `below` are None if no rank of the group needs rows of another.
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return max(0, self.stop - self.start)
+
+    def within(self, other: Range) -> Range:
+        """Return the rows in both ranges; if there are none, an empty range at the nearer end."""
+        start = min(max(self.start, other.start), other.stop)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A window that slides over an axis.
+
+    Example:
+        >>> window = Window(3, stride=2, padding="same")
+        >>> window.outputs(6), window.front(6), window.needs(Range(0, 3), 6)
+        (3, 0, Range(start=0, stop=7))
     """
 
-    above: tf.Tensor | None
-    own: tf.Tensor
-    below: tf.Tensor | None
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: str = "valid"
+
+    @property
+    def extent(self) -> int:
+        """Rows from the first tap to the last, both included."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def outputs(self, length: int) -> int:
+        """Return the number of outputs of an axis."""
+        if self.padding == "same":
+            return -(-length // self.stride)
+        return max(0, (length - self.extent) // self.stride + 1)
+
+    def front(self, length: int) -> int:
+        """Return the number of padding rows in front."""
+        if self.padding != "same":
+            return 0
+        return max(0, (self.outputs(length) - 1) * self.stride + self.extent - length) // 2
+
+    def needs(self, outputs: Range, length: int) -> Range:
+        """Return the inputs that some outputs need, padding included."""
+        start = outputs.start * self.stride - self.front(length)
+        return Range(start, start + (outputs.length - 1) * self.stride + self.extent)
+
+    def taps(self, output: int, length: int) -> int:
+        """Return how many taps of an output are on rows, not on padding."""
+        start = output * self.stride - self.front(length)
+        return sum(0 <= start + tap * self.dilation < length for tap in range(self.kernel))
+
+
+def ranges_of(sizes: Sequence[int]) -> list[Range]:
+    """Return the rows of every rank: consecutive ranges of these sizes."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return [Range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """The rows that ranks send each other, so that each has the rows it needs.
+
+    Example:
+        >>> halo = Halo((2, 2), (Range(-1, 3), Range(1, 5)))
+        >>> halo.matrix, halo.padding(0)
+        ([[0, 1], [1, 0]], (1, 0))
+    """
+
+    sizes: tuple[int, ...]
+    needs: tuple[Range, ...]
+
+    def sent(self, source: int, dest: int) -> Range:
+        """Return which of its rows a rank sends to another, counted from its own first row."""
+        own = ranges_of(self.sizes)[source]
+        found = self.needs[dest].within(own)
+        return Range(found.start - own.start, found.stop - own.start)
+
+    @property
+    def matrix(self) -> list[list[int]]:
+        """Number of rows that rank i sends to rank j; 0 to itself."""
+        ranks = range(len(self.sizes))
+        return [[self.sent(i, j).length if i != j else 0 for j in ranks] for i in ranks]
+
+    def padding(self, rank: int) -> tuple[int, int]:
+        """Return the numbers of padding rows that a rank adds before and behind."""
+        inside = self.needs[rank].within(Range(0, sum(self.sizes)))
+        before = min(self.needs[rank].length, max(0, -self.needs[rank].start))
+        return before, self.needs[rank].length - before - inside.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,50 +137,40 @@ class HaloExchange:
     communicator: Communicator
 
     def __call__(self, value: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
-        """Return the rows that this rank needs."""
+        """Return the rows that this rank needs; None pads with the least number of the dtype."""
         rank, size = self.communicator.rank, self.communicator.size
         above, own, below = self.rows(value)
-        rows = [own] if above is None or below is None else [above, own, below]
+        rows = [part for part in (above, own, below) if part is not None]
         if any(max(self.halo.padding(one)) for one in range(size)):
             before, behind = self.halo.padding(rank)
             rows = [self._filled(own, before, padding), *rows, self._filled(own, behind, padding)]
         return tf.concat(rows, self.axis) if len(rows) > 1 else own
 
-    def rows(self, value: tf.Tensor) -> HaloRows:
-        """Return the rows that this rank needs, without joining them: that would copy them."""
-        rank = self.communicator.rank
-        own, *parts = cut(value, [self.halo.sent(rank, j) for j in self._ranks], self.axis)
-        if not np.any(self.halo.matrix):  # the same on all ranks: all know the whole matrix
-            return HaloRows(None, own, None)
-        above, below = self._exchanged(parts)
-        return HaloRows(above, own, below)
+    def rows(self, value: tf.Tensor) -> tuple[tf.Tensor | None, tf.Tensor, tf.Tensor | None]:
+        """Return the rows of ranks before, of this rank, and of ranks after it, without padding.
 
-    @property
-    def _ranks(self) -> list[int]:
-        """This rank, then the other ranks in order."""
-        rank = self.communicator.rank
-        return [rank, *(j for j in range(self.communicator.size) if j != rank)]
-
-    def _filled(self, like: tf.Tensor, rows: int, padding: float | None) -> tf.Tensor:
-        constant = like.dtype.min if padding is None else padding
-        shape = tf.unstack(tf.shape(like), like.shape.rank)
-        shape[self.axis] = rows
-        static = like.shape.as_list()
-        static[self.axis] = rows
-        return tf.ensure_shape(tf.fill(shape, tf.cast(constant, like.dtype)), static)
-
-    def _exchanged(self, parts: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Send a part to each other rank; return the rows of ranks before and after this one."""
+        Joining them would copy them. The first and the last are None if no rank of the group needs
+        rows of another.
+        """
         rank, matrix = self.communicator.rank, self.halo.matrix
+        others = [j for j in range(self.communicator.size) if j != rank]
+        own, *parts = cut(value, [self.halo.sent(rank, j) for j in (rank, *others)], self.axis)
+        if not np.any(matrix):  # the same on all ranks: all know the whole matrix
+            return None, own, None
         # Ranks that get no rows have an empty part, so that all ranks' graphs have the same shape.
-        first = [self.axis, *(i for i in range(parts[0].shape.rank) if i != self.axis)]
+        first = [self.axis, *(i for i in range(own.shape.rank) if i != self.axis)]
         outgoing = tf.transpose(tf.concat(parts, self.axis), first)
         received = exchange(outgoing, self.communicator, tf.constant(matrix, tf.int64))
         counts = [row[rank] for row in matrix]
         received = tf.ensure_shape(received, [sum(counts), *outgoing.shape[1:]])
-        back = np.argsort(first).tolist()
-        above = sum(counts[:rank])
-        return tf.transpose(received[:above], back), tf.transpose(received[above:], back)
+        back, above = np.argsort(first).tolist(), sum(counts[:rank])
+        return tf.transpose(received[:above], back), own, tf.transpose(received[above:], back)
+
+    def _filled(self, like: tf.Tensor, rows: int, padding: float | None) -> tf.Tensor:
+        constant = like.dtype.min if padding is None else padding
+        shape, static = tf.unstack(tf.shape(like), like.shape.rank), like.shape.as_list()
+        shape[self.axis] = static[self.axis] = rows
+        return tf.ensure_shape(tf.fill(shape, tf.cast(constant, like.dtype)), static)
 
 
 def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]:

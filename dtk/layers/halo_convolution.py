@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.layers.halo import HaloExchange, add_rows
-from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+from dtk.layers.halo import Halo, HaloExchange, Range, Window, add_rows, ranges_of
 
 
 class BorderOutputs(NamedTuple):

@@ -11,8 +11,8 @@ import keras
 
 from dtk.communicators.base import Communicator
 from dtk.compat.keras_variables import shard_of
-from dtk.layers import channel_parallel, spatial, spatially_parallel
-from dtk.layers.group import model_group
+from dtk.layers import channel_parallel, spatial
+from dtk.layers.regions import model_group
 from dtk.nests import Args, Config, Kwargs
 
 BY_CHANNELS = {
@@ -22,11 +22,11 @@ BY_CHANNELS = {
     keras.layers.Conv3D: channel_parallel.ChannelParallelConv3D,
 }
 BY_IMAGE = {
-    keras.layers.Conv2D: spatially_parallel.SpatiallyParallelConv2D,
-    keras.layers.MaxPooling2D: spatially_parallel.SpatiallyParallelMaxPooling2D,
-    keras.layers.AveragePooling2D: spatially_parallel.SpatiallyParallelAveragePooling2D,
-    keras.layers.UpSampling2D: spatially_parallel.SpatiallyParallelUpSampling2D,
-    keras.layers.BatchNormalization: spatially_parallel.SpatiallyParallelBatchNormalization,
+    keras.layers.Conv2D: spatial.SpatiallyParallelConv2D,
+    keras.layers.MaxPooling2D: spatial.SpatiallyParallelMaxPooling2D,
+    keras.layers.AveragePooling2D: spatial.SpatiallyParallelAveragePooling2D,
+    keras.layers.UpSampling2D: spatial.SpatiallyParallelUpSampling2D,
+    keras.layers.BatchNormalization: spatial.SpatiallyParallelBatchNormalization,
 }
 # Layers that compute each element from that element alone: they stay between the borders.
 ELEMENTWISE = (
@@ -44,6 +44,10 @@ _BORDERS = {
     "rows": (spatial.SplitRows, spatial.GatherRows),
     "columns": (spatial.SplitColumns, spatial.GatherColumns),
 }
+_KERAS = {made: layer for layer, made in (*BY_CHANNELS.items(), *BY_IMAGE.items())}
+_KERAS[channel_parallel.NodeParallelDense] = keras.layers.Dense
+# Arguments of a layer in parts that the Keras layer does not have.
+_OWN = ("split", "gather_output", "input_is_split")
 _SPLITS = {"channels": "output", "output": "output", "input": "input"}
 
 Plan: TypeAlias = Mapping[str, str]
@@ -217,3 +221,19 @@ def _check_kind(layer: keras.Layer, how: str) -> None:
         f"layer {layer.name!r} is a {type(layer).__name__}, which cannot be divided by {how!r}; "
         f"it takes {names}; leave it out of the plan"
     )
+
+
+def is_in_parts(layer: keras.Layer) -> bool:
+    """Return whether a layer computes a part only."""
+    return isinstance(layer, spatial.Border) or type(layer) in _KERAS
+
+
+def plain_layer(layer: keras.Layer) -> keras.Layer:
+    """Make the layer of one device for a layer in parts."""
+    if isinstance(layer, spatial.Border):
+        return keras.layers.Identity(name=layer.name)
+    config: Config = layer.get_config()
+    made = _KERAS.get(type(layer))
+    if made is None:
+        return type(layer).from_config(config)
+    return made.from_config({k: v for k, v in config.items() if k not in _OWN})

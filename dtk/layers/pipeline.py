@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NoReturn, TypedDict
 
 import keras
 import tensorflow as tf
@@ -13,9 +13,19 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import OneRanks
 from dtk.compat.keras_variables import set_owner
 from dtk.errors import at_rank
-from dtk.layers.group import model_group
-from dtk.layers.pipelining import interleaved, transfer
-from dtk.layers.pipelining.stages import Stage, check, check_fits, microbatch, sources_of
+from dtk.layers.regions import model_group
+from dtk.layers.stages import (
+    Gradient,
+    InterleavedStep,
+    Stage,
+    StageTransfer,
+    added,
+    check,
+    check_fits,
+    microbatch,
+    rows_of,
+    sources_of,
+)
 from dtk.nests import Nest
 
 
@@ -110,7 +120,12 @@ class Pipeline(keras.Model):
             [to for to, sources in enumerate(self._sources) if stage in sources]
             for stage in range(len(stages))
         ]
-        self._check_last()
+        unused = [stage for stage, dests in enumerate(self._dests[:-1]) if not dests]
+        if unused:
+            self._refuse(
+                f"stages {unused} of {len(self._dests)} lead nowhere; every stage but the last "
+                "must be a source of a later one in links="
+            )
         self.stage: keras.Model | None = None
         self._all: list[keras.Model] = []
         self._outputs: list[keras.KerasTensor] = []
@@ -170,27 +185,19 @@ class Pipeline(keras.Model):
         mine = tf.stop_gradient(tf.add_n([tf.zeros([]), *own]))
         return [*own, self._group.allreduce(mine) - mine]
 
-    def _check_last(self) -> None:
-        unused = [stage for stage, dests in enumerate(self._dests[:-1]) if not dests]
-        if unused:
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"stages {unused} of {len(self._dests)} lead nowhere; every stage but the last "
-                    "must be a source of a later one in links=",
-                )
-            )
+    def _refuse(self, told: str) -> NoReturn:
+        raise ValueError(at_rank(self._group.rank, told))
+
+    def _named(self, stage: keras.Model) -> str:
+        return f"stage {self._group.rank} ({stage.name!r})"
 
     def _take(self, number: int, stage: keras.Model) -> None:
         """Keep this rank's stage; of other stages only the configuration and the output's spec."""
         outputs = getattr(stage, "outputs", None) or []
         if len(outputs) != 1:
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"stage {number} ({stage.name!r}) has {len(outputs)} outputs; a stage is a "
-                    "Sequential or functional model with an Input and one output",
-                )
+            self._refuse(
+                f"stage {number} ({stage.name!r}) has {len(outputs)} outputs; a stage is a "
+                "Sequential or functional model with an Input and one output"
             )
         check_fits(number, stage, self._sources[number], self._outputs, self._group.rank)
         self._outputs.append(outputs[0])
@@ -208,13 +215,15 @@ class Pipeline(keras.Model):
         if self.stage is None:
             return self._alone(inputs, training)
         anchor = self._anchor(self.stage) if training else None
-        link = transfer.StageTransfer(self._group, anchor)
+        link = StageTransfer(self._group, anchor)
         last = self._group.rank == self._group.size - 1
         outputs = []
         for part in range(self._microbatches):
             given = microbatch(inputs, part, self._microbatches)
-            rows = tf.shape(tf.nest.flatten(given)[0])[0]
-            received = [self._receive(link, rows, source, part) for source in self._own_sources]
+            received = [
+                link.receive(rows_of(given), self._outputs[source], source, part)
+                for source in self._sources[self._group.rank]
+            ]
             taken = link.begin(received if len(received) > 1 else (received or [given])[0])
             output = link.end(self.stage(taken, training=training))
             self._check_losses(self.stage)
@@ -227,41 +236,23 @@ class Pipeline(keras.Model):
     def _check_losses(self, stage: keras.Model) -> None:
         penalties = sum(v.regularizer is not None for v in stage.trainable_variables)
         if self._microbatches > 1 and len(stage.losses) > penalties:
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"stage {self._group.rank} ({stage.name!r}) adds losses of its own (add_loss, "
-                    "or an activity regularizer), which would count once for every microbatch; "
-                    "use microbatches=1, or a loss of the outputs",
-                )
+            self._refuse(
+                f"{self._named(stage)} adds losses of its own (add_loss, or an activity "
+                "regularizer), which would count once for every microbatch; use microbatches=1, or "
+                "a loss of the outputs"
             )
-
-    @property
-    def _own_sources(self) -> Sequence[int]:
-        return self._sources[self._group.rank]
-
-    def _receive(
-        self, link: transfer.StageTransfer, rows: tf.Tensor, source: int, part: int
-    ) -> tf.Tensor:
-        output = self._outputs[source]
-        return link.receive([rows, *output.shape[1:]], output.dtype, source, part)
 
     def _nothing(self, inputs: Nest) -> tf.Tensor:
         """Return zeros in place of outputs, on a rank without the last stage."""
-        rows = tf.shape(tf.nest.flatten(inputs)[0])[0]
         output = self._outputs[-1]
-        value = tf.zeros([rows, *output.shape[1:]], output.dtype)
+        value = tf.zeros([rows_of(inputs), *output.shape[1:]], output.dtype)
         return tf.ensure_shape(value, [None, *output.shape[1:]])
 
     def _anchor(self, stage: keras.Model) -> tf.Tensor:
         if not stage.trainable_variables:
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"stage {self._group.rank} ({stage.name!r}) has no trainable weights: "
-                    "gradients of the other stages cannot pass it; put its layers into a "
-                    "neighbouring stage",
-                )
+            self._refuse(
+                f"{self._named(stage)} has no trainable weights: gradients of the other stages "
+                "cannot pass it; put its layers into a neighbouring stage"
             )
         return tf.convert_to_tensor(stage.trainable_variables[0])
 
@@ -290,11 +281,7 @@ class InterleavedPipeline(Pipeline):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         count = self._microbatches
         parts = [microbatch(x, m, count) for m in range(count)]
-        rows = tf.shape(tf.nest.flatten(x)[0])[0]
-        outputs = self._outputs
-        place = interleaved.StagePlace(
-            self.stage, self._group, self._own_sources, self._dests[self._group.rank], outputs
-        )
+        rows, rank = rows_of(x), self._group.rank
 
         def gradient_of_loss(number: int, output: tf.Tensor) -> tf.Tensor:
             given = [None if v is None else microbatch(v, number, count) for v in (y, weight)]
@@ -307,14 +294,18 @@ class InterleavedPipeline(Pipeline):
             return tape.gradient(loss, output) * tf.cast(share, output.dtype)
 
         self._anchor(self.stage)
-        found = interleaved.train(place, parts, gradient_of_loss)
+        step = InterleavedStep(
+            self.stage, self._group, self._sources[rank], self._dests[rank], self._outputs
+        )
+        step.run(parts, gradient_of_loss)
         self._check_losses(self.stage)
-        last = self._group.rank == self._group.size - 1
-        result = tf.concat(found.outputs, 0) if last else self._nothing(x)
-        predicted = transfer.StageTransfer(self._group, None).from_last(result)
+        result = self._nothing(x)
+        if rank == self._group.size - 1:
+            result = tf.concat([step.outputs[m] for m in range(count)], 0)
+        predicted = StageTransfer(self._group, None).from_last(result)
         loss = self.compute_loss(x, y, predicted, weight, training=True)
         self._loss_tracker.update_state(loss, sample_weight=rows)
-        self.optimizer.apply(self._with_penalties(found.gradients), self.trainable_variables)
+        self.optimizer.apply(self._with_penalties(step.gradients), self.trainable_variables)
         return self.compute_metrics(x, y, predicted, sample_weight=weight)
 
     def _loss_of_rows(
@@ -327,9 +318,7 @@ class InterleavedPipeline(Pipeline):
         finally:
             self._counts_penalties = True
 
-    def _with_penalties(
-        self, gradients: Sequence[interleaved.Gradient]
-    ) -> list[interleaved.Gradient]:
+    def _with_penalties(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Add the gradients of the penalties on this stage's weights."""
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
@@ -339,22 +328,15 @@ class InterleavedPipeline(Pipeline):
             )
             penalty = self.optimizer.scale_loss(penalty)
         found = tape.gradient(penalty, [v.value for v in variables])
-        return [interleaved.added(one, other) for one, other in zip(gradients, found, strict=True)]
+        return [added(one, other) for one, other in zip(gradients, found, strict=True)]
 
     def _check_reduction(self) -> None:
-        losses = keras.tree.flatten(self.loss)
-        odd = [
-            loss
-            for loss in losses
-            if getattr(loss, "reduction", "sum_over_batch_size") != "sum_over_batch_size"
-        ]
-        if odd:
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"schedule='1f1b' with the loss {odd[0].name!r} of reduction "
-                    f"{odd[0].reduction!r}: the loss of a batch must be a mean over its rows, so "
-                    "that it can be computed a microbatch at a time; use schedule='gpipe', or "
-                    "reduction='sum_over_batch_size'",
+        for loss in keras.tree.flatten(self.loss):
+            reduction = getattr(loss, "reduction", "sum_over_batch_size")
+            if reduction != "sum_over_batch_size":
+                self._refuse(
+                    f"schedule='1f1b' with the loss {loss.name!r} of reduction {reduction!r}: the "
+                    "loss of a batch must be a mean over its rows, so that it can be computed a "
+                    "microbatch at a time; use schedule='gpipe', or "
+                    "reduction='sum_over_batch_size'"
                 )
-            )

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import Communicator, unconverted
+from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import Shard
-from dtk.layers.gradients import unconverted, with_gradient
+from dtk.layers.collectives import with_gradient
 
 __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_to_group"]
 
@@ -35,11 +36,7 @@ def copy_to_group(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
     Returns:
         `value`; its gradient is the sum of all ranks' gradients.
     """
-    return with_gradient(
-        value,
-        tf.identity,
-        lambda dy: reduce_from_group(dy, communicator),
-    )
+    return with_gradient(value, tf.identity, lambda dy: reduce_from_group(dy, communicator))
 
 
 @unconverted
@@ -53,11 +50,7 @@ def reduce_from_group(value: tf.Tensor, communicator: Communicator) -> tf.Tensor
     Returns:
         The sum, on every rank.
     """
-    return with_gradient(
-        value,
-        communicator.allreduce,
-        lambda dy: copy_to_group(dy, communicator),
-    )
+    return with_gradient(value, communicator.allreduce, lambda dy: copy_to_group(dy, communicator))
 
 
 @unconverted
@@ -71,11 +64,7 @@ def gather_from_group(value: tf.Tensor, shard: Shard) -> tf.Tensor:
     Returns:
         The whole tensor, on every rank.
     """
-    return with_gradient(
-        value,
-        shard.whole,
-        lambda dy: scatter_to_group(dy, shard),
-    )
+    return with_gradient(value, shard.whole, lambda dy: scatter_to_group(dy, shard))
 
 
 @unconverted
@@ -89,8 +78,22 @@ def scatter_to_group(value: tf.Tensor, shard: Shard) -> tf.Tensor:
     Returns:
         This rank's part.
     """
-    return with_gradient(
-        value,
-        shard.part,
-        lambda dy: gather_from_group(dy, shard),
-    )
+    return with_gradient(value, shard.part, lambda dy: gather_from_group(dy, shard))
+
+
+def model_group(given: Communicator | None = None) -> Communicator:
+    """Return the communicator of the ranks that hold parts of one model."""
+    if given is not None:
+        return given
+    strategy = tf.distribute.get_strategy()
+    found: Communicator | None = getattr(strategy, "model_communicator", None)
+    return found or LocalCommunicator()
+
+
+def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:
+    """Return the length of an axis on every rank; all ranks of the group call it in `build`."""
+    if communicator.size == 1:
+        return (length,)
+    with tf.init_scope():
+        lengths = communicator.allgather(tf.constant([length]), [1] * communicator.size)
+        return tuple(int(one) for one in lengths.numpy())

@@ -1,4 +1,4 @@
-"""The base of layers that see part of an image's rows or columns, and the layers at the borders.
+"""Layers over images of which each rank has some rows or columns; results equal one device's.
 
     x -> SplitRows -> SpatiallyParallelConv2D -> ... -> GatherRows -> y
          slice        halo exchange, convolution        allgather
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
@@ -21,10 +22,16 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import Shard
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
-from dtk.layers.group import agreed_lengths, model_group
-from dtk.layers.halo import HaloExchange
-from dtk.layers.regions import copy_to_group, gather_from_group, scatter_to_group
-from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+from dtk.layers import halo_convolution
+from dtk.layers.halo import Halo, HaloExchange, Range, Window, ranges_of
+from dtk.layers.regions import (
+    agreed_lengths,
+    copy_to_group,
+    gather_from_group,
+    model_group,
+    reduce_from_group,
+    scatter_to_group,
+)
 from dtk.nests import Config
 
 # One group divides rows or columns; in a pair, the first divides rows and the second columns.
@@ -61,6 +68,8 @@ class SpatiallyParallel(keras.layers.Layer):
         self.split = split
         self.supports_jit = False  # XLA cannot compile communication
         self._given = communicator
+        # Of rows and of columns: the ranks that divide them, what they exchange, and how many
+        # outputs each rank computes.
         self._groups: tuple[Communicator, ...] = ()
         self._exchanges: tuple[HaloExchange, ...] = ()
         self._outputs: tuple[tuple[int, ...], ...] = ()
@@ -79,12 +88,7 @@ class SpatiallyParallel(keras.layers.Layer):
         """Raise a ValueError for arguments that do not work in parts."""
 
     def refuse(self, given: str, expected: str) -> NoReturn:
-        """Raise a ValueError that names the layer.
-
-        Args:
-            given: The argument that the layer refuses.
-            expected: The argument to use instead.
-        """
+        """Raise a ValueError that names the layer, what it refuses, and what to use instead."""
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 
     @property
@@ -100,9 +104,7 @@ class SpatiallyParallel(keras.layers.Layer):
     def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
         """Return the range of an axis that every rank needs, and the length that it computes.
 
-        Args:
-            axis: 0 for rows, 1 for columns.
-            inputs: Length of every rank's part.
+        The axis is 0 for rows and 1 for columns; `inputs` are the lengths of all ranks' parts.
         """
         windows = self.windows()
         if windows is None:
@@ -110,25 +112,26 @@ class SpatiallyParallel(keras.layers.Layer):
         window, length = windows[axis], sum(inputs)
         outputs = even_sizes(window.outputs(length), len(inputs))
         if not min(outputs):
-            raise ValueError(
-                at_rank(
-                    self._groups[axis].rank,
-                    f"layer {self.name!r} makes {sum(outputs)} {('rows', 'columns')[axis]} of "
-                    f"{length}, for {len(inputs)} ranks; gather the image in front of it "
-                    "(GatherRows), or use fewer ranks",
-                )
+            made = f"{sum(outputs)} {('rows', 'columns')[axis]} of {length}"
+            told = (
+                f"layer {self.name!r} makes {made}, for {len(inputs)} ranks; gather the image in "
+                "front of it (GatherRows), or use fewer ranks"
             )
+            raise ValueError(at_rank(self._groups[axis].rank, told))
         needs = [window.needs(part, length) for part in ranges_of(outputs)]
         return tuple(needs), outputs
 
     def build(self, input_shape: Shape) -> None:
         """Agree with the other ranks on which rank has which rows, and make the variables."""
-        self._groups = groups_of(self.split, self._given)
+        if isinstance(self._given, tuple):
+            self._groups = self._given
+        else:
+            pair = model_group(self._given), LocalCommunicator()
+            self._groups = pair if self.split == "rows" else pair[::-1]
         whole = list(input_shape)
         exchanges, parts = [], []
         for axis, (place, group) in enumerate(zip(self.image_axes, self._groups, strict=True)):
-            length = input_shape[place]
-            inputs = agreed_lengths(self._known(length, input_shape), group)
+            inputs = agreed_lengths(known_length(self, input_shape, place), group)
             whole[place] = sum(inputs)
             needs, outputs = self.needed(axis, inputs)
             exchanges.append(HaloExchange(place, Halo(inputs, needs), group))
@@ -136,31 +139,14 @@ class SpatiallyParallel(keras.layers.Layer):
         super().build(tuple(whole))
         self._exchanges, self._outputs = tuple(exchanges), tuple(parts)
 
-    def _known(self, length: int | None, shape: Shape) -> int:
-        if length is None:
-            self.refuse(
-                f"an image of unknown size, shape {tuple(shape)}",
-                "an Input whose rows and columns are given",
-            )
-        return length
-
     def with_halo(self, inputs: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
-        """Return this rank's rows and columns with padding and the ones it needs of other ranks.
-
-        Args:
-            inputs: This rank's part.
-            padding: See `HaloExchange`.
-        """
+        """Return this rank's rows and columns with padding and the ones it needs of other ranks."""
         for exchange in self._exchanges:
             inputs = exchange(inputs, padding)
         return inputs
 
     def copied(self, weight: tf.Tensor | keras.Variable) -> tf.Tensor:
-        """Return a weight; its gradient is summed over all parts of the image.
-
-        Args:
-            weight: A weight that is equal on all ranks.
-        """
+        """Return a weight, equal on all ranks; its gradient is summed over all parts."""
         value = tf.convert_to_tensor(weight)
         for group in self._groups:
             if group.size > 1:
@@ -182,17 +168,18 @@ class SpatiallyParallel(keras.layers.Layer):
 
     def get_config(self) -> Config:
         """Return the configuration of the Keras layer, and `split`."""
-        config: Config = super().get_config()
-        config["split"] = self.split
-        return config
+        return {**super().get_config(), "split": self.split}
 
 
-def groups_of(split: str, given: Groups) -> tuple[Communicator, Communicator]:
-    """Return the ranks that divide rows, and the ranks that divide columns."""
-    if isinstance(given, tuple):
-        return given
-    group, alone = model_group(given), LocalCommunicator()
-    return (group, alone) if split == "rows" else (alone, group)
+def known_length(layer: keras.layers.Layer, shape: Shape, axis: int) -> int:
+    """Return the length of an image along an axis; raise if it is not known."""
+    length = shape[axis]
+    if length is None:
+        raise ValueError(
+            f"layer {layer.name!r}: an image of unknown size, shape {tuple(shape)}; use an Input "
+            "whose rows and columns are given"
+        )
+    return length
 
 
 class Border(keras.layers.Layer):
@@ -230,30 +217,17 @@ class Border(keras.layers.Layer):
     def build(self, input_shape: Shape) -> None:
         """Agree on which rank has which rows."""
         axis = self.place + (2 if self.data_format == "channels_first" else 1)
-        length = input_shape[axis]
-        if length is None:
-            raise ValueError(
-                f"layer {self.name!r}: an image of unknown size, shape {tuple(input_shape)}; use "
-                "an Input whose rows and columns are given"
-            )
+        length = known_length(self, input_shape, axis)
         self._shard = self.divide(length, axis, model_group(self._given))
         super().build(input_shape)
 
     def divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """Return how the image is divided.
-
-        Args:
-            length: Length of the input along the axis.
-            axis: The axis that is divided.
-            group: Communicator of the ranks.
-        """
+        """Return how an axis is divided of which the input has this length."""
         raise NotImplementedError
 
     def get_config(self) -> Config:
         """Return the configuration, without the communicator."""
-        config: Config = super().get_config()
-        config["data_format"] = self.data_format
-        return config
+        return {**super().get_config(), "data_format": self.data_format}
 
 
 @keras.saving.register_keras_serializable(package="dtk")
@@ -302,3 +276,198 @@ class GatherColumns(GatherRows):
     """Gives every rank all of an image's columns."""
 
     place = 1
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
+    """A `keras.layers.Conv2D` over part of an image, between `SplitRows` and `GatherRows`.
+
+    Takes its arguments and those of `SpatiallyParallel`. All ranks hold the whole kernel.
+
+    Example:
+        >>> import dtk, keras
+        >>> model = keras.Sequential([
+        ...     keras.Input((32, 32, 3)),
+        ...     dtk.layers.SplitRows(),
+        ...     dtk.layers.SpatiallyParallelConv2D(8, 3, padding="same", activation="relu"),
+        ...     dtk.layers.GatherRows(),
+        ... ])
+        >>> model.output_shape
+        (None, 32, 32, 8)
+    """
+
+    def windows(self) -> tuple[Window, Window]:
+        """See `SpatiallyParallel.windows`."""
+        sizes = zip(self.kernel_size, self.strides, self.dilation_rate, strict=True)
+        rows, columns = (Window(k, s, d, self.padding) for k, s, d in sizes)
+        return rows, columns
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part of the output."""
+        outputs = self._convolved(inputs, self.copied(self.kernel))
+        if self.bias is not None:
+            shape = [1, 1, 1, 1]
+            shape[1 if self.data_format == "channels_first" else 3] = self.filters
+            outputs = outputs + tf.reshape(self.copied(self.bias), shape)
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        # All ranks choose the same way, since their graphs must have the same shape.
+        plain = self.groups == 1 and self.data_format == "channels_last"
+        if plain and halo_convolution.fits(self._exchanges, self.windows()):
+            return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
+        return keras.ops.conv(
+            self.with_halo(inputs),
+            kernel,
+            strides=list(self.strides),
+            padding="valid",
+            dilation_rate=list(self.dilation_rate),
+            data_format=self.data_format,
+        )
+
+
+class _Pooling(SpatiallyParallel):
+    def windows(self) -> tuple[Window, Window]:
+        """See `SpatiallyParallel.windows`."""
+        sizes = zip(self.pool_size, self.strides, strict=True)
+        rows, columns = (Window(k, s, 1, self.padding) for k, s in sizes)
+        return rows, columns
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SpatiallyParallelMaxPooling2D(_Pooling, keras.layers.MaxPooling2D):
+    """A `keras.layers.MaxPooling2D` over part of an image; see `SpatiallyParallel`."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part of the output."""
+        return keras.ops.max_pool(
+            self.with_halo(inputs, padding=None),
+            self.pool_size,
+            self.strides,
+            "valid",
+            self.data_format,
+        )
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SpatiallyParallelAveragePooling2D(_Pooling, keras.layers.AveragePooling2D):
+    """A `keras.layers.AveragePooling2D` over part of an image; see `SpatiallyParallel`."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part of the output."""
+        sums = keras.ops.average_pool(
+            self.with_halo(inputs), self.pool_size, self.strides, "valid", self.data_format
+        )
+        # Keras does not count padding, but the pooling over the halo does: divide by the real rows.
+        for exchange, window, sizes in zip(
+            self._exchanges, self.windows(), self._outputs, strict=True
+        ):
+            mine = ranges_of(sizes)[exchange.communicator.rank]
+            length = sum(exchange.halo.sizes)
+            counts = np.array([window.taps(i, length) for i in range(mine.start, mine.stop)])
+            shape = [1, 1, 1, 1]
+            shape[exchange.axis] = -1
+            sums = sums * tf.constant((window.kernel / counts).reshape(shape), sums.dtype)
+        return sums
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D):
+    """A `keras.layers.UpSampling2D`, nearest or bilinear, over part of an image.
+
+    Takes its arguments and those of `SpatiallyParallel`. A rank computes the outputs of its own
+    rows.
+    """
+
+    def check_arguments(self) -> None:
+        """See `SpatiallyParallel.check_arguments`."""
+        if self.interpolation not in ("nearest", "bilinear"):
+            self.refuse(f"interpolation={self.interpolation!r}", "'nearest' or 'bilinear'")
+
+    def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
+        """See `SpatiallyParallel.needed`."""
+        image = Range(0, sum(inputs))
+        # Bilinear interpolation reads the next row on each side, except at the border.
+        beside = int(self.interpolation == "bilinear")
+        needs = [
+            Range(part.start - beside, part.stop + beside).within(image) if part.length else part
+            for part in ranges_of(inputs)
+        ]
+        return tuple(needs), [length * self.size[axis] for length in inputs]
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return this rank's part of the output."""
+        outputs = super().call(self.with_halo(inputs))
+        index = [slice(None)] * 4
+        for exchange, factor, sizes in zip(self._exchanges, self.size, self._outputs, strict=True):
+            rank, halo = exchange.communicator.rank, exchange.halo
+            start = (ranges_of(halo.sizes)[rank].start - halo.needs[rank].start) * factor
+            index[exchange.axis] = slice(start, start + sizes[rank])
+        return outputs[tuple(index)]
+
+
+@keras.saving.register_keras_serializable(package="dtk")
+class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchNormalization):
+    """A `keras.layers.BatchNormalization` with the statistics of the whole image.
+
+    Takes its arguments and those of `SpatiallyParallel`. With `synchronized=True` the statistics
+    cover all replicas of a strategy, too. Mean and variance are computed one after the other, as
+    Keras does on one device.
+
+    Raises:
+        ValueError: `renorm`, or an axis other than the channels'.
+    """
+
+    def check_arguments(self) -> None:
+        """See `SpatiallyParallel.check_arguments`."""
+        if getattr(self, "renorm", False):  # new in Keras 3.14
+            self.refuse("renorm=True", "renorm=False")
+        self.data_format = "channels_first" if self.axis == 1 else "channels_last"
+        if self.axis not in (1, 3, -1):
+            self.refuse(f"axis={self.axis}", "the axis of the channels, -1 or 1")
+
+    def _sum(self, values: tf.Tensor) -> tf.Tensor:
+        """Return the sum over all parts; its gradient is summed over all parts, too."""
+        for group in self._groups:
+            if group.size > 1:
+                values = copy_to_group(reduce_from_group(values, group), group)
+        replica = tf.distribute.get_replica_context() if self.synchronized else None
+        if replica is not None:
+            values = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        return values
+
+    def _mean(self, x: tf.Tensor) -> tf.Tensor:
+        axes = [i for i in range(4) if i != self.axis % 4]
+        channels = x.shape[self.axis]
+        count = tf.cast(tf.size(x, tf.int64) // channels, x.dtype)
+        sums = self._sum(tf.concat([tf.reduce_sum(x, axes), count[None]], 0))
+        return tf.math.divide_no_nan(sums[:-1], sums[-1])
+
+    def call(
+        self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Return this rank's part of the output."""
+        if mask is not None:
+            self.refuse("a mask", "inputs without one")
+        x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        mean, variance = (tf.cast(v, x.dtype) for v in (self.moving_mean, self.moving_variance))
+        if training and self.trainable:
+            shape = [1, 1, 1, 1]
+            shape[self.axis] = -1
+            old = mean, variance
+            mean = self._mean(x)
+            variance = self._mean(tf.math.squared_difference(x, tf.reshape(mean, shape)))
+            for variable, before, now in zip(
+                (self.moving_mean, self.moving_variance), old, (mean, variance), strict=True
+            ):
+                variable.assign(before * self.momentum + now * (1.0 - self.momentum))
+        outputs = keras.ops.batch_normalization(
+            x,
+            mean,
+            variance,
+            self.axis,
+            offset=None if self.beta is None else tf.cast(self.copied(self.beta), x.dtype),
+            scale=None if self.gamma is None else tf.cast(self.copied(self.gamma), x.dtype),
+            epsilon=self.epsilon,
+        )
+        return tf.cast(outputs, self.compute_dtype)

@@ -16,8 +16,8 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_models, keras_optimizers
 from dtk.compat.keras_variables import group_of, is_of_all, shard_of
 from dtk.errors import at_rank
+from dtk.layers.parallelize import is_in_parts, plain_layer
 from dtk.layers.pipeline import Pipeline
-from dtk.layers.plain import is_in_parts, plain_layer
 from dtk.trainer.model_state import seed_states_of
 
 
@@ -86,24 +86,27 @@ class ModelInParts:
     def build(self) -> keras.Model:
         """Build the model of one device, with the optimizer of the model."""
         with _as_if_nothing_was_drawn():
-            self.whole = _of_one_device(self._model)
+            if isinstance(self._model, Pipeline):
+                self.whole = self._model.on_one_rank()
+            else:
+                self.whole = keras.models.clone_model(self._model, clone_function=plain_layer)
             optimizer = getattr(self._model, "optimizer", None)
             if optimizer is not None:
-                self.whole.optimizer = _like(optimizer, self.whole)
+                made = type(optimizer).from_config(optimizer.get_config())
+                made.build(self.whole.trainable_variables)
+                self.whole.optimizer = made
         self._of_whole = _keyed(self.whole)
         expected = {entry.key: entry.shape for entry in self._entries}
         built = {key: tuple(v.shape) for key, v in self._of_whole.items()}
         if built != expected:
             key = next(k for k in {**expected, **built} if built.get(k) != expected.get(k))
-            raise ValueError(
-                at_rank(
-                    self._group.rank,
-                    f"model {self._model.name!r} cannot be put together from its configuration: "
-                    f"variable {key} has shape {expected.get(key)} in the parts and "
-                    f"{built.get(key)} in the whole; use functional or Sequential models rewritten "
-                    "by dtk.layers.parallelize, or dtk.layers.Pipeline",
-                )
+            told = (
+                f"model {self._model.name!r} cannot be put together from its configuration: "
+                f"variable {key} has shape {expected.get(key)} in the parts and {built.get(key)} "
+                "in the whole; use functional or Sequential models rewritten by "
+                "dtk.layers.parallelize, or dtk.layers.Pipeline"
             )
+            raise ValueError(at_rank(self._group.rank, told))
         return self.whole
 
     def gather(self) -> None:
@@ -118,14 +121,13 @@ class ModelInParts:
 
     def _value(self, entry: Entry) -> tf.Tensor:
         variable = self._mine.get(entry.key)
-        value = None if variable is None else keras.ops.convert_to_tensor(variable)
+        value = _value_or_room(variable, entry)
         shard = None if variable is None else shard_of(variable)
         if shard is not None:
             return shard.whole(value)
         if variable is not None and is_of_all(variable):
             return value
-        room = tf.zeros(entry.shape, entry.dtype) if value is None else value
-        return self._group.broadcast(room, entry.owner)
+        return self._group.broadcast(value, entry.owner)
 
     def scatter(self, world: Communicator) -> None:
         """Give all parts the values of the whole model, which rank 0 of the world has built.
@@ -134,14 +136,17 @@ class ModelInParts:
         """
         for entry in self._entries:
             given = self._of_whole.get(entry.key) if world.rank == 0 else None
-            room = tf.zeros(entry.shape, entry.dtype)
-            value = world.broadcast(
-                room if given is None else keras.ops.convert_to_tensor(given), root=0
-            )
-            variable = self._mine.get(entry.key)
-            if variable is not None:
+            value = world.broadcast(_value_or_room(given, entry), root=0)
+            if (variable := self._mine.get(entry.key)) is not None:
                 shard = shard_of(variable)
                 variable.assign(value if shard is None else shard.part(value))
+
+
+def _value_or_room(variable: keras.Variable | None, entry: Entry) -> tf.Tensor:
+    """Return a variable's value, or zeros where another rank has it."""
+    if variable is None:
+        return tf.zeros(entry.shape, entry.dtype)
+    return keras.ops.convert_to_tensor(variable)
 
 
 def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
@@ -168,19 +173,6 @@ def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
         found |= {f"optimizer {depth} variable {i}": v for i, v in enumerate(plain)}
         found |= {f"optimizer {depth} {key}": slot for key, slot in about.values()}
     return found
-
-
-def _of_one_device(model: keras.Model) -> keras.Model:
-    """Build a model again, with whole layers in place of parts."""
-    if isinstance(model, Pipeline):
-        return model.on_one_rank()
-    return keras.models.clone_model(model, clone_function=plain_layer)
-
-
-def _like(optimizer: keras.Optimizer, model: keras.Model) -> keras.Optimizer:
-    made = type(optimizer).from_config(optimizer.get_config())
-    made.build(model.trainable_variables)
-    return made
 
 
 @contextlib.contextmanager

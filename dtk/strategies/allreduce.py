@@ -37,7 +37,7 @@ class AllReduceStrategy(DtkStrategy):
             (TensorFlow's own), "local" (one process), or a `dtk.communicators.Communicator`. dtk
             measures the cost of a message and of a byte once in each world and chooses the sizes of
             buckets and the like by it: `print(strategy.communicator.costs)` shows both; see
-            `dtk.communicators.cost_cache`.
+            `dtk.communicators.cost_measurement`.
         exchange: Which part of the gradients is sent, and when: a value of `dtk.exchange`, or its
             short name ("auto", "fp16", "bf16", "1bit" to "16bit"); None sends them unchanged.
         model_parallel: How many processes hold the parts of one model, see `dtk.layers`. The

@@ -22,7 +22,7 @@ from dtk.cluster.environment import instructions
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
-from dtk.communicators.cost_cache import calibrate
+from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
 from dtk.errors import ClusterError, advice_on_files
 from dtk.strategies import devices

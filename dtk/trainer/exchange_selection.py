@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.communicators import determinism
+from dtk.communicators.cost_measurement import measure
 from dtk.communicators.costs import Costs
-from dtk.communicators.measuring import measure
 from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, ExchangeChoice, Observed, choose, overheads_of
 from dtk.exchange.contract import Exchange

@@ -28,7 +28,7 @@ import world
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.int32, tf.int64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32)
 DTYPES = (*FLOATS, *INTEGERS, tf.uint64, tf.bool)
-GRAPH_DTYPES = (*FLOATS, tf.int32, tf.int64, tf.uint8, tf.bool)
+GRAPH_DTYPES = (tf.float32, tf.bfloat16, tf.int64, tf.uint8, tf.bool)
 # One of each way to travel: as it is, and packed into words.
 WAYS = (tf.float32, tf.uint8)
 SHAPES = ((5, 3), (7,), (), (0,), (4, 0, 2), (1, 1))
@@ -210,7 +210,7 @@ def allreduce_many_tiny(comm, graph):
         expected = comm.size * i + sum(range(comm.size))
         same(output, np.full(i % 7, expected, np.float32))
     payload = sum(4 * (i % 7) for i in range(300))
-    assert sent == (payload if comm.name != "local" else 0)
+    assert sent == (payload if comm.size > 1 else 0)
 
 
 def allreduce_mixed_list(comm, graph):
@@ -331,7 +331,7 @@ def reduce_scatter(comm, graph):
             if dtype != tf.uint64 or op in ("sum", "prod")
             if op == "sum" or shape == (7, 2)
         ]
-        for op in OPS
+        for op in (OPS[:2] if graph else OPS)
     }
     outputs = {
         op: call(
@@ -339,9 +339,9 @@ def reduce_scatter(comm, graph):
             lambda values, op=op: [comm.reduce_scatter(v, op) for v in values],
             own(comm, cases[op]),
         )
-        for op in OPS
+        for op in cases
     }
-    for op in OPS:
+    for op in cases:
         for output, (dtype, parts) in zip(outputs[op], cases[op], strict=True):
             blocks = np.array_split(reference(op, parts, dtype), n)
             same(output, blocks[comm.rank], dtype, f"{op} {dtype.name} {parts[0].shape}")
@@ -583,7 +583,7 @@ def bytes_are_counted_per_execution():
     for _ in range(3):
         step(value)
     comm.allreduce(value)
-    assert comm.bytes_sent - before == (4 * 80 if comm.name != "local" else 0)
+    assert comm.bytes_sent - before == (4 * 80 if comm.size > 1 else 0)
 
 
 def keys_do_not_pile_up():

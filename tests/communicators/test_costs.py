@@ -11,9 +11,9 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.communicators import buckets, determinism, measuring
+from dtk.communicators import buckets, cost_measurement, determinism
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, fit_allreduces
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange.contract import ExchangeState
 from dtk.exchange.dense import DenseOp
 from dtk.exchange.factors import Factored
@@ -103,7 +103,7 @@ def test_factors_are_sent_by_its_costs():
     assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 
 
-@pytest.mark.parametrize("module", ["buckets", "costs", "measuring"])
+@pytest.mark.parametrize("module", ["buckets", "costs", "cost_measurement"])
 def test_examples(module):
     assert doctest.testmod(importlib.import_module(f"dtk.communicators.{module}")).failed == 0
 
@@ -140,4 +140,4 @@ def test_nothing_is_chosen_by_measured_costs_where_tensorflow_is_to_be_determini
 def test_what_else_a_machine_does_is_not_taken_for_a_cost():
     # Medians kept for later jobs sent 42 MB in a step for 1.7, since other programs had been busy.
     pauses = iter([0.0, 0.05, 0.05, 0.0, 0.05, 0.05])
-    assert measuring._time(lambda: time.sleep(next(pauses)), 5) < 0.04
+    assert cost_measurement._time(lambda: time.sleep(next(pauses)), 5) < 0.04

@@ -13,7 +13,6 @@ import threading
 import time
 
 import pytest
-import tensorflow as tf
 
 from dtk import communicators
 from dtk.cluster import Environment, startup_barrier
@@ -27,6 +26,20 @@ def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Say whether Horovod and mpi4py are here; nothing is of a launcher until the test says so."""
+    for name in ("PMIX_RANK", "PMI_RANK", "SLURM_MPI_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def say(horovod=True, mpi=True):
+        monkeypatch.setattr(communicators, "horovod_installed", lambda: horovod)
+        monkeypatch.setattr(communicators, "mpi_installed", lambda: mpi)
+
+    say()
+    return say
 
 
 def run_rank(rank, addresses, before="", **env):
@@ -60,7 +73,7 @@ def end(process, timeout=60):
 
 
 @pytest.mark.parametrize(
-    "kind, size, installed, expected",
+    "kind, size, horovod, expected",
     [
         ("mpi", 2, False, "mpi"),
         ("horovod", 2, False, "horovod"),
@@ -73,43 +86,30 @@ def end(process, timeout=60):
         ("tf_config", 2, True, "collective"),
     ],
 )
-def test_auto(monkeypatch, kind, size, installed, expected):
-    monkeypatch.setattr(communicators, "horovod_installed", lambda: installed)
-    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
+def test_auto(monkeypatch, installed, kind, size, horovod, expected):
+    installed(horovod=horovod)
     monkeypatch.setenv("PMIX_RANK", "0")
     assert communicators.choose(Environment(kind, 0, size)).name == expected
 
 
 @pytest.mark.parametrize("variables", [{}, {"PMI_RANK": "0", "PMI_FD": "11"}])
-def test_srun_without_pmix_joins_ranks_by_collectives(monkeypatch, variables):
+def test_srun_without_pmix_joins_ranks_by_collectives(monkeypatch, installed, variables):
     """By MPI they would end at once, or each see a world of one."""
-    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
-    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
-    for name in ("PMIX_RANK", "PMI_RANK"):
-        monkeypatch.delenv(name, raising=False)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     name, why = communicators.choose(Environment("slurm", 0, 2))
     assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
 
 
-@pytest.mark.parametrize("name", ["horovod", "mpi"])
-def test_an_mpi_that_srun_tells_nothing_is_refused(monkeypatch, name):
-    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
-    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
-    for variable in ("PMIX_RANK", "PMI_RANK"):
-        monkeypatch.delenv(variable, raising=False)
+def test_an_mpi_is_refused_where_srun_tells_it_nothing(monkeypatch, installed):
     told = r"rank 1: .*nothing to find them by \(--mpi=none\): start with `srun --mpi=pmix`"
-    with pytest.raises(CommunicatorError, match=told):
-        create(name, Environment("slurm", 1, 2))
-
-
-@pytest.mark.parametrize("variable", ["PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"])
-def test_an_mpi_that_srun_tells_otherwise_may_try(monkeypatch, variable):
-    for name in ("PMIX_RANK", "PMI_RANK", "SLURM_MPI_TYPE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, "0")
-    communicators._check_offer("MPI", Environment("slurm", 1, 2))
+    for name in ("horovod", "mpi"):
+        with pytest.raises(CommunicatorError, match=told):
+            create(name, Environment("slurm", 1, 2))
+    for variable in ("PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"):
+        with monkeypatch.context() as other:
+            other.setenv(variable, "0")
+            communicators._check_offer("MPI", Environment("slurm", 1, 2))
 
 
 def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):
@@ -156,9 +156,8 @@ def test_roles_that_do_not_train_are_refused(monkeypatch, role, name):
             make(name)
 
 
-def test_horovod_missing(monkeypatch):
-    monkeypatch.setattr(communicators, "horovod_installed", lambda: False)
-    monkeypatch.setattr(communicators, "mpi_installed", lambda: False)
+def test_horovod_missing(installed):
+    installed(horovod=False, mpi=False)
     told = f"`{re.escape(pip_install('mpi'))}` or `dtk install-horovod`, or start with `dtk run`"
     with pytest.raises(CommunicatorError, match=told):
         create("auto", Environment("mpi", 0, 2))
@@ -166,10 +165,8 @@ def test_horovod_missing(monkeypatch):
         create("mpi", Environment("mpi", 0, 2))
 
 
-def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch):
+def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch, installed):
     """Its libraries are of another MPI, and do not load there."""
-    monkeypatch.setattr(communicators, "horovod_installed", lambda: True)
-    monkeypatch.setattr(communicators, "mpi_installed", lambda: True)
     monkeypatch.setenv("OPAL_PREFIX", sys.prefix)
     assert communicators.choose(Environment("mpi", 0, 2)).name == "mpi"
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -247,16 +244,8 @@ def test_missing_ranks_are_named_on_every_rank_that_came(monkeypatch, capsys):
 
 
 def test_rank_0_missing(monkeypatch, capsys):
-    """It waited for two minutes, and did not say for whom."""
+    """A rank knocks often at first and then seldom, and says for whom it waits."""
     monkeypatch.setattr(startup_barrier, "AFTER", 0.1)
-    addresses = [free_address(), free_address()]
-    with pytest.raises(CommunicatorError, match=f"rank 1: no answer from rank 0 .{addresses[0]}"):
-        startup.meet(1, addresses, 0.5)
-    (said,) = capsys.readouterr().err.splitlines()
-    assert f"rank 1: waiting for rank 0, which does not answer at {addresses[0]}, for 0 s" in said
-
-
-def test_a_rank_knocks_often_at_first_and_then_seldom(monkeypatch):
     pauses = []
 
     def sleep(seconds, sleep=time.sleep):
@@ -264,8 +253,11 @@ def test_a_rank_knocks_often_at_first_and_then_seldom(monkeypatch):
         sleep(seconds)
 
     monkeypatch.setattr(startup.time, "sleep", sleep)
-    with pytest.raises(CommunicatorError, match="no answer from rank 0"):
-        startup.meet(1, [free_address(), free_address()], 1.0)
+    addresses = [free_address(), free_address()]
+    with pytest.raises(CommunicatorError, match=f"rank 1: no answer from rank 0 .{addresses[0]}"):
+        startup.meet(1, addresses, 1.0)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"rank 1: waiting for rank 0, which does not answer at {addresses[0]}, for " in said
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (0.01, 0.1)
 
@@ -338,19 +330,6 @@ def test_a_tensor_before_the_strategy_is_refused():
         assert f"rank {index}: TensorFlow has already run an operation" in stderr
 
 
-def test_null_claims_a_world_and_sends_nothing():
-    comm = create("null", Environment("single", 2, 4))
-    assert (comm.rank, comm.size) == (2, 4)
-    value = tf.range(6.0)
-    assert comm.allreduce([value, value], "sum")[1].numpy().tolist() == value.numpy().tolist()
-    assert comm.bytes_sent == 48
-    assert comm.allgather(value).shape == [24]
-    assert comm.reduce_scatter(tf.ones([6, 2])).shape == [1, 2]
-    rows, counts = comm.alltoall(tf.range(8))
-    assert rows.shape == [8]
-    assert counts.numpy().tolist() == [2] * 4
-    assert comm.broadcast_object({"a": 1}, root=2) == {"a": 1}
-    assert comm.split(0).size == 4
-    assert tf.function(comm.allreduce)(value).shape == [6]
+def test_null_claims_only_ranks_that_there_are():
     with pytest.raises(ValueError, match="rank=4 is not a rank of 4"):
         create("null", Environment("single", 4, 4))

@@ -44,7 +44,7 @@ NO_ROWS, TWO_ROWS = struct.pack("<qq", 0, 5), struct.pack("<qqq", 0, 1, 3)
 FAILURE = dataclasses.asdict(Failure(0, "", "", None))
 DAMAGED = {
     "a class of Python's": [record("subprocess", "Popen", args="touch ran")],
-    "a module that dtk imports": [record("dtk.communicators.objects.records", "sys.exit")],
+    "a module that dtk imports": [record("dtk.communicators.plain_data", "sys.exit")],
     "a module that nobody has imported": [record("dtk.nowhere", "Thing")],
     "a record by another module's name for it": [record(Start.__module__, "Failure", **FAILURE)],
     "a class of dtk's that is no record": [record(*place(LocalCommunicator), host="a")],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import unittest.mock
 
 import pytest
 
-from dtk.communicators import cost_cache
+from dtk.communicators import cost_measurement
 from dtk.errors import DtkError
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
@@ -16,6 +16,7 @@ from dtk.strategies.start import processor
 import world
 
 some_worlds = pytest.mark.worlds(("collective", 2), ("horovod-gloo", 2))
+two = pytest.mark.worlds(("collective", 2))
 
 
 @pytest.fixture
@@ -27,19 +28,9 @@ def kept(cache_folder):
     return sorted((cache_folder / "dtk" / "costs").iterdir())
 
 
-@contextlib.contextmanager
 def environment(**variables):
     """While inside, these are set."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return unittest.mock.patch.dict(os.environ, variables)
 
 
 def calibrated(way, cache, cpu=None, **variables):
@@ -47,7 +38,7 @@ def calibrated(way, cache, cpu=None, **variables):
     communicator = world.communicator()
     names = [cpu or processor()] * communicator.size
     with environment(DTK_CALIBRATE=way, XDG_CACHE_HOME=cache, **variables):
-        costs = cost_cache.calibrate(communicator, "CPU:0", names)
+        costs = cost_measurement.calibrate(communicator, "CPU:0", names)
     return None if costs is None else dataclasses.asdict(costs)
 
 
@@ -64,83 +55,71 @@ def test_measured_once_and_the_same_on_all_ranks(pool, cache, tmp_path):
     assert pool.run(calibrated, "1", cache) == again
 
 
-@pytest.mark.worlds(("collective", 2))
-def test_other_processors_are_another_world(pool, cache, tmp_path):
-    mine, _ = pool.run(calibrated, "", cache, "one kind")
-    others, _ = pool.run(calibrated, "", cache, "another kind")
-    assert mine != others
-    assert pool.run(calibrated, "", cache, "one kind") == [mine, mine]
-    assert len(kept(tmp_path)) == 2
+def calibrated_in(cache, variables, cpu=None):
+    return calibrated("", cache, cpu, **variables)
 
 
-def calibrated_in(cache, variables):
-    return calibrated("", cache, **variables)
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_settings_of_a_transport_make_another_world_and_what_differs_by_job_does_not(
+@two
+def test_other_processors_and_settings_are_another_world_and_what_differs_by_job_is_not(
     pool, cache, tmp_path
 ):
     mine, _ = pool.run(calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 1"})
-    assert pool.run(calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 2"})[0] == mine
+    assert pool.run(calibrated_in, cache, {"OMPI_MCA_orte_hnp_uri": "job 2"}) == [mine, mine]
     assert len(kept(tmp_path)) == 1
     pool.run(calibrated_in, cache, {"HOROVOD_CYCLE_TIME": "7"})
     pool.run(calibrated_in, cache, {"HOROVOD_GLOO_IFACE": "ib0"})
-    assert len(kept(tmp_path)) == 3
+    pool.run(calibrated_in, cache, {}, "another kind")
+    assert len(kept(tmp_path)) == 4
 
 
-@pytest.mark.worlds(("collective", 2))
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[1]",
-        '{"size": 2}',
-        '{"size": 2, "message": 1e-3, "byte": 0, "operation": 1e-11}',
-        '{"size": 2, "message": "1e-3", "byte": 1e-9, "operation": 1e-11}',
-    ],
-)
-def test_a_damaged_file_is_measured_anew(pool, cache, tmp_path, text):
+DAMAGED = [
+    "",
+    "{",
+    "[1]",
+    '{"size": 2}',
+    '{"size": 2, "message": 1e-3, "byte": 0, "operation": 1e-11}',
+    '{"size": 2, "message": "1e-3", "byte": 1e-9, "operation": 1e-11}',
+]
+
+
+@two
+def test_what_is_no_costs_is_measured_anew(pool, cache, tmp_path):
     pool.run(calibrated, "", cache)
     (file,) = kept(tmp_path)
-    file.write_text(text)
+    for text in DAMAGED:
+        file.write_text(text)
+        assert cost_measurement._read(file) is None
     first, other = pool.run(calibrated, "", cache)
     assert first == other is not None
     assert pool.run(calibrated, "", cache) == [first, first]
 
 
-@pytest.mark.worlds(("collective", 2))
+@two
 def test_a_cache_that_cannot_be_written_is_none(pool, cache, tmp_path):
     (tmp_path / "dtk").write_text("a file where a directory should be")
     first, other = pool.run(calibrated, "", cache)
     assert first == other is not None
 
 
-@pytest.mark.worlds(("collective", 2))
+def refused(way, cache):
+    with pytest.raises(DtkError) as told:
+        calibrated(way, cache)
+    return str(told.value)
+
+
+@two
 def test_it_can_be_turned_off(pool, cache, tmp_path):
     assert pool.run(calibrated, "0", cache) == [None, None]
     assert list(tmp_path.iterdir()) == []
-
-
-def raised(way, cache):
-    try:
-        calibrated(way, cache)
-    except DtkError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_a_way_there_is_not(pool, cache):
-    for told in pool.run(raised, "never", cache):
+    for told in pool.run(refused, "never", cache):
         assert "DTK_CALIBRATE='never' on rank 0: expected again" in told
 
 
 def of_strategy(cache):
-    """What a strategy has, and what a collective after that sums."""
+    """What a strategy has, and what a collective after that sums; null has nothing to measure."""
     with environment(DTK_CALIBRATE="1", XDG_CACHE_HOME=cache):
         strategy = AllReduceStrategy(communicator=os.environ["DTK_TEST_COMMUNICATOR"])
+        assert AllReduceStrategy(communicator="null").communicator.costs is None
     communicator = strategy.communicator
     total = communicator.allreduce([float(strategy.rank + 1)])[0]
     costs, communicator.costs = communicator.costs, None  # other tests' are not measured
@@ -152,14 +131,3 @@ def test_a_strategy_has_costs(pool, cache):
     (costs, total), (others, _) = pool.run(of_strategy, cache)
     assert costs == others and costs["size"] == 2
     assert total == 3.0
-
-
-def of_null(cache):
-    """A strategy that sends nothing has nothing to measure."""
-    with environment(DTK_CALIBRATE="1", XDG_CACHE_HOME=cache):
-        return AllReduceStrategy(communicator="null").communicator.costs
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_what_sends_nothing_has_none(pool, cache):
-    assert pool.run(of_null, cache) == [None, None]

@@ -22,8 +22,8 @@ from hypothesis.extra import numpy as arrays
 
 import dtk
 from dtk.cluster.variables import JOB_SECRET
-from dtk.communicators import objects
-from dtk.communicators.objects import dumps, loads, plain
+from dtk.communicators import objects, plain_data
+from dtk.communicators.objects import dumps, loads
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
 from dtk.launch.machines import HostFacts
@@ -319,8 +319,8 @@ NOT_PLAIN = [
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=lambda value: type(value).__name__)
 def test_no_class_but_those_known_is_data(value):
     """Not a subclass of theirs either: it would arrive as something else."""
-    with pytest.raises(plain.NotPlain):
-        plain.encode([{"a": (value,)}])
+    with pytest.raises(plain_data.NotPlain):
+        plain_data.encode([{"a": (value,)}])
 
 
 def test_a_class_of_a_script_is_sent_only_where_there_is_a_secret():
@@ -343,7 +343,7 @@ def test_data_is_not_pickled_where_there_is_a_secret(monkeypatch):
 
 
 def test_bytes_that_are_too_many_for_one_piece_arrive(monkeypatch):
-    monkeypatch.setattr(plain, "_CHUNK", 10)
+    monkeypatch.setattr(plain_data, "_CHUNK", 10)
     for value in (b"x" * 9 + b"y" * 19, np.arange(7.0), np.float64(2), tf.range(9)):
         found = sent(value, {})
         assert type(found) is type(value) and np.array_equal(found, value)
@@ -358,7 +358,7 @@ def test_nothing_ends_in_a_loop():
 
 
 def test_the_examples_run():
-    assert [doctest.testmod(module).failed for module in (objects, plain)] == [0, 0]
+    assert [doctest.testmod(module).failed for module in (objects, plain_data)] == [0, 0]
 
 
 # What is not read.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.communicators import LocalCommunicator
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.communicators.shard import Shard
 from dtk.compat.keras_variables import set_shard, shard_of
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.communicators.costs import Costs
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange import Auto, Dense, Quantized, WarmStart, parse
 from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from dtk import exchange as exchanges
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange import (
     BlockMomentum,
     Delayed,

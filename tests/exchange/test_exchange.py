@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from dtk import exchange as exchanges
 from dtk.callbacks import CommunicationStats
-from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.exchange import (
     BlockMomentum,
     Delayed,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.exchange import factors
 
 from strategies import bodies

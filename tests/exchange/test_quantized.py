@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from dtk import exchange as exchanges
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange import (
     Dense,
     Quantized,

@@ -59,11 +59,11 @@ def drawn(kind, rng, size):
     return options, (2, *(int(n) for n in rng.integers(5, 8, dims)), channels)
 
 
-def outcome(layer, x, seed, whole=lambda gradient, _: gradient):
+def outcome(layer, x, seed, whole=lambda gradient, _: gradient, **options):
     """Output, loss, and the gradients by the input and by each weight."""
     with tf.GradientTape() as tape:
         tape.watch(x)
-        y = layer(x)
+        y = layer(x, **options)
         weights = tf.constant(np.random.default_rng(seed).normal(size=y.shape), y.dtype)
         loss = tf.reduce_sum(tf.cos(y) * weights) + sum(layer.losses)
     gradients = tape.gradient(loss, [x, *(v.value for v in layer.trainable_variables)])
@@ -197,47 +197,23 @@ def test_two_layers_need_one_allreduce_each_way(pool):
     pool.run(numerical_gradient)
 
 
-def in_fit(image):
+def in_fit(steps):
     """Under a strategy whose replica is the whole group, with every constraint and regularizer."""
     group = communicator()
     strategy = dtk.strategies.AllReduceStrategy("local")
 
-    def trained(parallel, **how):
-        keras.utils.set_random_seed(4)
-        kinds = keras.layers
-        options = [{}, {}]
-        if parallel:
-            # ranks that have not been seeded alike: the group's first decides
-            keras.utils.set_random_seed(4 + 10 * group.rank)
-            options = [
-                {"communicator": group},
-                {"communicator": group, "split": "input"},
-            ]
-            kinds = dtk.layers
-            prefix = "ChannelParallel"
-        else:
-            prefix = ""
+    def trained(kinds, prefix, seed, output, entry, **how):
+        keras.utils.set_random_seed(seed)
+        conv, dense = getattr(kinds, f"{prefix}Conv2D"), getattr(kinds, f"{prefix}Dense")
+        unit, norm = keras.constraints.UnitNorm(1), keras.constraints.MaxNorm(0.5)
         with strategy.scope():
             model = keras.Sequential(
                 [
                     keras.Input((6, 6, 3)),
-                    getattr(kinds, prefix + "Conv2D")(
-                        5, 3, activation="relu", kernel_constraint="max_norm", **options[0]
-                    ),
+                    conv(5, 3, activation="relu", kernel_constraint="max_norm", **output),
                     keras.layers.GlobalAveragePooling2D(),
-                    getattr(kinds, prefix + "Dense")(
-                        7,
-                        "relu",
-                        kernel_constraint=keras.constraints.UnitNorm(1),
-                        kernel_regularizer="l2",
-                        **options[0],
-                    ),
-                    getattr(kinds, prefix + "Dense")(
-                        4,
-                        kernel_constraint=keras.constraints.MaxNorm(0.5),
-                        kernel_regularizer=square_of_sum,
-                        **options[1],
-                    ),
+                    dense(7, "relu", kernel_constraint=unit, kernel_regularizer="l2", **output),
+                    dense(4, kernel_constraint=norm, kernel_regularizer=square_of_sum, **entry),
                 ]
             )
             model.compile(keras.optimizers.Adam(0.01), "mse", **how)
@@ -247,19 +223,19 @@ def in_fit(image):
         weights = [gathered(tf.convert_to_tensor(v.value), v) for v in model.weights]
         return history.history["loss"], *weights, model.predict(x, verbose=0)
 
-    expected = trained(False)
-    for got, value in zip(trained(True, steps_per_execution=image), expected, strict=True):
+    expected = trained(keras.layers, "", 4, {}, {})
+    output, entry = {"communicator": group}, {"communicator": group, "split": "input"}
+    # Ranks that have not been seeded alike: the group's first decides.
+    seed, how = 4 + 10 * group.rank, {"steps_per_execution": steps}
+    found = trained(dtk.layers, "ChannelParallel", seed, output, entry, **how)
+    for got, value in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.worlds(("collective", 2), pytest.param(("horovod-mpi", 2), marks=pytest.mark.full))
-def test_in_fit(pool):
-    pool.run(in_fit, 1, timeout=120)
-
-
-@pytest.mark.worlds(pytest.param(("collective", 2), marks=pytest.mark.full))
-def test_in_fit_of_several_steps_at_once(pool):
-    pool.run(in_fit, 2, timeout=120)
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_in_fit(pool, steps):
+    pool.run(in_fit, steps, timeout=120)
 
 
 def test_configurations():
@@ -291,7 +267,7 @@ def test_what_is_refused(given, told):
 
 
 def test_what_cannot_be_divided():
-    from dtk.communicators.null import NullCommunicator
+    from dtk.communicators.local import NullCommunicator
 
     group = NullCommunicator(1, 3)
     with pytest.raises(ValueError, match="rank 1: layer 'a' divides 2 output channels among 3"):

@@ -346,7 +346,7 @@ def in_fit():
         model.compile(keras.optimizers.SGD(0.01), "mse", **how)
         with undistributed():
             history = model.fit(
-                draw([5], (32, 4)), draw([6], (32, 3)), batch_size=4, shuffle=False, verbose=0
+                draw([5], (16, 4)), draw([6], (16, 3)), batch_size=4, shuffle=False, verbose=0
             )
         return history.history["loss"], *model.get_weights()
 

@@ -20,6 +20,7 @@ NAMES = sorted(
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_the_examples_run(world, backend, size):
     assert NAMES
-    for name in [f"dtk.layers.{name}" for name in NAMES] + ["dtk.communicators.shard"]:
+    modules = [f"dtk.layers.{name}" for name in NAMES]
+    for name in (*modules, "dtk.communicators.shard"):
         [(failed, attempted)] = world(backend, size).run(bodies.examples, name)
         assert attempted and not failed, name

@@ -13,8 +13,7 @@ import dtk
 from dtk.communicators.local import LocalCommunicator
 from dtk.even_division import even_sizes
 from dtk.layers import halo_convolution
-from dtk.layers.halo import HaloExchange, add_rows, cut
-from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+from dtk.layers.halo import Halo, HaloExchange, Range, Window, add_rows, cut, ranges_of
 
 from layers.test_channel_parallel import TOLERANCE, outcome, same
 from layers.test_spatial import Between
@@ -139,8 +138,12 @@ def joins_nothing():
 
 
 def peaks():
-    """A step's peak of tensors on this rank, over that of one process."""
+    """A step's peak of tensors on this rank, over that of one process; None where none is told."""
     comm = communicator()
+    try:
+        tf.config.experimental.reset_memory_stats("CPU:0")
+    except ValueError:  # TensorFlow counts a CPU's memory with Intel's allocator only
+        return None
 
     def peak(between):
         convs = [
@@ -174,11 +177,18 @@ def peaks():
 
     shards = {plain: 1, parallel: comm.size}
     found = peak(plain), peak(parallel)
-    ratio = found[1] / found[0]
-    assert found[0] > 6 * 8 * 2**20 and ratio < 1.15 / comm.size, found
+    assert found[0] > 6 * 8 * 2**20
+    return found[1] / found[0]
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_rows_are_not_joined_and_memory_falls(pool):
+def test_rows_are_not_joined(pool):
     pool.run(joins_nothing)
-    pool.run(peaks)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_memory_falls(pool):
+    ratios = pool.run(peaks)
+    if None in ratios:
+        pytest.skip("TensorFlow does not count the memory of this machine's CPU")
+    assert max(ratios) < 1.15 / pool.size

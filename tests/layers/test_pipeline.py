@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import dtk
-from dtk.communicators.local import LocalCommunicator
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.layers import Pipeline, whole
 
 import world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -110,8 +112,8 @@ def equal_to_one_device(seed, count, pair):
         layer = parallel(dtype=dtype, split=split, communicator=given, **options)
         parts = Between(layer, split, groups, dtype=dtype)
         training = {"training": True} if kind == "norm" else {}
-        expected = outcome(Called(one, training), x, tried)
-        got = outcome(Called(parts, training), x, tried)
+        expected = outcome(one, x, tried, **training)
+        got = outcome(parts, x, tried, **training)
         context = (kind, split, dtype, options, shape)
         same(got, expected, TOLERANCE[dtype], context)
         for got_state, state in zip(
@@ -123,34 +125,13 @@ def equal_to_one_device(seed, count, pair):
         tried += 1
 
 
-class Called:
-    """A layer called with more arguments."""
-
-    def __init__(self, layer, options):
-        self.layer, self.options = layer, options
-
-    def __call__(self, x):
-        return self.layer(x, **self.options)
-
-    def __getattr__(self, name):
-        return getattr(self.layer, name)
-
-
-_PAIRS = {}
-
-
+@functools.cache
 def pair_of(comm):
     """Two groups for rows and for columns: 2x1 of two ranks, 2x2 of four."""
-    if comm.size not in _PAIRS:
-        columns = comm.size // 2
-        if columns == 1:
-            _PAIRS[comm.size] = comm, LocalCommunicator()
-        else:
-            _PAIRS[comm.size] = (
-                comm.split(comm.rank % columns),
-                comm.split(columns + comm.rank // columns),
-            )
-    return _PAIRS[comm.size]
+    columns = comm.size // 2
+    if columns == 1:
+        return comm, LocalCommunicator()
+    return comm.split(comm.rank % columns), comm.split(columns + comm.rank // columns)
 
 
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
@@ -282,7 +263,7 @@ def test_what_is_refused(kind, given, told):
 
 
 def test_what_cannot_be_divided():
-    from dtk.communicators.null import NullCommunicator
+    from dtk.communicators.local import NullCommunicator
 
     group = NullCommunicator(0, 3)
     layer = dtk.layers.SpatiallyParallelConv2D(2, 3, communicator=group, name="one")

@@ -12,7 +12,7 @@ from dtk.bench.setting import TELLING
 from dtk.communicators import buckets, costs
 from dtk.communicators.collective import _round_up
 from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.exchange import factors, parse
 from dtk.exchange.contract import ExchangeState, Trained
 from dtk.planning import plan_methods as methods

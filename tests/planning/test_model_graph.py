@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.cli.plan import load
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.layers import parallelize
 from dtk.planning import load_plan
 from dtk.planning.inputs import Cluster, Link, PlanError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.communicators import cost_cache
+from dtk.communicators import cost_measurement
 from dtk.communicators.costs import Costs
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
@@ -47,7 +47,7 @@ def costs_kept(costs, folder):
     communicator.learn(False, None)
     try:
         if communicator.rank == 0:
-            file = cost_cache._file(communicator, [processor()] * communicator.size)
+            file = cost_measurement._file(communicator, [processor()] * communicator.size)
             file.parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(json.dumps(dataclasses.asdict(costs)))
         communicator.barrier()

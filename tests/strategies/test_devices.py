@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtk import communicators, placement
 from dtk.cluster import Environment, detect
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
 
 GPU = collections.namedtuple("GPU", "name device_type")

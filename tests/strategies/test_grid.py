@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.communicators.null import NullCommunicator
+from dtk.communicators.local import NullCommunicator
 from dtk.communicators.shard import Shard
 from dtk.compat.keras_variables import set_shard
 from dtk.errors import DisagreementError

@@ -19,7 +19,7 @@ from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
 from dtk.exchange.contract import SavedItem
-from dtk.layers.plain import is_in_parts
+from dtk.layers.parallelize import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer

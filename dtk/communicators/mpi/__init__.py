@@ -39,24 +39,19 @@ def start(environment: Environment) -> Communicator:
         ) from error
     library = MPI.Get_library_version().split(",")[0]
     world = MPI.COMM_WORLD
-    startup.check_world(
-        environment,
-        world.rank,
-        world.size,
-        library,
-        "start with `srun --mpi=pmix`, or `--mpi=pmi2` for MPICH, or use another communicator"
-        if environment.kind == "slurm"
-        else "start with the mpirun of that library (the one beside `python`), or with `dtk run` "
-        "and another communicator",
+    advice = (
+        "start with the mpirun of that library (the one beside `python`), or with `dtk run` and "
+        "another communicator"
     )
+    if environment.kind == "slurm":
+        advice = "start with `srun --mpi=pmix` (MPICH: `--mpi=pmi2`), or use another communicator"
+    startup.check_world(environment, world.rank, world.size, library, advice)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CommunicatorError(
-            at_rank(
-                environment.rank,
-                f"{library} takes calls from one thread only; use a library built for several "
-                "threads (MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian",
-            )
+        told = (
+            f"{library} takes calls from one thread only; use a library built for several threads "
+            "(MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian"
         )
+        raise CommunicatorError(at_rank(environment.rank, told))
     from dtk.communicators.mpi.communicator import MPICommunicator
     from dtk.communicators.mpi.requests import RequestProgress
 

@@ -12,18 +12,18 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
-from dtk.communicators import wire
-from dtk.communicators.base import Communicator
+from dtk.communicators import dtype_casts
+from dtk.communicators.base import LOCAL_REDUCE, Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.mpi.requests import PendingRequest, RequestProgress
-from dtk.communicators.packed import LOCAL_REDUCE, PackedCommunicator
 from dtk.even_division import even_sizes_in_graph
-from dtk.nests import Array
+from dtk.nests import Array, Function
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 # Collectives of one list that may be under way, each on its own communicator.
@@ -33,8 +33,9 @@ _HEAD = 64
 # MPI tells groups made at the same time apart by a tag; the standard guarantees this many tags.
 _TAGS = 32767
 
-# Posts a collective of the given arrays.
-Post = Callable[[MPI.Intracomm, Sequence[Array]], PendingRequest]
+# A request; the memory for its result; what returns how many elements came, by MPI's status, if
+# only the sender knows.
+Posted: TypeAlias = tuple[MPI.Request, Array, Callable[[MPI.Status], int] | None]
 
 
 @dataclasses.dataclass
@@ -76,7 +77,7 @@ class _Site:
                 tf.raw_ops.QueueEnqueueV2(handle=self.queue.queue_ref, components=[_tensor(result)])
 
 
-class MPICommunicator(PackedCommunicator):
+class MPICommunicator(Communicator):
     """Ranks joined by MPI. Made by `start` and `split`."""
 
     name = "mpi"
@@ -100,13 +101,15 @@ class MPICommunicator(PackedCommunicator):
         self._progress = progress
         self._lanes = {("", 0): _Lane(comm)}
 
-    # -- the collectives
-
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        def post(comm: MPI.Intracomm, given: Array) -> Posted:
+            result = self._room(given.size, given.dtype)
+            return comm.Iallreduce(given, result, _OPS[op]), result, None
+
         return [
             self._reduce_halves(tensor, op, label, self._lane(i))
             if tensor.dtype.size == 2
-            else self._reduce_whole(tensor, op, label, self._lane(i))
+            else tf.ensure_shape(self._call(self._lane(i), post, [tensor], label), tensor.shape)
             for i, tensor in enumerate(flat)
         ]
 
@@ -115,114 +118,74 @@ class MPICommunicator(PackedCommunicator):
 
         So all ranks get the same bits, for as many bytes as an all-reduce round a ring.
         """
-        halves, back = wire.for_moving(flat, self.moves)
+        halves, back = dtype_casts.for_moving(flat, self.moves)
         blocks = even_sizes_in_graph(tf.size(halves, tf.int64), self.size)
         matrix = tf.tile(blocks[None], [self.size, 1])
         mine = self._exchange_in(lane, halves, matrix, label)
         mine = tf.reshape(mine, tf.stack([tf.constant(self.size, tf.int64), blocks[self.rank]]))
         combined = LOCAL_REDUCE[op](tf.cast(back(mine), tf.float32), axis=0)
-        rounded, _ = wire.for_moving(tf.cast(combined, flat.dtype), self.moves)
+        rounded, _ = dtype_casts.for_moving(tf.cast(combined, flat.dtype), self.moves)
         return tf.ensure_shape(back(self._gather_in(lane, rounded, blocks, label)), flat.shape)
-
-    def _reduce_whole(self, flat: tf.Tensor, op: str, label: str, lane: _Lane) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            (given,) = arrays
-            result = self._progress.buffers.take(given.size, given.dtype)
-            request = comm.Iallreduce(given, result, _OPS[op])
-            return self._job(request, result, [given], label)
-
-        return tf.ensure_shape(self._call(lane, post, [flat], flat.dtype), flat.shape)
-
-    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            (given,) = arrays
-            result = self._progress.buffers.take(self.size * given.size, given.dtype)
-            return self._job(comm.Iallgather(given, result), result, [given], label)
-
-        rows = self._call(self._lane(0), post, [sizes], sizes.dtype)
-        return tf.ensure_shape(tf.reshape(rows, [self.size, -1]), [self.size, *sizes.shape])
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         rows = self._gather_in(self._lane(lane), flat, sizes, label)
         return tf.split(rows, sizes, num=self.size)
 
     def _gather_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            given, counts = arrays
-            result = self._progress.buffers.take(int(counts.sum()), given.dtype)
-            request = comm.Iallgatherv(_plain(given), [_plain(result), counts.tolist()])
-            return self._job(request, result, [given], label)
+        def post(comm: MPI.Intracomm, given: Array, counts: Array) -> Posted:
+            result = self._room(int(counts.sum()), given.dtype)
+            received = [_plain(result), counts.tolist()]
+            return comm.Iallgatherv(_plain(given), received), result, None
 
-        return self._call(lane, post, [flat, sizes], flat.dtype)
+        return self._call(lane, post, [flat, sizes], label)
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         rows = self._exchange_in(self._lane(0), flat, sizes, label)
         return tf.split(rows, sizes[:, self.rank], num=self.size)
 
     def _exchange_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            given, matrix = arrays
+        def post(comm: MPI.Intracomm, given: Array, matrix: Array) -> Posted:
             sent, received = matrix[self.rank], matrix[:, self.rank]
-            result = self._progress.buffers.take(int(received.sum()), given.dtype)
+            result = self._room(int(received.sum()), given.dtype)
             request = comm.Ialltoallv(
                 [_plain(given), sent.tolist()], [_plain(result), received.tolist()]
             )
-            return self._job(request, result, [given], label)
+            return request, result, None
 
-        return self._call(lane, post, [flat, sizes], flat.dtype)
+        return self._call(lane, post, [flat, sizes], label)
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            (given,) = arrays
+        def post(comm: MPI.Intracomm, given: Array) -> Posted:
             head = _HEAD // given.dtype.itemsize
-            sent = self._progress.buffers.take(head + given.size, given.dtype)
+            sent = self._room(head + given.size, given.dtype)
             length, result = sent[:head].view(np.int64), sent[head:]
             if comm.rank == root:
                 length[0] = given.size
                 np.copyto(result, given)
-            job = self._job(comm.Ibcast(_plain(sent), root), result, [sent], label)
-            return job._replace(came=lambda status: int(length[0]))
+            return comm.Ibcast(_plain(sent), root), result, lambda _: int(length[0])
 
         return [
-            tf.ensure_shape(self._call(self._lane(i), post, [tensor], tensor.dtype), tensor.shape)
+            tf.ensure_shape(self._call(self._lane(i), post, [tensor], label), tensor.shape)
             for i, tensor in enumerate(flat)
         ]
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            (given,) = arrays
-            request = comm.Isend(_plain(given), dest, _tag(tag))
-            what = f"a message to rank {dest}"
-            return PendingRequest(request, np.zeros(1, np.int32), [given], self._two(dest), what)
+        def post(comm: MPI.Intracomm, given: Array) -> Posted:
+            return comm.Isend(_plain(given), dest, _tag(tag)), np.zeros(1, given.dtype), None
 
-        return self._call(self._pairs, post, [flat], tf.int32)
+        return self._call(self._pairs, post, [flat], f"to rank {dest}", dest)
 
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, arrays: Sequence[Array]) -> PendingRequest:
-            (given,) = arrays
-            result = self._progress.buffers.take(given.size, np.dtype(room.dtype.as_numpy_dtype))
+        def post(comm: MPI.Intracomm, given: Array) -> Posted:
+            result = self._room(given.size, given.dtype)
             request = comm.Irecv(_plain(result), source, _tag(tag))
-            what = f"a message from rank {source}"
-            return PendingRequest(
-                request, result, [], self._two(source), what, self._length_in(result)
-            )
+            return request, result, lambda status: status.Get_count(MPI.BYTE) // result.itemsize
 
-        received = self._call(self._pairs, post, [room], room.dtype)
+        received = self._call(self._pairs, post, [room], f"from rank {source}", source)
         return tf.ensure_shape(received, room.shape)
 
-    def _job(
-        self, request: MPI.Request, result: Array, kept: Sequence[Array], label: str
-    ) -> PendingRequest:
-        return PendingRequest(
-            request, result, kept, frozenset(self._members), f"the collective {label!r}"
-        )
-
-    @staticmethod
-    def _length_in(result: Array) -> Callable[[MPI.Status], int]:
-        return lambda status: status.Get_count(MPI.BYTE) // result.itemsize
-
-    def _two(self, peer: int) -> frozenset[int]:
-        return frozenset((self._members[self.rank], self._members[peer]))
+    def _room(self, elements: int, dtype: tf.DType) -> Array:
+        return self._progress.buffers.take(elements, dtype)
 
     # -- posting them
 
@@ -233,24 +196,40 @@ class MPICommunicator(PackedCommunicator):
         have their own: otherwise a rank at the end of its data could take part in a step of the
         others with an eager number, MPI would take it for sizes, and all would go on with them.
         """
-        concurrent = (name for name, one in self._concurrent.items() if one is self._sequencer)
-        name = "eager" if tf.executing_eagerly() else next(concurrent, "")
-        key = (name, number % _BESIDE)
+        key = ("eager" if tf.executing_eagerly() else self._lane_name, number % _BESIDE)
         if key not in self._lanes:
             tag = zlib.crc32(repr(key).encode()) % _TAGS
             self._lanes[key] = _Lane(self._comm.Create_group(self._comm.group, tag))
         return self._lanes[key]
 
-    def _call(self, lane: _Lane, post: Post, inputs: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-        """Post a collective when its inputs are ready, and return its result."""
+    def _call(
+        self,
+        lane: _Lane,
+        post: Function[Posted],
+        inputs: list[tf.Tensor],
+        label: str,
+        peer: int | None = None,
+    ) -> tf.Tensor:
+        """Post a collective or a message when its inputs are ready; return its result.
+
+        The result has the dtype of the first input.
+        """
+        ranks = range(self.size) if peer is None else (self.rank, peer)
+        members = frozenset(self._members[rank] for rank in ranks)
+        what = f"the collective {label!r}" if peer is None else f"a message {label}"
+
+        def begin(given: Sequence[Array]) -> PendingRequest:
+            request, result, came = post(lane.comm, *given)
+            return PendingRequest(request, result, given, members, what, came)
+
         if tf.executing_eagerly():
-            given = [_array(tensor) for tensor in inputs]
-            return _tensor(self._progress.wait(post(lane.comm, given)))
+            return _tensor(self._progress.wait(begin([_array(tensor) for tensor in inputs])))
+        dtype = inputs[0].dtype
         site = _Site(dtype, self._device)
 
         def start(*given: Array) -> tuple[np.bool_, Array]:
             turn = site.begin()
-            job = post(lane.comm, given)
+            job = begin(given)
             if self._progress.soon(job):
                 return np.True_, job.result
             self._progress.later(job, functools.partial(site.deliver, turn))
@@ -272,10 +251,8 @@ class MPICommunicator(PackedCommunicator):
         value.set_shape([None])
         return value
 
-    def split(self, color: int, key: int | None = None) -> Communicator:
-        """See `Communicator.split`; groups may be split again."""
-        comm = MPI.Intracomm(self._comm.Split(color, self.rank if key is None else key))
-        ranks = MPI.Group.Translate_ranks(comm.group, None, self._comm.group)
+    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
+        comm = MPI.Intracomm(self._comm.Split(ranks[0], ranks.index(self.rank)))
         hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
             return LocalCommunicator(hosts[0])

@@ -233,13 +233,10 @@ class RequestProgress:
             missing = sorted(gone & job.members)
             if missing:
                 names = ", ".join(f"rank {rank}" for rank in missing)
-                raise CommunicatorError(
-                    at_rank(
-                        self._world.rank,
-                        f"{job.what} waits for {names}, whose script has ended; see what "
-                        f"{names} wrote",
-                    )
+                told = (
+                    f"{job.what} waits for {names}, whose script has ended; see what {names} wrote"
                 )
+                raise CommunicatorError(at_rank(self._world.rank, told))
 
     def _hear(self) -> None:
         """Note which ranks have said that they leave."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import keras
 
+from dtk.layers.halo import Window
 from dtk.layers.parallelize import BY_CHANNELS, BY_IMAGE, keeps_parts
-from dtk.layers.row_ranges import Window
 from dtk.planning.inputs import PlanError
 from dtk.planning.model.layer_costs import SPATIAL, Operator, Shape, Split
 

@@ -5,7 +5,11 @@ a map of one entry: the name of its kind, and the simpler values that it is made
 
 A kind is chosen by the class alone, never by a subclass's, so a value comes back as what it was or
 is not written (`NotPlain`). What is read may have been written by anybody: a value takes memory in
-proportion to what came, and no class is called but those of the tables.
+proportion to what came, and no class is called but those of the tables: they keep what they are
+given, or refuse it.
+
+A record is an instance of a dataclass or a `NamedTuple` of dtk's. Exceptions are those of Python,
+dtk and TensorFlow. Their classes are looked up by name, among what is imported.
 
 >>> decode(encode(("rate", {3: 0.5})))
 ('rate', {3: 0.5})
@@ -13,20 +17,21 @@ proportion to what came, and no class is called but those of the tables.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import pathlib
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgpack
 import numpy as np
 import tensorflow as tf
 
-from dtk.communicators.objects import records
-from dtk.nests import Array, Function
+from dtk.nests import Args, Array, Function, Kwargs
 
 _ITSELF = (type(None), bool, str, float)
 _SMALL = 1 << 63
@@ -37,6 +42,7 @@ _OBJECTS = "objects"
 _MOST_AXES = 64  # NumPy's own limit; beyond it, multiplying sizes may take for ever
 _EAGER = tf.__internal__.EagerTensor  # tf.Tensor is what graphs are made of, too
 _PATH = type(pathlib.Path())
+_TENSORFLOW, _NOTES = "tf.errors", "__notes__"
 
 
 class NotPlain(TypeError):
@@ -109,9 +115,9 @@ def _kind_of(value: object) -> Kind:
         return found
     if isinstance(value, np.generic) and value.dtype.type is type(value):
         return _SCALAR
-    if records.is_record(value):
+    if _is_record(value):
         return _RECORD
-    if records.is_error(value):
+    if _is_error(value):
         return _ERROR
     raise NotPlain(_name(value))
 
@@ -193,6 +199,94 @@ def _ragged(values: tf.Tensor, splits: tf.Tensor, length: int | None) -> tf.Ragg
     return uniform
 
 
+def _class(module: str, name: str) -> type | None:
+    """Return a class of dtk, Python or TensorFlow's errors that was imported already."""
+    if module == _TENSORFLOW:
+        error = vars(tf.errors).get(name)
+        return error if isinstance(error, type) else None
+    known = module.partition(".")[0] in ("builtins", "dtk")
+    found: object = sys.modules.get(module) if known else None
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if not isinstance(found, type):
+        return None
+    return found if (found.__module__, found.__qualname__) == (module, name) else None
+
+
+def _fields(kind: type | None) -> tuple[str, ...] | None:
+    """Return the fields of a record's class, in which it is a record itself; None of others."""
+    if kind is not None and "__dataclass_fields__" in vars(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    if kind is not None and issubclass(kind, tuple):
+        return cast("tuple[str, ...] | None", vars(kind).get("_fields"))
+    return None
+
+
+def _is_record(value: object) -> bool:
+    kind = type(value)
+    return _class(kind.__module__, kind.__qualname__) is kind and _fields(kind) is not None
+
+
+def _of_record(value: object) -> list[object]:
+    kind = type(value)
+    names = _fields(kind) or ()
+    return [kind.__module__, kind.__qualname__, {name: getattr(value, name) for name in names}]
+
+
+def _record(module: str, name: str, values: Kwargs) -> object:
+    kind = _class(module, name)
+    names = _fields(kind)
+    if kind is None or names is None:
+        raise ValueError(f"{module}.{name} is no record of dtk")
+    if values.keys() != {*names}:
+        raise ValueError(f"{module}.{name} with other fields")
+    return kind(**values)
+
+
+def _made(kind: type[Exception], args: Args) -> Exception:
+    # TensorFlow's hold the operation, which belongs to its process.
+    return kind(None, None, *args) if issubclass(kind, tf.errors.OpError) else kind(*args)
+
+
+def _is_error(value: object) -> bool:
+    """Return whether a value is an exception that its class makes again of its arguments."""
+    if not isinstance(value, Exception):
+        return False
+    module, name, args, _ = _of_error(value)
+    kind = _class(cast(str, module), cast(str, name))
+    try:
+        made = _made(type(value), cast(Args, args))
+        return kind is type(value) is type(made) and _of_error(made)[2] == args
+    except Exception:  # its constructor takes others
+        return False
+
+
+def _of_error(error: Exception) -> list[object]:
+    kind = type(error)
+    if isinstance(error, tf.errors.OpError):
+        notes = {key: value for key, value in vars(error).items() if key == _NOTES}
+        return [_TENSORFLOW, kind.__qualname__, (error.message,), notes]
+    # Of an OSError with the names of files, which its `args` leave out.
+    _, args, *state = cast(Args, error.__reduce__())
+    return [kind.__module__, kind.__qualname__, args, state[0] if state else {}]
+
+
+def _error(module: str, name: str, args: Args, state: Kwargs) -> Exception:
+    kind = _class(module, name)
+    if kind is None or not issubclass(kind, Exception):
+        raise ValueError(f"{module}.{name} is no exception of Python, dtk or TensorFlow")
+    made = _made(kind, args)
+    for key, value in state.items():
+        if key == _NOTES:  # `add_note` appends to the list
+            fits = type(value) is list and all(type(note) is str for note in value)
+        else:
+            fits = not key.startswith("__") and not callable(getattr(kind, key, None))
+        if not fits:
+            raise ValueError(f"attribute {key}")
+        setattr(made, key, value)
+    return made
+
+
 _ARRAY = Kind("array", _of_array, _array, (str, list, list))
 _SCALAR = Kind(
     "scalar",
@@ -200,8 +294,8 @@ _SCALAR = Kind(
     lambda text, data: _array(text, [], [data])[()],
     (str, bytes),
 )
-_RECORD = Kind("record", records.of_record, records.record, (str, str, dict))
-_ERROR = Kind("error", records.of_error, records.error, (str, str, tuple, dict))
+_RECORD = Kind("record", _of_record, _record, (str, str, dict))
+_ERROR = Kind("error", _of_error, _error, (str, str, tuple, dict))
 
 # By the class of a value, which must be this one and no subclass: a script's own may do anything.
 _BY_CLASS: dict[type, Kind] = {

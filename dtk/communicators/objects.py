@@ -1,10 +1,10 @@
 """Python values on their way between ranks.
 
 TensorFlow's gRPC takes messages from anybody who reaches its port, and a pickle runs code where it
-is read. So values are sent as data, which `plain` makes and which nothing is run to read. A value
-that is no such data is sent as a pickle where the job has a secret to seal it with, as `dtk run`
-gives its ranks, and refused elsewhere. With a secret everything is sealed, and a payload that was
-not written with it is not read.
+is read. So values are sent as data, which `plain_data` makes and which nothing is run to read. A
+value that is no such data is sent as a pickle where the job has a secret to seal it with, as `dtk
+run` gives its ranks, and refused elsewhere. With a secret everything is sealed, and a payload that
+was not written with it is not read.
 
     payload, with a secret       s   code of all that follows (32 bytes)   d: data, or p: pickle
     payload, without a secret    o                                         d: data
@@ -21,7 +21,7 @@ import pickle
 from collections.abc import Mapping
 
 from dtk.cluster.variables import JOB_SECRET
-from dtk.communicators.objects import plain
+from dtk.communicators import plain_data
 from dtk.errors import CommunicatorError
 
 _SEALED, _OPEN = b"s", b"o"
@@ -40,8 +40,8 @@ def dumps(value: object, environ: Mapping[str, str] = os.environ) -> bytes:
     key = environ.get(JOB_SECRET, "").encode()
     body: bytes | memoryview
     try:
-        kind, body = _DATA, plain.encode(value)
-    except plain.NotPlain as refused:
+        kind, body = _DATA, plain_data.encode(value)
+    except plain_data.NotPlain as refused:
         if not key:
             raise CommunicatorError(
                 f"{refused} cannot be sent between ranks as plain data, and pickles are sent only "
@@ -67,7 +67,7 @@ def loads(payload: bytes, environ: Mapping[str, str] = os.environ) -> object:
             return pickle.loads(body)
         if kind != _DATA:
             raise ValueError(f"{kind!r} is no kind of content")
-        return plain.decode(body)
+        return plain_data.decode(body)
     except Exception as error:  # of a pickle: whatever its classes raise
         raise CommunicatorError(
             f"a value came that cannot be read ({type(error).__name__}: {error}); it is damaged, "

@@ -1,4 +1,4 @@
-"""Dtypes on the wire: values travel in a dtype that the backend can move or add.
+"""Casts before and after a collective: values travel in a dtype that the backend can move or add.
 
 Moving needs only the bits, so a value is *reinterpreted* as a dtype of the same width, or four
 bytes as one word: compressed uint8 gradients stay as small as they are. Reducing needs arithmetic,
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from dtk.communicators.base import REDUCE_OPS
-
+REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
 Decode = Callable[[tf.Tensor], tf.Tensor]
 
 # For a dtype that the backend cannot reduce: the wider dtypes to try, best first.
@@ -28,33 +27,31 @@ _WIDER = {
 }
 
 
-def check_all(dtypes: Iterable[tf.DType], op: str = "sum") -> None:
-    """Raise for a dtype and op that no backend can do, so that all backends refuse the same."""
-    for dtype in dict.fromkeys(dtypes):
-        check(dtype, op)
-
-
-def check(dtype: tf.DType, op: str = "sum") -> None:
+def check(dtypes: Iterable[tf.DType], op: str = "sum") -> None:
     """Raise for a dtype and op that no backend can do, so that all backends refuse the same."""
     if op not in REDUCE_OPS:
         raise ValueError(f"unknown reduction {op!r}; use one of {', '.join(REDUCE_OPS)}")
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
-        raise ValueError(
-            f"cannot send a tensor of {dtype.name}: communicators carry float, int and bool; "
-            "use broadcast_object or allgather_object for other values"
-        )
-    if op == "mean" and not dtype.is_floating:
-        raise ValueError(
-            f"the mean of {dtype.name} is not of that dtype; reduce with 'sum' and divide, "
-            "or cast to a float first"
-        )
+    for dtype in dict.fromkeys(dtypes):
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
+            raise ValueError(
+                f"cannot send a tensor of {dtype.name}: communicators carry float, int and bool; "
+                "use broadcast_object or allgather_object for other values"
+            )
+        if op == "mean" and not dtype.is_floating:
+            raise ValueError(
+                f"the mean of {dtype.name} is not of that dtype; reduce with 'sum' and divide, "
+                "or cast to a float first"
+            )
 
 
 def for_reducing(
-    flat: tf.Tensor, op: str, native: frozenset[tf.DType]
+    flat: tf.Tensor, op: str, size: int, native: frozenset[tf.DType]
 ) -> tuple[tf.Tensor, str, Decode]:
-    """Turn a tensor into one the backend can reduce."""
+    """Turn a tensor into one the backend can reduce, by an op that is not "mean"."""
     dtype = flat.dtype
+    if op == "mean":
+        encoded, op, decode = for_reducing(flat, "sum", size, native)
+        return encoded, op, lambda total: decode(total / tf.cast(size, total.dtype))
     if dtype == tf.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)  # numpy: sum is "or", prod is "and"
     if dtype in native:
@@ -68,9 +65,7 @@ def for_reducing(
     raise ValueError(f"cannot reduce {dtype.name} with {op!r} here; cast it first")
 
 
-def for_moving(
-    flat: tf.Tensor, native: frozenset[tf.DType]
-) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+def for_moving(flat: tf.Tensor, native: frozenset[tf.DType]) -> tuple[tf.Tensor, Decode]:
     """Turn a one-dimensional tensor into one the backend can move."""
     dtype = flat.dtype
     if dtype in native:

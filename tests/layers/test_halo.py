@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dtk.even_division import even_sizes
-from dtk.layers.row_ranges import Halo, Range, Window, ranges_of
+from dtk.layers.halo import Halo, Range, Window, ranges_of
 
 windows = st.builds(
     Window,

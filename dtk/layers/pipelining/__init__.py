@@ -1,1 +1,0 @@
-"""Parts of a pipeline: stages, messages between them, and orders of microbatches."""
