@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_variables, random_draws, tf_replicas, tf_servers
+from dtk.compat import keras_models, random_draws, tf_replicas, tf_servers
 from dtk.input import slicing
 from dtk.nests import Function, Nest
-from dtk.parameter_server.functional_step import FunctionalStep, trace_functional_step
+from dtk.parameter_server.batch_jobs import whole_batch
+from dtk.parameter_server.functional_step import (
+    FunctionalStep,
+    pull,
+    pulled_variables,
+    trace_functional_step,
+    zero_metrics,
+)
 from dtk.parameter_server.job_context import JobStrategy
-from dtk.parameter_server.jobs.batches import whole_batch
 from dtk.trainer.replica import step_metrics, step_trial
 from dtk.trainer.tracing import lookups
 
@@ -77,20 +83,15 @@ class ChiefTrial(step_trial.Trial):
         random_draws.restart(rows, first, self.rows)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
             tables = keras_models.tables_of(model)
-            elsewhere = {id(v) for v in [*step_metrics.metric_variables(model), *tables]}
-            pulled = [v for v in model.variables if id(v) not in elsewhere]
-            state = [(v, tf.convert_to_tensor(keras_variables.stored(v))) for v in pulled]
-            state += [
-                (v, tf.zeros(v.shape, keras_variables.stored(v).dtype))
-                for v in step_metrics.metric_variables(model)
-            ]
+            pulled = pulled_variables(model, tables)
+            state = zip(pulled, pull(pulled), strict=True)
             return trace_functional_step(
                 self.step_function,
                 whole_batch(slicing.forget_rows(data)),
                 model,
                 share=tf.constant(rows / self.rows, tf.float32),
                 world_sum=tf.identity if size == 1 else strategy.sum_over_slices,
-                state=state,
+                state=[*state, *zero_metrics(model)],
                 tables=tables,
                 kinds=kinds,
             )
@@ -98,7 +99,7 @@ class ChiefTrial(step_trial.Trial):
     def _added_up(self, traced: list[FunctionalStep]) -> step_trial.Found:
         """Add up the results of slices, as the chief and the servers do."""
         metrics = step_metrics.metric_variables(self.model)
-        totals = [tf.add_n([t.scope.get_current_value(v) for t in traced]) for v in metrics]
+        totals = [tf.add_n([t.value(v) for t in traced]) for v in metrics]
         with tf_replicas.in_replica(self.strategy):
             with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
                 results = step_trial.results_of(self.model)

@@ -15,6 +15,11 @@ def _check_count(name: str, value: object, hint: str) -> None:
         raise ValueError(f"{name}={value!r}; expected 0 or more, a whole number: {hint}")
 
 
+def _check_workers(workers: int) -> None:
+    if workers < 1:
+        raise ValueError(f"workers={workers}; expected 1 or more: start a task of type worker")
+
+
 @dataclass(frozen=True)
 class SerialStart:
     """Serial steps at the start of a training, as one process would take them.
@@ -55,6 +60,24 @@ class SerialStart:
             samples: Rows trained with so far.
         """
         return epoch >= self.epochs if self.epochs else samples >= self.samples
+
+
+class _OneWorkerSteps:
+    """Steps that are one worker's batch each."""
+
+    spare: ClassVar[int] = 0
+
+    def slices(self, workers: int) -> int:
+        """Return the number of gradients in one step, which is 1.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            ValueError: There is none.
+        """
+        _check_workers(workers)
+        return 1
 
 
 def _check_warm_start(value: object) -> None:
@@ -112,14 +135,19 @@ class Sync:
             workers: Number of workers, backup workers included.
 
         Raises:
-            ValueError: As `check`.
+            ValueError: There is none, or all are backup workers.
         """
-        check(self, workers)
+        _check_workers(workers)
+        if self.backup_workers >= workers:
+            raise ValueError(
+                f"backup_workers={self.backup_workers} leaves no worker of {workers} whose "
+                f"gradients count; use at most {workers - 1}, or start more workers"
+            )
         return workers - self.backup_workers
 
 
 @dataclass(frozen=True)
-class BoundedDelay:
+class BoundedDelay(_OneWorkerSteps):
     """Bounded delay: step t starts once every step before t - tau is finished.
 
     A step is one worker's batch (Li et al., OSDI'14).
@@ -135,27 +163,14 @@ class BoundedDelay:
 
     tau: int
     warm_start: SerialStart | None = None
-    spare: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check_count("tau", self.tau, 'the steps a worker may be ahead; for no bound use "async"')
         _check_warm_start(self.warm_start)
 
-    def slices(self, workers: int) -> int:
-        """Return the number of gradients in one step, which is 1.
-
-        Args:
-            workers: Number of workers.
-
-        Raises:
-            ValueError: As `check`.
-        """
-        check(self, workers)
-        return 1
-
 
 @dataclass(frozen=True)
-class Async:
+class Async(_OneWorkerSteps):
     """Asynchronous steps: no step waits for another; a step is one worker's batch.
 
     Args:
@@ -167,22 +182,9 @@ class Async:
 
     warm_start: SerialStart | None = None
     tau: ClassVar[float] = math.inf
-    spare: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check_warm_start(self.warm_start)
-
-    def slices(self, workers: int) -> int:
-        """Return the number of gradients in one step, which is 1.
-
-        Args:
-            workers: Number of workers.
-
-        Raises:
-            ValueError: As `check`.
-        """
-        check(self, workers)
-        return 1
 
 
 Consistency = Sync | BoundedDelay | Async
@@ -205,17 +207,6 @@ def parse(consistency: object) -> Consistency:
         f'consistency={consistency!r}; expected "sync", "async", '
         "Sync(backup_workers=1) or BoundedDelay(tau=4), with any numbers"
     )
-
-
-def check(consistency: Consistency, workers: int) -> None:
-    """Raise if there are too few workers to train."""
-    if workers < 1:
-        raise ValueError(f"workers={workers}; expected 1 or more: start a task of type worker")
-    if consistency.spare >= workers:
-        raise ValueError(
-            f"backup_workers={consistency.spare} leaves no worker of {workers} whose gradients "
-            f"count; use at most {workers - 1}, or start more workers"
-        )
 
 
 def ahead(tau: float, workers: int) -> int:

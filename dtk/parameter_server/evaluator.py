@@ -16,7 +16,7 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -68,49 +68,45 @@ class EvaluatorTrainer(DistributedTrainer):
     strategy: JobStrategy
 
     def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
-        """Evaluate the chief's checkpoints until the chief is gone, then end the process."""
-        evaluate_checkpoints(method, self, args, kwargs)
-
-
-def evaluate_checkpoints(
-    method: Function[object], trainer: EvaluatorTrainer, args: Args, kwargs: Kwargs
-) -> NoReturn:
-    """Evaluate checkpoints until the chief is gone, then exit with 0."""
-    model = trainer.model
-    given = inspect.signature(method).bind(*args, **kwargs)
-    given.apply_defaults()
-    asked = given.arguments
-    source = source_of(asked["callbacks"])
-    if source is None:
-        raise ClusterError(
-            "evaluator 0: fit has no dtk.callbacks.Checkpoint among its callbacks, so there is "
-            "nothing to evaluate; add one, in a directory that all hosts share, or start "
-            "without --evaluator"
+        """Evaluate the chief's checkpoints until the chief is gone, then exit with 0."""
+        model = self.model
+        given = inspect.signature(method).bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        source = source_of(asked["callbacks"])
+        if source is None:
+            raise ClusterError(
+                "evaluator 0: fit has no dtk.callbacks.Checkpoint among its callbacks, so there is "
+                "nothing to evaluate; add one, in a directory that all hosts share, or start "
+                "without --evaluator"
+            )
+        if asked["validation_data"] is None:
+            raise ClusterError(
+                "evaluator 0: fit has no validation_data, so there is nothing to evaluate on; "
+                "give some (validation_split is not seen here), or start without --evaluator"
+            )
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(asked["validation_data"])
+        evaluate = functools.partial(
+            model.evaluate,
+            x,
+            y,
+            sample_weight=sample_weight,
+            batch_size=asked["validation_batch_size"] or asked["batch_size"],
+            steps=asked["validation_steps"],
+            verbose=0,
+            return_dict=True,
         )
-    if asked["validation_data"] is None:
-        raise ClusterError(
-            "evaluator 0: fit has no validation_data, so there is nothing to evaluate on; "
-            "give some (validation_split is not seen here), or start without --evaluator"
-        )
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(asked["validation_data"])
-    evaluate = functools.partial(
-        model.evaluate,
-        x,
-        y,
-        sample_weight=sample_weight,
-        batch_size=asked["validation_batch_size"] or asked["batch_size"],
-        steps=asked["validation_steps"],
-        verbose=0,
-        return_dict=True,
-    )
-    directories = [c.log_dir for c in keras.tree.flatten(asked["callbacks"]) if _is_tensorboard(c)]
-    log = EvaluationLog(
-        source.directory / _FILE, Path(directories[0]) / "evaluation" if directories else None
-    )
-    if not model.built:
-        model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
-    watch_until_end(model, source, evaluate, log, trainer.strategy.chief)
-    raise SystemExit(0)
+        boards = [
+            callback
+            for callback in keras.tree.flatten(asked["callbacks"])
+            if isinstance(callback, keras.callbacks.TensorBoard)
+        ]
+        events = Path(boards[0].log_dir) / "evaluation" if boards else None
+        log = EvaluationLog(source.directory / _FILE, events)
+        if not model.built:
+            model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
+        watch_until_end(model, source, evaluate, log, self.strategy.chief)
+        raise SystemExit(0)
 
 
 def watch_until_end(
@@ -121,8 +117,14 @@ def watch_until_end(
     chief: run_server.Chief,
 ) -> None:
     """Evaluate every checkpoint that appears, until the chief is gone."""
-    seen = log.names()
-    _check_same_run(seen, source)
+    there = source.appeared(())
+    if log.names and (not there or max(there) < max(log.names)):
+        raise ClusterError(
+            f"evaluator 0: {log.path} has numbers of {max(log.names)}, and the newest "
+            f"checkpoint there is {there[-1] if there else 'none'}: it belongs to another run; "
+            "remove it, or use another directory"
+        )
+    seen = set(log.names)
     while True:
         # Ask first, so that a last checkpoint, saved before the chief went, is still found below.
         gone = chief.is_gone()
@@ -144,35 +146,29 @@ def watch_until_end(
         )
 
 
-def _check_same_run(seen: Collection[str], source: keras.callbacks.Callback) -> None:
-    there = source.appeared(())
-    if seen and (not there or max(there) < max(seen)):
-        raise ClusterError(
-            f"evaluator 0: {source.directory / _FILE} has numbers of {max(seen)}, and the newest "
-            f"checkpoint there is {there[-1] if there else 'none'}: it belongs to another run; "
-            "remove it, or use another directory"
-        )
-
-
 class EvaluationLog:
-    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each."""
+    """Log of evaluations: a CSV file beside the checkpoints, TensorBoard, and one line each.
+
+    Attributes:
+        names: The checkpoints evaluated so far.
+    """
 
     def __init__(self, path: Path, events: Path | None):
-        self._path = path
+        self.path = path
+        self.names: set[str] = set()
+        self._columns: Sequence[str] = ()
+        if path.is_file():
+            with open(path, newline="") as file:
+                reader = csv.DictReader(file)
+                self.names = {row["checkpoint"] for row in reader}
+                self._columns = reader.fieldnames or ()
         self._writer = None if events is None else tf.summary.create_file_writer(str(events))
-
-    def names(self) -> set[str]:
-        """Return the names of the checkpoints evaluated so far."""
-        if not self._path.is_file():
-            return set()
-        with open(self._path, newline="") as file:
-            return {row["checkpoint"] for row in csv.DictReader(file)}
 
     def write(self, name: str, saved: SavedProgress, numbers: dict[str, float]) -> None:
         """Write down the evaluation of one checkpoint."""
         numbers = {key: float(value) for key, value in numbers.items()}
-        row = {"checkpoint": name, **saved._asdict(), **numbers}
-        self._append(row)
+        self._append({"checkpoint": name, **saved._asdict(), **numbers})
+        self.names.add(name)
         if self._writer is not None:
             step = saved.epoch if saved.iterations is None else saved.iterations
             with self._writer.as_default():
@@ -184,25 +180,18 @@ class EvaluationLog:
         print(f"evaluator: {name} ({where}): {told}", flush=True)
 
     def _append(self, row: dict[str, object]) -> None:
-        columns = list(row)
-        if self._path.is_file():
-            with open(self._path, newline="") as file:
-                there = next(csv.reader(file), columns)
-            if there != columns:
-                raise ClusterError(
-                    f"evaluator 0: {self._path} has the columns {', '.join(there)}, and this model "
-                    f"has {', '.join(columns)}; remove the file, or use another directory"
-                )
-        new = not self._path.is_file()
-        with open(self._path, "a", newline="") as file:
+        columns, is_new = list(row), not self._columns
+        if not is_new and list(self._columns) != columns:
+            raise ClusterError(
+                f"evaluator 0: {self.path} has the columns {', '.join(self._columns)}, and this "
+                f"model has {', '.join(columns)}; remove the file, or use another directory"
+            )
+        self._columns = columns
+        with open(self.path, "a", newline="") as file:
             writer = csv.DictWriter(file, columns)
-            if new:
+            if is_new:
                 writer.writeheader()
             writer.writerow(row)
-
-
-def _is_tensorboard(callback: keras.callbacks.Callback) -> bool:
-    return isinstance(callback, keras.callbacks.TensorBoard)
 
 
 def quietly_load(model: keras.Model, path: Path) -> None:

@@ -12,26 +12,24 @@ step, and every gradient is applied exactly once.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_variables
-from dtk.nests import Array, Specs
+from dtk.exchange import Downpour, codec, quantized
 from dtk.parameter_server import functional_step
 from dtk.trainer.tracing import lookups
-
-# A structure of numbers: tensors while a step is traced, arrays when it has run.
-ReportT = TypeVar("ReportT")
 
 # A Keras variable, or a part of one that is partitioned over servers.
 Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
 # None if a weight has no gradient.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+# The handles of a buffer's variables.
+Handles: TypeAlias = Sequence[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,35 +48,44 @@ class BufferLayout:
     def __init__(self, weights: Sequence[Weight], sparse: set[int]):
         self.weights = list(weights)
         self.tagged: set[int] = set()
-        self.devices = [keras_variables.stored(weight).device for weight in self.weights]
+        self._shapes = [tuple(weight.shape) for weight in self.weights]
         dense: dict[tuple[str, tf.DType], list[int]] = {}
-        rows: list[BufferSlot] = []
+        self.rows: list[BufferSlot] = []
         for index, weight in enumerate(self.weights):
-            device, dtype = self.devices[index], keras_variables.stored(weight).dtype
+            stored = keras_variables.stored(weight)
+            device, dtype = stored.device, stored.dtype
             if id(weight) in sparse:
-                rows.append(BufferSlot(device, tf.int64, (index,), indices=True))
-                rows.append(BufferSlot(device, dtype, (index,)))
+                self.rows.append(BufferSlot(device, tf.int64, (index,), indices=True))
+                self.rows.append(BufferSlot(device, dtype, (index,)))
             else:
                 dense.setdefault((device, dtype), []).append(index)
         self.dense = [
             BufferSlot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()
         ]
-        self.rows = rows
-        self.slots = [*self.dense, *rows]
+        self.slots = [*self.dense, *self.rows]
+
+    # On a worker, while a step is traced.
 
     def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-        """Return the contents of a buffer's slots for some gradients; called while tracing."""
-        return [self._content(slot, gradients) for slot in [*self.dense, *self.rows]]
+        """Return the contents of the slots for some gradients."""
+        dense = [[self._flat(i, gradients[i], slot) for i in slot.holds] for slot in self.dense]
+        rows = [_rows_for(gradients[slot.holds[0]], slot) for slot in self.rows]
+        return [*(tf.concat(parts, 0) for parts in dense), *rows]
+
+    def _flat(self, index: int, gradient: Gradient, slot: BufferSlot) -> tf.Tensor:
+        if gradient is None:
+            return tf.zeros([self._size(index)], slot.dtype)
+        return tf.reshape(tf.cast(tf.convert_to_tensor(gradient), slot.dtype), [-1])
 
     def compress(
         self, contents: Sequence[tf.Tensor], rate: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return the contents to send and the rest to keep, here nothing; called while tracing."""
+        """Return the contents to send and the rest for the worker to keep, here nothing."""
         del rate
         return list(contents), self.zeros()
 
-    def put(self, contents: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Write into a gradient buffer and return the bytes; traced, runs on a worker."""
+    def put(self, contents: Sequence[tf.Tensor], handles: Handles) -> tf.Tensor:
+        """Write into a gradient buffer and return the bytes."""
         sent = tf.constant(0, tf.int64)
         for content, handle in zip(contents, handles, strict=True):
             tf.raw_ops.AssignVariableOp(resource=_of_any_length(handle), value=content)
@@ -86,47 +93,32 @@ class BufferLayout:
         return sent
 
     def add(self, contents: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up two contents; called while tracing."""
+        """Add up two contents."""
         dense = len(self.dense)
         return [a + b for a, b in zip(contents[:dense], more[:dense], strict=True)] + [
             tf.concat([a, b], 0) for a, b in zip(contents[dense:], more[dense:], strict=True)
         ]
 
     def zeros(self) -> list[tf.Tensor]:
-        """Return the contents of a zero gradient; called while tracing."""
-        sizes = [sum(self._size(index) for index in slot.holds) for slot in self.dense]
-        return [tf.zeros([n], slot.dtype) for n, slot in zip(sizes, self.dense, strict=True)] + [
+        """Return the contents of a zero gradient."""
+        return [tf.zeros([sum(map(self._size, slot.holds))], slot.dtype) for slot in self.dense] + [
             tf.zeros([0], slot.dtype) for slot in self.rows
         ]
 
     def _size(self, index: int) -> int:
-        return int(np.prod(tuple(self.weights[index].shape)))
+        return int(np.prod(self._shapes[index]))
 
-    def _content(self, slot: BufferSlot, gradients: Sequence[Gradient]) -> tf.Tensor:
-        if slot in self.rows:
-            first = gradients[slot.holds[0]]
-            if first is None:
-                return tf.zeros([0], slot.dtype)
-            sparse = functional_step.as_slices(first)
-            if slot.indices:
-                return tf.cast(sparse.indices, tf.int64)
-            return tf.reshape(tf.cast(sparse.values, slot.dtype), [-1])
-        parts = []
-        for index in slot.holds:
-            gradient, weight = gradients[index], self.weights[index]
-            if gradient is None:
-                parts.append(tf.zeros([weight.shape.num_elements()], slot.dtype))
-            else:
-                parts.append(tf.reshape(tf.cast(tf.convert_to_tensor(gradient), slot.dtype), [-1]))
-        return tf.concat(parts, 0)
+    # On the servers; traced once.
 
-    def take(self, buffers: Sequence[Sequence[tf.Tensor]]) -> list[Gradient]:
-        """Sum the gradients in several gradient buffers; traced once, runs on the servers."""
+    def take(self, buffers: Sequence[Handles]) -> list[Gradient]:
+        """Sum the gradients in several gradient buffers."""
         gradients: list[Gradient] = [None] * len(self.weights)
         row_numbers: list[tf.Tensor] = []
         for slot in self.dense:
             with tf.device(slot.device):
-                self._split(slot, tf.add_n(self._read_dense(slot, buffers)), gradients)
+                flat = tf.add_n(self._read_dense(slot, buffers))
+                for index, part in zip(slot.holds, self._cut(slot, flat), strict=True):
+                    gradients[index] = tf.reshape(part, self._shapes[index])
         for slot in self.rows:
             with tf.device(slot.device):
                 content = self._read(slot, buffers)
@@ -136,11 +128,14 @@ class BufferLayout:
                     gradients[slot.holds[0]] = self._rows(slot.holds[0], content, row_numbers)
         return gradients
 
+    def _cut(self, slot: BufferSlot, flat: tf.Tensor) -> list[tf.Tensor]:
+        return tf.split(flat, [self._size(index) for index in slot.holds])
+
     def _rows(
         self, index: int, contents: Sequence[tf.Tensor], row_numbers: Sequence[tf.Tensor]
     ) -> tf.IndexedSlices:
         """Put the rows of several gradient buffers together."""
-        shape = tuple(self.weights[index].shape)
+        shape = self._shapes[index]
         rows = [tf.reshape(content, (-1, *shape[1:])) for content in contents]
         if id(self.weights[index]) not in self.tagged:
             return functional_step.rows_of(tf.concat(rows, 0), tf.concat(row_numbers, 0), shape)
@@ -150,7 +145,7 @@ class BufferLayout:
         )
         return functional_step.rows_of(found.values, found.indices, shape)
 
-    def _read(self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _read(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
         found = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
@@ -160,16 +155,153 @@ class BufferLayout:
         # need the rank of rows that they gather by row numbers.
         return [tf.ensure_shape(flat, [None]) for flat in found]
 
-    def _read_dense(
-        self, slot: BufferSlot, buffers: Sequence[Sequence[tf.Tensor]]
-    ) -> list[tf.Tensor]:
+    def _read_dense(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         return self._read(slot, buffers)
 
-    def _split(self, slot: BufferSlot, flat: tf.Tensor, gradients: list[Gradient]) -> None:
-        shapes = [tuple(self.weights[index].shape) for index in slot.holds]
-        sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
-        for index, shape, part in zip(slot.holds, shapes, tf.split(flat, sizes), strict=True):
-            gradients[index] = tf.reshape(part, shape)
+
+def _rows_for(gradient: Gradient, slot: BufferSlot) -> tf.Tensor:
+    if gradient is None:
+        return tf.zeros([0], slot.dtype)
+    sparse = functional_step.as_slices(gradient)
+    if slot.indices:
+        return tf.cast(sparse.indices, tf.int64)
+    return tf.reshape(tf.cast(sparse.values, slot.dtype), [-1])
+
+
+class _Compressed(NamedTuple):
+    """Contents of a dense slot after compression, all of them flat."""
+
+    sent: tf.Tensor
+    beside: tf.Tensor
+    kept: tf.Tensor  # of the slot's length
+
+
+class CompressedLayout(BufferLayout):
+    """Layout with a second slot beside each dense one; rows of tables are sent whole."""
+
+    beside_dtype: tf.DType
+
+    def __init__(self, weights: Sequence[Weight], sparse: set[int]):
+        super().__init__(weights, sparse)
+        self._beside = [BufferSlot(s.device, self.beside_dtype, s.holds) for s in self.dense]
+        self.slots = [*self.dense, *self._beside, *self.rows]
+
+    def compress(
+        self, contents: Sequence[tf.Tensor], rate: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Return the contents to send and the rest for the worker to keep."""
+        dense, rows = contents[: len(self.dense)], contents[len(self.dense) :]
+        found = [self.encode(*pair, rate) for pair in zip(self.dense, dense, strict=True)]
+        sent = [*(one.sent for one in found), *(one.beside for one in found), *rows]
+        return sent, [*(one.kept for one in found), *(row[:0] for row in rows)]
+
+    def _read_dense(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
+        beside = self._beside[self.dense.index(slot)]
+        pairs = zip(self._read(slot, buffers), self._read(beside, buffers), strict=True)
+        return [self.decode(slot, *pair) for pair in pairs]
+
+    def encode(self, slot: BufferSlot, flat: tf.Tensor, rate: tf.Tensor) -> _Compressed:
+        """Compress the contents of a dense slot."""
+        raise NotImplementedError
+
+    def decode(self, slot: BufferSlot, sent: tf.Tensor, beside: tf.Tensor) -> tf.Tensor:
+        """Return the contents of a dense slot as `encode` was given them, but for the rest."""
+        raise NotImplementedError
+
+
+class FilteredLayout(CompressedLayout):
+    """Layout with a few entries of each slot and their positions, or with all entries."""
+
+    beside_dtype = tf.int32
+
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], significant: float):
+        super().__init__(weights, sparse)
+        self._significant = significant
+
+    def encode(self, slot: BufferSlot, flat: tf.Tensor, rate: tf.Tensor) -> _Compressed:
+        changes = tf.abs(flat) * tf.cast(rate, flat.dtype)
+        where = tf.cast(tf.where(changes > self._significant)[:, 0], tf.int32)
+        values = tf.gather(flat, where)
+        # A position takes four bytes.
+        shorter = tf.size(where) * (4 + flat.dtype.size) < tf.size(flat) * flat.dtype.size
+        rest = tf.tensor_scatter_nd_update(flat, where[:, None], tf.zeros_like(values))
+        return _Compressed(
+            tf.cond(shorter, lambda: values, lambda: flat),
+            tf.cond(shorter, lambda: where, lambda: where[:0]),
+            tf.cond(shorter, lambda: rest, lambda: tf.zeros_like(flat)),
+        )
+
+    def decode(self, slot: BufferSlot, sent: tf.Tensor, beside: tf.Tensor) -> tf.Tensor:
+        size = sum(map(self._size, slot.holds))
+        return tf.cond(
+            tf.size(sent) == size,
+            lambda: sent,
+            lambda: tf.scatter_nd(beside[:, None], sent, [size]),
+        )
+
+
+class QuantizedLayout(CompressedLayout):
+    """Layout with a few bits for each entry of a kernel; vectors are sent whole.
+
+    The second slot holds the codes, and the dense slot only what is not coded.
+    """
+
+    beside_dtype = tf.uint8
+
+    def __init__(self, weights: Sequence[Weight], sparse: set[int], bits: int):
+        super().__init__(weights, sparse)
+        self._bits = bits
+
+    def encode(self, slot: BufferSlot, flat: tf.Tensor, rate: tf.Tensor) -> _Compressed:
+        """Encode kernels; the worker keeps what the codes lose."""
+        whole, codes, left = [], [], []
+        for index, part in zip(slot.holds, self._cut(slot, flat), strict=True):
+            if not self._is_coded(index):
+                whole.append(part)
+                left.append(tf.zeros_like(part))
+                continue
+            shape = self._shapes[index]
+            matrix = codec.to_columns(tf.reshape(part, shape))
+            codes.append(codec.encode(matrix, self._bits))
+            lost = matrix - codec.decode(codes[-1], matrix.shape[1], self._bits)
+            left.append(tf.reshape(codec.from_columns(lost, shape, slot.dtype), [-1]))
+        sent = tf.concat([*whole, tf.zeros([0], slot.dtype)], 0)
+        return _Compressed(sent, codec.to_bytes(codes), tf.concat(left, 0))
+
+    def _is_coded(self, index: int) -> bool:
+        dtype = tf.as_dtype(self.weights[index].dtype)
+        return quantized.is_coded(self._shapes[index], dtype, self._bits)
+
+    def decode(self, slot: BufferSlot, sent: tf.Tensor, beside: tf.Tensor) -> tf.Tensor:
+        """Put decoded kernels and whole vectors together, in the order of the weights."""
+        coded = [index for index in slot.holds if self._is_coded(index)]
+        matrices = [codec.matrix_shape(self._shapes[index]) for index in coded]
+        length = sum(codec.bytes_of(*matrix, self._bits) for matrix in matrices)
+        codes = codec.from_bytes(
+            tf.reshape(beside, (1, length)),
+            [columns for columns, _ in matrices],
+            [entries for _, entries in matrices],
+            self._bits,
+        )
+        found = {}
+        for index, code, (_, entries) in zip(coded, codes, matrices, strict=True):
+            matrix = codec.decode(code, entries, self._bits)
+            flat = codec.from_columns(matrix, self._shapes[index], slot.dtype)
+            found[index] = tf.reshape(flat, [-1])
+        others = [index for index in slot.holds if index not in found]
+        if others:
+            found |= zip(others, tf.split(sent, list(map(self._size, others))), strict=True)
+        return tf.concat([found[index] for index in slot.holds], 0)
+
+
+def layout_for(
+    exchange: Downpour | None, weights: Sequence[Weight], sparse: set[int]
+) -> BufferLayout:
+    if exchange is not None and exchange.significant:
+        return FilteredLayout(weights, sparse, exchange.significant)
+    if exchange is not None and exchange.bits:
+        return QuantizedLayout(weights, sparse, exchange.bits)
+    return BufferLayout(weights, sparse)
 
 
 class GradientBuffer:
@@ -192,18 +324,6 @@ def _of_any_length(handle: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=handle, shape=[])
 
 
-def parts_of(variable: keras.Variable, known: dict[int, list[Weight]]) -> list[Weight]:
-    """Return the parts of a Keras variable; the variable alone if it is not partitioned."""
-    shards = keras_variables.shards_of(keras_variables.stored(variable))
-    if shards is None:
-        return [variable]
-    if id(variable) not in known:
-        known[id(variable)] = [
-            keras_variables.VariablePart(variable, index) for index in range(len(shards))
-        ]
-    return known[id(variable)]
-
-
 def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradient]:
     """Split a variable's gradient into one per part."""
     shards = keras_variables.shards_of(keras_variables.stored(variable))
@@ -223,52 +343,3 @@ def split_gradient(gradient: Gradient, variable: keras.Variable) -> list[Gradien
         split.append(functional_step.rows_of(rows, numbers, shard.shape))
         first += size
     return split
-
-
-def near_inputs(op: tf.Operation) -> str:
-    """Return the device of an operation; if it has none, of its first input on a server.
-
-    Clipping, loss scaling and the like name no device, and must not pull gradients to the chief.
-    This is a device function for `tf.compat.v1.device`.
-    """
-    if op.device:
-        return op.device
-    for tensor in op.inputs:
-        if "/job:ps" in tensor.device:
-            return tensor.device
-    return ""
-
-
-def pull(variables: Iterable[keras.Variable]) -> tuple[list[tuple[keras.Variable, tf.Tensor]], int]:
-    """Read variables once from their servers, with the bytes; traced, runs on a worker."""
-    pairs = [
-        (variable, tf.convert_to_tensor(keras_variables.stored(variable))) for variable in variables
-    ]
-    read = sum(value.shape.num_elements() * value.dtype.size for _, value in pairs)
-    return [(variable, tf.identity(value)) for variable, value in pairs], read
-
-
-class PackedResults(Generic[ReportT]):
-    """Small results of a step in one tensor: fetching a tensor from a worker takes a message."""
-
-    def __init__(self, results: ReportT):
-        flat = [tf.convert_to_tensor(result) for result in tf.nest.flatten(results)]
-        self._structure = results
-        self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
-        parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
-        self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
-
-    def read(self, numbers: Array) -> ReportT:
-        """Return the results of a step that has run."""
-        results: list[Array] = []
-        first = 0
-        for shape, dtype in self._kinds:
-            last = first + math.prod(shape)
-            results.append(numbers[first:last].reshape(shape).astype(dtype))
-            first = last
-        return tf.nest.pack_sequence_as(self._structure, results)
-
-
-def key_of(spec: Specs) -> str:
-    """Return a specification as a dictionary key."""
-    return str(spec)

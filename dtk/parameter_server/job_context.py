@@ -5,10 +5,11 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from dtk.compat import keras_variables
 from dtk.exchange import Downpour
 from dtk.nests import Array
-from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.consistency_models import Consistency
+from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
 from dtk.trainer.distributed_trainer import DistributedTrainer
@@ -32,29 +33,12 @@ class JobStrategy(Strategy):
         return self.consistency.slices(self.workers)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
-        """Sum a value over a step's slices, which must be a single one.
-
-        Args:
-            value: Any tensor.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A step is cut over several workers.
-        """
+        """Return a value summed over a step's slices, which must be a single one."""
         self.check_whole_step("a loss that is a mean over masked or weighted rows")
         return value
 
     def check_whole_step(self, what: str) -> None:
-        """Raise for a feature that needs workers to exchange numbers within a step.
-
-        Args:
-            what: The feature, for the message.
-
-        Raises:
-            ValueError: A step is cut over workers.
-        """
+        """Raise if a step is cut over workers: they cannot exchange numbers within it."""
         if self.slices > 1:
             raise ValueError(
                 f"{what} needs workers to exchange numbers within a step, which workers of "
@@ -68,13 +52,7 @@ class JobStrategy(Strategy):
         return list(self.extended.bytes_placed)
 
     def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
-        """Count the bytes that steps of a worker pulled and pushed.
-
-        Args:
-            worker: Index of the worker.
-            moved: Bytes pulled and bytes pushed, of shape (2,).
-            steps: Number of steps.
-        """
+        """Count the bytes that steps of a worker pulled and pushed, of shape (2,)."""
         self.moved[worker] += (*moved, steps)
 
     @property
@@ -93,7 +71,7 @@ class JobTrainer(DistributedTrainer):
 
     def __init__(self, model: keras.Model, strategy: JobStrategy):
         super().__init__(model, strategy)
-        self._parts: dict[int, list[gradient_buffers.Weight]] = {}
+        self._parts: dict[int, list[Weight]] = {}
 
     @property
     def takes_over(self) -> bool:
@@ -105,6 +83,13 @@ class JobTrainer(DistributedTrainer):
         for optimizer in shared_optimizer.optimizers_of(self.model):
             shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
 
-    def parts_of(self, variable: keras.Variable) -> list[gradient_buffers.Weight]:
+    def parts_of(self, variable: keras.Variable) -> list[Weight]:
         """Return the parts of a Keras variable; the variable alone if it is not partitioned."""
-        return gradient_buffers.parts_of(variable, self._parts)
+        shards = keras_variables.shards_of(keras_variables.stored(variable))
+        if shards is None:
+            return [variable]
+        if id(variable) not in self._parts:  # optimizers tell the parts apart by identity
+            self._parts[id(variable)] = [
+                keras_variables.VariablePart(variable, index) for index in range(len(shards))
+            ]
+        return self._parts[id(variable)]

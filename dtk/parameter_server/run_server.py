@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import tensorflow as tf
@@ -42,6 +43,21 @@ def threads_to_wait_with() -> int:
     return max(asked, _FEWEST_THREADS)
 
 
+def await_tasks(name: str, tasks: Mapping[str, str]) -> None:
+    """Wait, as the task `name`, until other tasks answer: name -> address."""
+    wait = Wait(name, startup.limit())
+    missing = dict(tasks)
+    while missing := {task: at for task, at in missing.items() if not startup.answers(at)}:
+        tasks_missing = ", ".join(f"{task} ({at})" for task, at in missing.items())
+        if not wait.left:
+            raise ClusterError(
+                f"{name}: not there after {wait.limit:g} s: {tasks_missing}. Did they start, and "
+                "can this host reach them? (DTK_START_TIMEOUT sets the limit)"
+            )
+        wait.say(tasks_missing)
+        time.sleep(0.1)
+
+
 class Chief:
     """Tells the tasks that serve the chief whether it is there."""
 
@@ -53,15 +69,7 @@ class Chief:
 
     def await_(self) -> None:
         """Wait until the chief answers."""
-        wait = Wait(self._name, startup.limit())
-        while not startup.answers(self._address):
-            if not wait.left:
-                raise ClusterError(
-                    f"{self._name}: no chief at {self._address} within {wait.limit:g} s; did it "
-                    "start, and can this host reach it? (DTK_START_TIMEOUT sets the limit)"
-                )
-            wait.say(f"the chief, which does not answer at {self._address}")
-            time.sleep(0.5)
+        await_tasks(self._name, {"chief": self._address})
 
     def is_gone(self) -> bool:
         """Return whether the chief has not answered several times in a row, a second apart."""

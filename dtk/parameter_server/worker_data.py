@@ -11,7 +11,6 @@ gradients count, and the rows of late gradients are dropped (Chen et al. 2016).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -22,11 +21,6 @@ from dtk.compat import tf_datasets, tf_servers
 from dtk.nests import Function, Nest
 
 T = TypeVar("T")
-
-_ELSEWHERE = (
-    "dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot be sent "
-    "there; make the whole pipeline inside dataset_fn"
-)
 
 
 class WorkerDataset(tf_datasets.PerRankDataset):
@@ -77,48 +71,42 @@ class Pipelines:
     def of(self, worker: int) -> tf.data.Iterator:
         """Return the iterator of a worker; called on the worker's thread."""
         if worker not in self._at:
-            with self._lock, _made_there(worker):  # `make` may call the script's own function
-                made = self._dataset.make(worker)
-                if made.element_spec != self.element_spec:
-                    raise ValueError(
-                        f"dataset_fn gave worker {worker} batches of {made.element_spec}, and "
-                        f"worker 0 of {self.element_spec}; all must be alike"
-                    )
-                self._at[worker] = _opened(made, worker)
+            with self._lock:  # `make` may call the script's own function
+                self._at[worker] = self._opened(worker)
         return self._at[worker]
 
-    def lose(self, worker: int) -> None:
-        """Forget a lost worker's iterator, but keep it alive: deleting it would send a message."""
-        if worker in self._at:
-            self._lost.append(self._at.pop(worker))
+    def _opened(self, worker: int) -> tf.data.Iterator:
+        """Open an endless iterator over a worker's dataset."""
+        elsewhere = ValueError(
+            f"dataset_fn gave worker {worker} a dataset that was made on the chief, which cannot "
+            "be sent there; make the whole pipeline inside dataset_fn"
+        )
+        try:
+            made = self._dataset.make(worker)
+        except tf.errors.InvalidArgumentError as error:
+            if "Failed copying input tensor" not in str(error):
+                raise
+            raise elsewhere from None
+        if made.element_spec != self.element_spec:
+            raise ValueError(
+                f"dataset_fn gave worker {worker} batches of {made.element_spec}, and worker 0 of "
+                f"{self.element_spec}; all must be alike"
+            )
+        if "/job:worker" not in tf.data.experimental.to_variant(made).device:
+            raise elsewhere
+        return iter(made.repeat())
 
-    def call(self, function: Callable[[tf.data.Iterator], T], worker: int) -> T:
+    def call(self, worker: int, function: Function[T], *more: Nest) -> T:
         """Call a function with the worker's iterator."""
         try:
-            return function(self.of(worker))
+            return function(self.of(worker), *more)
         except tf.errors.OutOfRangeError:
             raise ValueError(f"dataset_fn gave worker {worker} a dataset without a batch") from None
         except tf.errors.OpError:
-            self.lose(worker)
+            # Keep a lost worker's iterator alive: deleting it would send a message.
+            if worker in self._at:
+                self._lost.append(self._at.pop(worker))
             raise
-
-
-@contextlib.contextmanager
-def _made_there(worker: int) -> Iterator[None]:
-    """Turn TensorFlow's error about a dataset on another device into one that says what to do."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if "Failed copying input tensor" not in str(error):
-            raise
-        raise ValueError(_ELSEWHERE.format(worker=worker)) from None
-
-
-def _opened(dataset: tf.data.Dataset, worker: int) -> tf.data.Iterator:
-    """Open an endless iterator over a worker's dataset."""
-    if "/job:worker" not in tf.data.experimental.to_variant(dataset).device:
-        raise ValueError(_ELSEWHERE.format(worker=worker))
-    return iter(dataset.repeat())
 
 
 def worker_dataset(

@@ -12,13 +12,11 @@ as applying gradients.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -34,44 +32,17 @@ _RETRY_SECONDS = 1.0
 
 
 T = TypeVar("T")
-PieceT = TypeVar("PieceT")
-ResultT = TypeVar("ResultT", contravariant=True)
-ComputedT = TypeVar("ComputedT")
 
 
-class WorkSource(Protocol[PieceT, ResultT]):
-    """Source of pieces of work; called under the pool's lock."""
-
-    def take(self, worker: int) -> PieceT | None:
-        """Hand out the next piece for a worker; None if there is none yet."""
-
-    def finished(self, piece: PieceT, worker: int, result: ResultT) -> None:
-        """Take the result of a piece."""
-
-    def lost(self, piece: PieceT, worker: int) -> None:
-        """Take back the piece of a lost worker."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Taken:
-    """Piece that a worker has taken, with the source it came from."""
+class Piece(NamedTuple):
+    """Piece of work that a worker has taken."""
 
     compute: Callable[[], Callable[[], None]]  # computes, and returns a function that hands in
     lost: Callable[[], None]  # gives the piece back
 
 
-def _taken(
-    work: WorkSource[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT], worker: int
-) -> _Taken | None:
-    """Take a piece; None if there is none yet. Called under the pool's lock."""
-    piece = work.take(worker)
-    if piece is None:
-        return None
-
-    def computed(piece: PieceT) -> Callable[[], None]:
-        return functools.partial(work.finished, piece, worker, compute(piece, worker))
-
-    return _Taken(functools.partial(computed, piece), functools.partial(work.lost, piece, worker))
+# Takes a piece for a worker, under the pool's lock; None if there is none yet.
+Take: TypeAlias = Callable[[int], Piece | None]
 
 
 class WorkerPool:
@@ -87,8 +58,7 @@ class WorkerPool:
         self._strategy = strategy
         self._workers, self._servers, self._patience = workers, servers, patience
         self._changed = threading.Condition()
-        # Functions that take a piece for a worker, the innermost last.
-        self._entries: list[Callable[[int], _Taken | None]] = []
+        self._entries: list[Take] = []  # the innermost last
         self._error: BaseException | None = None
         self._session = 0
         self.lost_workers: set[int] = set()
@@ -97,14 +67,11 @@ class WorkerPool:
         progress.tell_held(self._held.copy)
 
     @contextlib.contextmanager
-    def working(
-        self, work: WorkSource[PieceT, ComputedT], compute: Callable[[PieceT, int], ComputedT]
-    ) -> Iterator[WorkerPool]:
-        """Let workers compute the pieces of `work` in the block; the innermost `work` counts."""
-        entry = functools.partial(_taken, work, compute)
+    def working(self, take: Take) -> Iterator[None]:
+        """Let workers compute what `take` hands out in the block; the innermost block counts."""
         with self._changed:
             is_first = not self._entries
-            self._entries.append(entry)
+            self._entries.append(take)
             if is_first:
                 self._error = None
                 self._session += 1
@@ -113,11 +80,11 @@ class WorkerPool:
         try:
             if is_first:
                 tf_servers.employ(self._strategy, lambda: self._serve(session), len(self._workers))
-            yield self
+            yield
         finally:
             with self._changed:
                 # An entry may end after an outer one: an exception can leave those inside `fit`.
-                self._entries = [other for other in self._entries if other is not entry]
+                self._entries = [other for other in self._entries if other is not take]
                 if not self._entries:
                     self._session += 1
                 self._changed.notify_all()
@@ -147,15 +114,14 @@ class WorkerPool:
         try:
             yield
         except tf.errors.OpError:
-            try:
-                self._check_servers()
-            except ClusterError as gone:
+            if gone := self._lost_server():
                 raise gone from None
             raise
 
     def _check_alive(self, last_seen: float) -> float:
         """Return when a worker last answered; raise if too long ago, or if a server is gone."""
-        self._check_servers()
+        if gone := self._lost_server():
+            raise gone
         now = time.monotonic()
         if any(startup.answers(address) for address in self._workers):
             return now
@@ -167,15 +133,16 @@ class WorkerPool:
             )
         return last_seen
 
-    def _check_servers(self) -> None:
+    def _lost_server(self) -> ClusterError | None:
         for index, address in enumerate(self._servers):
             # A lost packet takes a second to notice.
             if not any(startup.answers(address, timeout) for timeout in (1.0, 2.0, 4.0)):
-                raise ClusterError(
+                return ClusterError(
                     f"parameter server {index} ({address}) is gone, and with it a part of the "
                     "weights; start the job again, with dtk.callbacks.Checkpoint(directory, "
                     "resume=True) it continues where it last saved"
                 )
+        return None
 
     def _serve(self, session: int) -> None:
         """Run a worker's thread until the session is over."""
@@ -201,7 +168,7 @@ class WorkerPool:
                 hand_in()
                 self._changed.notify_all()
 
-    def _next(self, worker: int, session: int) -> _Taken | None:
+    def _next(self, worker: int, session: int) -> Piece | None:
         """Wait for a worker's next piece; None when its session is over."""
         with self._changed:
             while self._session == session and self._error is None:
@@ -215,31 +182,23 @@ class WorkerPool:
     def _survives(self, error: Exception, worker: int, session: int) -> bool:
         """Return whether the other workers go on; if not, give the error to the main thread."""
         fatal: BaseException | None = error
-        if isinstance(error, tf.errors.OpError) and tf_servers.worker_is_lost(error):
-            fatal = None
-        elif isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
-            # A server failed, perhaps only its connection.
-            fatal = None
-        if fatal is None:
-            try:
-                self._check_servers()
-            except ClusterError as gone:
-                fatal = gone
+        # A server that fails may have lost its connection only.
+        passing = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
+        if passing or tf_servers.worker_is_lost(error):
+            fatal = self._lost_server()
+            if fatal is not None:
                 fatal.__cause__ = error
         with self._changed:
-            if fatal is None:
-                if worker not in self.lost_workers:
-                    self._print_loss(worker)
+            if fatal is not None:
+                if self._error is None and self._session == session:
+                    self._error = fatal
+            elif worker not in self.lost_workers:
                 self.lost_workers.add(worker)
-            elif self._error is None and self._session == session:
-                self._error = fatal
+                print(
+                    f"dtk: worker {worker} ({self._workers[worker]}) is lost; another takes its "
+                    "step, and it takes part again when it is back",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._changed.notify_all()
         return fatal is None
-
-    def _print_loss(self, worker: int) -> None:
-        print(
-            f"dtk: worker {worker} ({self._workers[worker]}) is lost; another takes its step, and "
-            "it takes part again when it is back",
-            file=sys.stderr,
-            flush=True,
-        )

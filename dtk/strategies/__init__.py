@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart, Sync
-from dtk.parameter_server.proximal.methods import least_squares_smoothness, rate_bound
+from dtk.parameter_server.proximal import least_squares_smoothness, rate_bound
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto_strategy import auto_strategy
 from dtk.strategies.block_minimization import minimize_blocks

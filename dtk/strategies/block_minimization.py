@@ -10,8 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.nests import Array, Function, Numbers
-from dtk.parameter_server.proximal.descent import BlockCoordinateDescent
-from dtk.parameter_server.proximal.methods import check_blocks, check_tau, is_whole, rate_bound
+from dtk.parameter_server.proximal import (
+    BlockDescent,
+    check_blocks,
+    check_tau,
+    is_whole,
+    rate_bound,
+)
 from dtk.parameter_server.scheduler import Staleness
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -102,7 +107,7 @@ def minimize_blocks(
         ...     smoothness=least_squares_smoothness(x, blocks=4),
         ... )
 
-    Source: Li et al., OSDI'14, Algorithm 3; see `dtk.parameter_server.proximal.methods`.
+    Source: Li et al., OSDI'14, Algorithm 3; see `dtk.parameter_server.proximal`.
     """
     _check_strategy(strategy)
     weights = _checked_weights(weights)
@@ -116,7 +121,7 @@ def minimize_blocks(
     chosen = _checked_order(order, blocks, steps, seed)
     rows = _checked_data(data, weights.dtype)
 
-    descent = BlockCoordinateDescent(strategy, loss, weights, rows, blocks)
+    descent = BlockDescent(strategy, loss, weights, rows, blocks)
     before = strategy.traffic
     objective: dict[int, float] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 import keras
@@ -12,7 +11,6 @@ import tensorflow as tf
 
 from dtk import cluster, quiet
 from dtk.cluster import progress, tf_config
-from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import RESTARTS
 from dtk.communicators import startup
 from dtk.communicators.local import LocalCommunicator
@@ -126,7 +124,13 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         )
         progress.start()
         with progress.joining("the start of workers and servers"):
-            await_tasks(config)
+            startup.check_free(0, config.cluster["chief"][0])
+            tasks = {
+                f"{role} {index}": address
+                for role in ("ps", "worker")
+                for index, address in enumerate(config.cluster[role])
+            }
+            run_server.await_tasks("chief", tasks)
             threads = run_server.threads_to_wait_with()
             tf.config.threading.set_inter_op_parallelism_threads(threads)
             with quiet.device_start(), startup.quiet(), startup.at_most(startup.limit()):
@@ -256,24 +260,4 @@ def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> N
                 "start with `dtk run -n 2 --ps 1 train.py`, or give TF_CONFIG a chief, a worker "
                 "and a ps"
             )
-    consistency_models.check(value, len(config.cluster["worker"]))
-
-
-def await_tasks(config: cluster.TFConfig) -> None:
-    """Wait until every worker and parameter server listens."""
-    wait = Wait("chief", startup.limit())
-    missing = [
-        (f"{role} {index}", address)
-        for role in ("ps", "worker")
-        for index, address in enumerate(config.cluster[role])
-    ]
-    startup.check_free(0, config.cluster["chief"][0])
-    while missing := [(name, a) for name, a in missing if not startup.answers(a)]:
-        names = ", ".join(f"{name} ({address})" for name, address in missing)
-        if not wait.left:
-            raise ClusterError(
-                f"chief: not there after {wait.limit:g} s: {names}. Did they start, and can this "
-                "host reach them? (DTK_START_TIMEOUT sets the limit)"
-            )
-        wait.say(names)
-        time.sleep(0.1)
+    value.slices(len(config.cluster["worker"]))  # raises if there are too few workers

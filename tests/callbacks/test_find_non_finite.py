@@ -14,7 +14,7 @@ import tensorflow as tf
 import dtk
 import dtk.exchange
 from dtk.errors import NonFiniteError
-from dtk.parameter_server.jobs.step_update import TrainOutputs, non_finite
+from dtk.parameter_server.train_jobs import TrainOutputs, non_finite
 
 from callbacks.bodies import BATCH, strategy
 from strategies.bodies import served_with

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.exchange import Downpour, Quantized
-from dtk.parameter_server import gradient_compression
+from dtk.parameter_server import gradient_buffers
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync
 from dtk.strategies import parameter_server
 
@@ -70,13 +70,13 @@ def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
     """Both once failed: what is coded, or what is not, was no list of tensors."""
     random = np.random.default_rng(0)
     weights = [keras.Variable(random.normal(size=shape), dtype="float32") for shape in shapes]
-    layout = gradient_compression.QuantizedLayout(weights, set(), 8)
+    layout = gradient_buffers.QuantizedLayout(weights, set(), 8)
     gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
 
     @tf.autograph.experimental.do_not_convert
     def there_and_back(flat):
         (sent, codes), (kept,) = layout.compress([flat], tf.constant(1.0))
-        return layout._joined(layout.dense[0], sent, codes), kept
+        return layout.decode(layout.dense[0], sent, codes), kept
 
     flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)
     joined, kept = tf.function(there_and_back)(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ strategy = dtk.strategies.ParameterServerStrategy(consistency)
 
 class Slow(keras.layers.Layer):
     def call(self, x):
-        if victims != "slow step":
+        if victims != "slow":
             return x
         # Long enough to be a stall, if it were one; the loop keeps a core busy.
         many = tf.while_loop(lambda i, y: i < 500_000, lambda i, y: (i + 1, y * 1.0), (0, x[0, 0]))
@@ -49,14 +50,14 @@ with strategy.scope():
 
 class Strike(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch != 3 or os.path.exists(os.path.join(here, "struck")):
+        if batch != (1 if victims == "slow" else 3) or os.path.exists(os.path.join(here, "struck")):
             return
         open(os.path.join(here, "struck"), "w").close()
         if victims == "sleep":
             time.sleep(600)
-        elif victims == "slow callback":
-            began = time.time()
-            while time.time() - began < 9:
+        elif victims == "slow":
+            over = time.time() + 9
+            while time.time() < over:
                 sum(range(10_000))
         elif not " " in victims:
             for one in victims.split(","):
@@ -71,14 +72,16 @@ def rows(context):
         return tf.ones((4, 4)), tf.ones((4, 2))
     return tf.data.Dataset.range(8).map(read)
 
+began = time.time()
 arguments = {"verbose": 0, "epochs": 2, "callbacks": [Strike()]}
 if victims == "worker1 reads":
     model.fit(strategy.distribute_datasets_from_function(rows), steps_per_epoch=16, **arguments)
 else:
-    batches = 2 if victims == "slow step" else 16
+    batches = 2 if victims == "slow" else 16
     data = np.ones((batches * 4, 4)), np.ones((batches * 4, 2))
     model.fit(*data, batch_size=4, **arguments)
 print("done", int(model.optimizer.iterations.numpy()))
+print("fit took", time.time() - began)
 """
 
 
@@ -99,20 +102,22 @@ def job(tmp_path, victims, consistency="async", workers=2, backup=0, *options):
     return done
 
 
-@pytest.mark.parametrize("consistency", ["async", "sync"])
-def test_a_stopped_worker_is_ended_and_its_work_goes_to_another(tmp_path, consistency):
-    done = job(tmp_path, "worker1", consistency)
+@pytest.mark.parametrize(
+    "victims, workers, backup",
+    # The second: two stop where one backup worker lets the job bear one.
+    [("worker1", 2, 0), ("worker0,worker1", 3, 1)],
+)
+def test_stopped_workers_are_ended_and_their_work_goes_to_another(
+    tmp_path, victims, workers, backup
+):
+    done = job(tmp_path, victims, "sync", workers, backup)
     assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
-    assert (
-        "dtk run: rank 2 (worker 1) has reported nothing for 4 s, and was ended; starting it again "
-        "(1 of 3)\n" in done.stderr
-    )
-
-
-def test_processes_end_however_many_backup_workers_are_stopped(tmp_path):
-    done = job(tmp_path, "worker0,worker1", workers=3, backup=1)
-    assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
-    assert done.stderr.count("has reported nothing for 4 s, and was ended; starting it") == 2
+    for victim in victims.split(","):
+        worker = int(victim[-1])
+        assert (
+            f"dtk run: rank {worker + 1} (worker {worker}) has reported nothing for 4 s, and was "
+            "ended; starting it again (1 of 3)\n" in done.stderr
+        )
 
 
 def test_the_job_ends_with_the_last_worker_that_is_stopped(tmp_path):
@@ -136,20 +141,17 @@ def test_a_worker_that_sleeps_at_its_start_is_started_again(tmp_path):
     assert "the stack of rank 2, the innermost call first:\n  File " in done.stderr
 
 
-@pytest.mark.parametrize("victim", ["ps0", "chief0"])
-def test_a_server_or_chief_that_sleeps_at_its_start_ends_the_job(tmp_path, victim):
-    done = job(tmp_path, f"{victim} starts")
+def test_a_server_that_sleeps_at_its_start_ends_the_job(tmp_path):
+    done = job(tmp_path, "ps0 starts")
     assert done.returncode == 124, done.stderr
-    name = "ps 0" if victim == "ps0" else "rank 0"
-    assert f"{name}, host localhost, did nothing for 4 s before it made a" in done.stderr
+    assert "ps 0, host localhost, did nothing for 4 s before it made a" in done.stderr
     assert f'File "{tmp_path}/train.py", line ' in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    "victim, said",
     [
         ("ps0", "ps 0, host localhost, reported nothing for 4 s, last in service."),
-        ("chief0", "rank 0, host localhost, reported nothing for 4 s, last "),
         ("sleep", "rank 0, host localhost, did nothing for 4 s after work of the workers 4.\nIts"),
     ],
 )
@@ -161,10 +163,10 @@ def test_a_stopped_server_or_chief_ends_the_job(tmp_path, victim, said):
     assert ("in on_train_batch_end" in last) == (victim == "sleep")
 
 
-@pytest.mark.parametrize("slow", ["slow step", "slow callback"])
-def test_what_is_slow_is_not_ended(tmp_path, slow):
-    began = time.monotonic()
-    done = job(tmp_path, slow)
+def test_what_is_slow_is_not_ended(tmp_path):
+    """A step on a worker and a callback on the chief, each longer than the limit."""
+    done = job(tmp_path, "slow")
     assert done.returncode == 0, done.stderr
-    assert "done" in done.stdout and "ended" not in done.stderr
-    assert time.monotonic() - began > 10
+    assert "done 4\n" in done.stdout and "ended" not in done.stderr
+    took = float(re.search(r"fit took (\S+)", done.stdout)[1])
+    assert took > 9 + 2 * 4, "the callback takes 9 s, and each worker takes two steps"

@@ -32,7 +32,12 @@ def served(consistency="sync"):
 
 
 def served_with(consistency):
-    """The same with another consistency: it is looked up when a model is compiled."""
+    """The same with another consistency: it is looked up when a model is compiled.
+
+    None for a plain process, whose results are compared with.
+    """
+    if consistency is None:
+        return None
     from dtk.parameter_server import consistency_models
 
     strategy = served()

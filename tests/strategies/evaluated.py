@@ -1,6 +1,6 @@
 """Trains behind parameter servers with an evaluator beside it.
 
-dtk run -n 1 --ps 1 --evaluator evaluated.py DIRECTORY [what is wrong]
+dtk run -n 1 --ps 1 --evaluator evaluated.py DIRECTORY [kill]
 """
 
 import json
@@ -15,9 +15,9 @@ from sklearn.datasets import load_digits
 
 import dtk
 
-directory, *wrong = sys.argv[1:]
+directory, *kill = sys.argv[1:]
 pids = Path(directory) / "pids"
-if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator" and "kill" in wrong:
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator" and kill:
     with open(pids, "a") as file:
         print(os.getpid(), file=file)
 strategy = dtk.strategies.ParameterServerStrategy("async")
@@ -33,17 +33,16 @@ with strategy.scope():
 
 
 class KillEvaluator(keras.callbacks.Callback):
-    """Kills the evaluator after the first epoch, and waits until it is back."""
+    """Kills the evaluator after each epoch, and after the first waits until it is back."""
 
     def on_epoch_end(self, epoch, logs=None):
-        if epoch == 0:
-            os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
-            while "at once" not in wrong and len(pids.read_text().split()) < 2:
-                time.sleep(0.1)
+        os.kill(int(pids.read_text().split()[epoch]), signal.SIGKILL)
+        while epoch == 0 and len(pids.read_text().split()) < 2:
+            time.sleep(0.1)
 
 
 callbacks = [
-    *([KillEvaluator()] if "kill" in wrong else []),
+    *([KillEvaluator()] if kill else []),
     dtk.callbacks.Checkpoint(directory, save_freq=30),
     keras.callbacks.TensorBoard(Path(directory) / "events"),
 ]
@@ -53,8 +52,8 @@ history = model.fit(
     batch_size=32,
     epochs=2,
     verbose=0,
-    validation_data=None if "no data" in wrong else (images[1280:], labels[1280:]),
-    callbacks=[] if "no checkpoint" in wrong else callbacks,
+    validation_data=(images[1280:], labels[1280:]),
+    callbacks=callbacks,
 ).history
 print("the chief logged", *sorted(history))
 print("final", *model.evaluate(images[1280:], labels[1280:], verbose=0))

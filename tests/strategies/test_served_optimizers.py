@@ -13,7 +13,7 @@ from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
 from strategies.bodies import flat, scope_of, served_with
-from strategies.served_bodies import Partitioner
+from strategies.served_bodies import check_mistake, partitioned
 
 TOLERANCE = 1e-5
 
@@ -136,20 +136,13 @@ def _towers(recipes, strategy, parts, run_eagerly=False, kind=Towers, **table):
         tokens = np.random.default_rng(0).integers(0, ROWS, (48, TOKENS))
         tokens[:, 1] = tokens[:, 0]  # rows that a batch takes twice
     labels = tokens.sum(1) % 4
-    if strategy is not None:
-        strategy.extended._variable_partitioner = Partitioner(parts)
-    try:
+    with partitioned(strategy, parts):
         with scope_of(strategy):
             model = kind(recipes, **table)
             model.compile(run_eagerly=run_eagerly)
         keras.utils.set_random_seed(6)  # the order of the rows
         model.fit(tokens, labels, batch_size=12, verbose=0)
-        return {
-            name: tower.get_weights() for name, tower in zip(recipes, model.towers, strict=True)
-        }
-    finally:
-        if strategy is not None:
-            strategy.extended._variable_partitioner = None
+    return {name: tower.get_weights() for name, tower in zip(recipes, model.towers, strict=True)}
 
 
 def trained(consistency, parts):
@@ -190,7 +183,7 @@ ORDERLESS = (
 
 def of_any_age(consistency):
     """Tables, in two parts where there is a consistency, after four steps; gradients are given."""
-    strategy = served_with(consistency) if consistency else None
+    strategy = served_with(consistency)
     recipes = {name: BY_ROWS[name] for name in ORDERLESS}
     return _towers(recipes, strategy, 2, run_eagerly=strategy is None, kind=Linear)
 
@@ -221,30 +214,9 @@ CONSTRAINTS = {
 
 def constrained(name, consistency):
     """A constrained table, in two parts where there is a consistency, after four steps."""
-    strategy = served_with(consistency) if consistency else None
+    strategy = served_with(consistency)
     recipes = {"rmsprop": BY_ROWS["rmsprop"]}
     return _towers(recipes, strategy, 2, embeddings_constraint=CONSTRAINTS[name]())["rmsprop"][0]
-
-
-def refused(name):
-    """What is raised for a table in two parts."""
-    try:
-        if name in CONSTRAINTS:
-            constrained(name, "sync")
-        else:
-            _towers({name: WHOLE[name]}, served_with("sync"), 2)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_a_whole_table_is_refused_for_parts(pool, name):
-    """LARS, Lamb and Adafactor once took each part for a variable: 1e-3 off one process."""
-    ((raised, text),) = pool.run(refused, name)
-    assert raised == "ValueError", text
-    for part in ("variable_partitioner=", "embeddings' into 2 parts", "optimizer '", "Adagrad"):
-        assert part in text
 
 
 @pytest.mark.parametrize("name", ["non-negative", "unit rows"])
@@ -254,8 +226,20 @@ def test_constraints_hold_for_tables_in_parts(pool, name):
     np.testing.assert_allclose(mine, constrained(name, None), atol=1e-6)
 
 
-def test_a_constraint_over_rows_is_refused_for_parts(pool):
-    ((raised, text),) = pool.run(refused, "unit columns")
-    assert raised == "ValueError", text
-    for part in ("UnitNorm", "more than a row at a time", "axis=1"):
-        assert part in text
+def _whole(name):
+    """A mistake: a table in two parts. Lamb and others once took each part for a variable."""
+    said = ("variable_partitioner=", "embeddings' into 2 parts", "optimizer '", "Adagrad")
+    return (lambda: _towers({name: WHOLE[name]}, served_with("sync"), 2), ValueError, *said)
+
+
+MISTAKES = {name: _whole(name) for name in WHOLE} | {
+    "unit columns": (
+        lambda: constrained("unit columns", "sync"),
+        *(ValueError, "UnitNorm", "more than a row at a time", "axis=1"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_needs_a_whole_table_is_refused_for_parts(pool, name):
+    check_mistake(pool, __name__, name)

@@ -19,13 +19,14 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour
 from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
 from strategies import bodies
 from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import exchanging
+from strategies.served_bodies import check_mistake, exchanging, partitioned
 
 TOLERANCE = 1e-5
 SERVED, TOGETHER = (pytest.mark.worlds(world) for world in (("served", 2), ("collective", 2)))
@@ -281,29 +282,53 @@ def stepped(strategy, name):
     return flat(model.get_weights())
 
 
-def refused(name, consistency="sync", exchange=None):
-    """Class and message of what a step raises, and the steps taken before."""
-    strategy = served_with(consistency)
-    with exchanging(strategy, exchange):
-        try:
-            served(consistency, False) if name == "adversaries" else stepped(strategy, name)
-        except Exception as error:
-            return type(error).__name__, str(error), [w["steps"] for w in strategy.traffic]
-    return "nothing", "", None
+def _unjoined(consistency, exchange=None):
+    """A mistake: adversaries who see each other updated."""
+
+    def make():
+        with exchanging(served_with(consistency), exchange):
+            served(consistency, False)
+
+    said = ("'discriminator/", "'adam'", "its own update", "AllReduceStrategy", "first apply")
+    return make, NotDistributedError, *said
+
+
+def stepped_served(name, parts=2):
+    """With every table in some parts."""
+    strategy = served_with("sync")
+    with partitioned(strategy, parts, rows=20):
+        return stepped(strategy, name)
+
+
+def _refused(name, *said):
+    """A mistake: a step that needs what it has updated."""
+    refused = functools.partial(stepped_served, name, parts=1)
+    return refused, NotDistributedError, *said, "model 'stepping'"
+
+
+MISTAKES = {
+    "adversaries sync": _unjoined("sync"),
+    "adversaries async": _unjoined("async"),
+    "adversaries one by one": _unjoined(BoundedDelay(0)),
+    "adversaries rarely": _unjoined("async", Downpour(2)),
+    "kernel": _refused("kernel", "reads 'stepping/dense/kernel' (and 1 more)", "'sgd"),
+    "table": _refused("table", "reads 'stepping/embedding/embeddings'"),
+    "whole table": _refused("whole table", "reads 'stepping/embedding/embeddings'"),
+    "in a function": _refused("kernel in a function", "reads 'stepping/dense/kernel'"),
+    "twice": _refused("twice", "(and 3 more)", "its own update"),
+    "clipping": _refused("clipping", "reads 'stepping/dense/kernel'"),
+    "branch": _refused("branch", "inside a branch, a loop or a function", "in train_step itself"),
+    "stranger": _refused("stranger", "/kernel' to optimizer", "no trainable weight of the model"),
+    "by hand": _refused(
+        "by hand", "assigns 'stepping/dense/bias'", "only optimizers", "constraint"
+    ),
+}
 
 
 @SERVED
-@pytest.mark.parametrize(
-    "consistency, exchange",
-    [("sync", None), ("async", None), (BoundedDelay(0), None), ("async", Downpour(2))],
-    ids=str,
-)
-def test_adversaries_who_see_each_other_updated_are_refused(pool, consistency, exchange):
-    found = pool.run(refused, "adversaries", consistency, exchange)
-    ((raised, text, _),) = found
-    assert raised == "NotDistributedError", text
-    for part in ("'discriminator/", "'adam'", "its own update", "AllReduceStrategy", "first apply"):
-        assert part in text
+@pytest.mark.parametrize("name", MISTAKES)
+def test_steps_that_need_what_they_have_updated_are_refused(pool, name):
+    check_mistake(pool, __name__, name)
 
 
 @SERVED
@@ -326,47 +351,12 @@ def test_workers_that_reduce_take_both_kinds_of_adversaries(pool, joint):
         check(mine, expected)
 
 
-def stepped_served(name, consistency="sync"):
-    """With every table in two parts."""
-    strategy = served_with(consistency)
-    strategy.extended._variable_partitioner = lambda shape, dtype, axis=0: [
-        2 if shape[0] == 20 else 1,
-        *[1] * (len(shape) - 1),
-    ]
-    try:
-        return stepped(strategy, name)
-    finally:
-        strategy.extended._variable_partitioner = None
-
-
 @SERVED
 @pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names", "compiled"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
     (mine,) = pool.run(stepped_served, name)
     expected = stepped(None, name)
     assert np.linalg.norm(mine - expected) <= TOLERANCE * np.linalg.norm(expected)
-
-
-@SERVED
-@pytest.mark.parametrize(
-    "name, parts",
-    [
-        ("kernel", ["reads 'stepping/dense/kernel' (and 1 more)", "'sgd"]),
-        ("table", ["reads 'stepping/embedding/embeddings'"]),
-        ("whole table", ["reads 'stepping/embedding/embeddings'"]),
-        ("kernel in a function", ["reads 'stepping/dense/kernel'"]),
-        ("twice", ["(and 3 more)", "its own update"]),
-        ("clipping", ["reads 'stepping/dense/kernel'"]),
-        ("branch", ["inside a branch, a loop or a function", "in train_step itself"]),
-        ("stranger", ["/kernel' to optimizer", "no trainable weight of the model"]),
-        ("by hand", ["assigns 'stepping/dense/bias'", "only optimizers", "constraint"]),
-    ],
-)
-def test_steps_that_need_what_they_have_updated(pool, name, parts):
-    ((raised, text, _),) = pool.run(refused, name)
-    assert raised == "NotDistributedError", text
-    for part in (*parts, "model 'stepping'"):
-        assert part in text
 
 
 def test_the_job_of_a_refused_step_ends(tmp_path):

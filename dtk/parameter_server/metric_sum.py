@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypedDict
+from collections.abc import Sequence
+from typing import Generic, TypeAlias, TypedDict, TypeVar
 
 import keras
 import numpy as np
@@ -18,8 +19,32 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.tracing.traced_step import Path
 
+# A structure of numbers: tensors while a step is traced, arrays when it has run.
+ReportT = TypeVar("ReportT")
+
 # Results of metrics by name, maybe in groups, as Keras's step returns them.
 _Results: TypeAlias = "dict[str | int, _Results | tf.Tensor]"
+
+
+class PackedReport(Generic[ReportT]):
+    """A step's report as one tensor: each tensor fetched from a worker is a message."""
+
+    def __init__(self, report: ReportT):
+        flat = [tf.convert_to_tensor(number) for number in tf.nest.flatten(report)]
+        self._structure = report
+        self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
+        parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
+        self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
+
+    def read(self, numbers: Array) -> ReportT:
+        """Return the report of a step that has run."""
+        results: list[Array] = []
+        first = 0
+        for shape, dtype in self._kinds:
+            last = first + math.prod(shape)
+            results.append(numbers[first:last].reshape(shape).astype(dtype))
+            first = last
+        return tf.nest.pack_sequence_as(self._structure, results)
 
 
 class Counted(TypedDict):
@@ -40,48 +65,40 @@ class MetricSum:
         self._logged: list[tuple[Path, keras.Metric, Path]] = []
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 
-    def count(self, traced: FunctionalStep, data: Nest) -> Counted:
+    def count(self, traced: FunctionalStep) -> Counted:
         """Collect what a step adds to the metrics, the other numbers it returned, and its rows."""
         self._logged = step_metrics.results_in(traced.step, traced.logs)
         return {
-            "metrics": [
-                traced.scope.get_current_value(v)
-                for v in step_metrics.metric_variables(self._model)
-            ],
+            "metrics": [traced.value(v) for v in step_metrics.metric_variables(self._model)],
             "logs": {
                 name: tf.convert_to_tensor(traced.step.weighed(value))
                 for name, value in step_metrics.numbers_of(traced.step, traced.logs)
             },
-            "rows": slicing.count_rows(data),
+            "rows": slicing.count_rows(traced.data),
         }
 
     def add(self, counted: Sequence[Counted]) -> None:
         """Add the counts of a batch's slices to the chief's metrics; update the logs."""
-        deltas = []
-        for variable, *column in zip(
-            step_metrics.metric_variables(self._model),
-            *(c["metrics"] for c in counted),
-            strict=True,
-        ):
-            deltas.append(tf.cast(np.sum(column, axis=0), keras_variables.stored(variable).dtype))
+        metrics = step_metrics.metric_variables(self._model)
+        columns = zip(metrics, *(c["metrics"] for c in counted), strict=True)
+        deltas = [
+            tf.cast(np.sum(column, axis=0), keras_variables.stored(variable).dtype)
+            for variable, *column in columns
+        ]
         if self._add is None:
-            self._add = tf.function(self._adder(), autograph=False)
+            self._add = tf.function(self._add_deltas, autograph=False)
         self.logs.update(self._add(deltas))
         for name in counted[0]["logs"]:
             self.logs[name] = sum(c["logs"][name] for c in counted)
 
-    def _adder(self) -> Callable[[list[tf.Tensor]], _Results]:
-        model = self._model
-
-        def add(deltas: list[tf.Tensor]) -> _Results:
-            for variable, delta in zip(step_metrics.metric_variables(model), deltas, strict=True):
-                keras_variables.stored(variable).assign_add(delta)
-            logs: _Results = {}
-            for path, metric, part in self._logged:
-                _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
-            return logs
-
-        return add
+    def _add_deltas(self, deltas: list[tf.Tensor]) -> _Results:
+        metrics = step_metrics.metric_variables(self._model)
+        for variable, delta in zip(metrics, deltas, strict=True):
+            keras_variables.stored(variable).assign_add(delta)
+        logs: _Results = {}
+        for path, metric, part in self._logged:
+            _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
+        return logs
 
 
 def _put(logs: _Results, path: Path, value: tf.Tensor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.nests import Array
-from dtk.parameter_server.functional_step import FunctionalStep
+from dtk.parameter_server.functional_step import FunctionalStep, State
 from dtk.parameter_server.scheduler import Schedule, StepSlice
 from dtk.trainer.ranks import shared_weights
 
@@ -18,16 +18,17 @@ from dtk.trainer.ranks import shared_weights
 RNG_STRIDE = 1 << 10
 
 
-def rng_offset(steps: int) -> np.uint32:
-    """Return the distance of random states that are this many steps apart."""
-    return np.uint32(steps * RNG_STRIDE % 2**32)
-
-
 class _Begun(NamedTuple):
     """States of random layers, uint32 of shape (layers, 2), and the step that they belong to."""
 
     states: Array
     first: int
+
+    def at(self, step: int) -> Array:
+        """Return the states of an asynchronous step."""
+        states = self.states.copy()
+        states[:, 1] += np.uint32((step - self.first) * RNG_STRIDE % 2**32)
+        return states
 
 
 class RngStates:
@@ -38,8 +39,9 @@ class RngStates:
     at the same time each have a separate state, whichever is computed first.
     """
 
-    def __init__(self, variables: Callable[[], list[keras.Variable]], *, draws: bool = False):
-        self._variables, self._draws = variables, draws
+    def __init__(self, variables: Callable[[], list[keras.Variable]]):
+        self._variables = variables
+        self._draws = False
         self._begun: _Begun | None = None
 
     def begin(self, schedule: Schedule) -> tf.TensorSpec:
@@ -52,28 +54,23 @@ class RngStates:
     def of(self, piece: StepSlice, schedule: Schedule) -> Array:
         """Return the random states of a slice: the same on every worker, at any time."""
         assert self._begun is not None
-        states = self._begun.states.copy()
-        if schedule.tau:
-            states[:, 1] += rng_offset(piece.step - self._begun.first)
-        return np.array(
-            [shared_weights.fold_seed(state, piece.slice) for state in states], "uint32"
-        ).reshape(-1, 2)
+        states = self._begun.at(piece.step) if schedule.tau else self._begun.states
+        folded = [shared_weights.fold_seed(state, piece.slice) for state in states]
+        return np.array(folded, "uint32").reshape(-1, 2)
 
-    def values(self, rng_states: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+    def values(self, rng_states: tf.Tensor) -> State:
         """Return the state variables with their values in a traced step."""
         variables = self._variables()
         return list(zip(variables, tf.unstack(rng_states, num=len(variables)), strict=True))
 
-    def note_draws(
-        self, traced: FunctionalStep, given: Sequence[tuple[keras.Variable, tf.Tensor]]
-    ) -> None:
-        """Note whether a traced step draws random numbers."""
-        now = traced.scope.get_current_value
-        self._draws |= any(now(variable) is not state for variable, state in given)
-
     def left_by(self, traced: FunctionalStep) -> list[tf.Tensor]:
         """Return the states that a traced step leaves."""
-        return [traced.scope.get_current_value(v) for v in self._variables()]
+        return [traced.value(variable) for variable in self._variables()]
+
+    def note_draws(self, traced: FunctionalStep) -> None:
+        """Note whether a traced step draws random numbers."""
+        given = {id(variable): value for variable, value in traced.state}
+        self._draws |= any(traced.value(v) is not given[id(v)] for v in self._variables())
 
     def go_on_from(self, states: Sequence[Array]) -> None:
         """Let the next step go on where a serial step has stopped."""
@@ -83,9 +80,7 @@ class RngStates:
     def write_back(self, schedule: Schedule) -> None:
         """Give the states back to the model; all steps must be applied."""
         if self._begun is not None and self._draws:
-            states, first = self._begun
-            if schedule.tau:
-                states[:, 1] += rng_offset(schedule.offered - first)
+            states = self._begun.at(schedule.offered) if schedule.tau else self._begun.states
             for variable, state in zip(self._variables(), states, strict=True):
                 variable.assign(state)
         self.forget()

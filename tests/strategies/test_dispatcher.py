@@ -11,12 +11,11 @@ import keras
 import pytest
 from hypothesis import given
 
+from dtk.parameter_server.batch_jobs import Batch, in_turn
 from dtk.parameter_server.consistency_models import Async, SerialStart, Sync
-from dtk.parameter_server.dispatch import Dispatcher
-from dtk.parameter_server.jobs.batch_dispatch import SerialPhase
-from dtk.parameter_server.jobs.batches import Batch, Batcher
+from dtk.parameter_server.dispatcher import Dispatcher, Result, TaskQueue
 from dtk.parameter_server.scheduler import Schedule
-from dtk.parameter_server.task_queue import InTurns, Result, TaskQueue
+from dtk.parameter_server.train_jobs import Batcher, SerialPhase
 
 # Parts, turns and results.
 
@@ -35,32 +34,27 @@ def test_parts_without_rows_are_for_nobody(slices, data):
             queue.finished(task, 0, Result(task.part))
         found = queue.next_complete()
         assert found.work == name
-        assert [result.outputs for result in found.results] == [task.part for task in tasks]
+        assert [result.outputs for result in found.in_order()] == [task.part for task in tasks]
         queue.schedule.applied(found.number)
     assert queue.next_complete() is None and not queue.schedule.unfinished
 
 
 def test_workers_take_turns_where_the_rows_are_theirs():
-    """A fast worker's pipeline would be read further than a slow one's."""
-    turns = InTurns(3, set(), lambda work: work == "theirs")
-    queue = TaskQueue(Schedule(math.inf, slices=2), turns)
-    for work in ("theirs", "theirs", "anyone's"):
+    """A fast worker's pipeline would be read further; the others would wait for a lost one."""
+    lost = set()
+    queue = TaskQueue(
+        Schedule(math.inf, slices=2),
+        lambda worker, number, work: in_turn(worker, number, 3, lost) or work == "anyone's",
+    )
+    for work in ("theirs", "theirs", "theirs", "anyone's"):
         queue.add(work)
     for worker in (0, 1, 2, 0):  # also from one step to the next
         assert queue.take((worker + 1) % 3) is None and queue.take((worker + 2) % 3) is None
         assert queue.take(worker).work == "theirs"
-    assert queue.take(2).work == queue.take(2).work == "anyone's"
-
-
-def test_the_turn_of_a_lost_worker_is_anyones():
-    """The others would wait for one that does not come back."""
-    lost = {1}
-    queue = TaskQueue(Schedule(math.inf), InTurns(2, lost, lambda work: True))
-    for _ in range(4):
-        queue.add(None)
-    assert [queue.take(0).piece.step, queue.take(0).piece.step] == [0, 1]
-    lost.clear()
-    assert queue.take(0).piece.step == 2 and queue.take(0) is None
+    lost.add(1)
+    assert queue.take(2).work == "theirs"
+    assert queue.take(0) is None
+    assert [queue.take(2).work for _ in range(3)] == ["theirs", "anyone's", "anyone's"]
 
 
 def test_the_result_that_comes_second_is_released():
@@ -70,7 +64,7 @@ def test_the_result_that_comes_second_is_released():
     first, backup = queue.take(0), queue.take(1)
     queue.finished(backup, 1, Result("backup", release=lambda: released.append("backup")))
     queue.finished(first, 0, Result("first", release=lambda: released.append("first")))
-    assert [result.outputs for result in queue.next_complete().results] == ["backup"]
+    assert [result.outputs for result in queue.next_complete().in_order()] == ["backup"]
     assert released == ["first"]
 
 
@@ -84,13 +78,13 @@ class OneThread:
         self.entries, self.turn = [], 0
 
     @contextlib.contextmanager
-    def working(self, work, compute):
-        self.entries.append((work, compute))
-        yield self
+    def working(self, take):
+        self.entries.append(take)
+        yield
         self.entries.pop()
 
     def offer(self, change):
-        return change()
+        change()
 
     @contextlib.contextmanager
     def asking_servers(self):
@@ -98,86 +92,66 @@ class OneThread:
 
     def wait(self, until):
         while not (found := until()):
-            work, compute = self.entries[-1]
             self.turn = 1 - self.turn
-            if task := work.take(self.turn):
-                work.finished(task, self.turn, compute(task, self.turn))
+            if piece := self.entries[-1](self.turn):
+                piece.compute()()
         return found
 
 
-class Recording:
-    """A job that notes what happens to the work; fails to apply the work "bad"."""
+@pytest.fixture
+def recorded():
+    """A dispatcher, and what happens to its work; it fails to apply the work "bad"."""
+    events = []
 
-    def __init__(self):
-        self.events = []
+    def compute(task, worker, schedule):
+        release = functools.partial(events.append, f"release {task.work}.{task.part}")
+        return Result((task.work, task.part), release=release)
 
-    def compute(self, task, worker, schedule):
-        release = functools.partial(self.events.append, f"release {task.work}.{task.part}")
-        return Result((task.work, task.part, worker), release=release)
-
-    def apply(self, work, results, schedule):
+    def apply(work, outputs, schedule):
         if work == "bad":
             raise KeyError(work)
-        assert [result.outputs[:2] for result in results] == [(work, 0), (work, 1)]
-        self.events.append(f"apply {work}, {schedule.finished} before")
+        assert outputs == [(work, 0), (work, 1)]
+        events.append(f"apply {work}, {schedule.finished} before")
 
-    def applied(self, schedule):
-        self.events.append(f"applied {schedule.finished}")
+    def new_queue():
+        return TaskQueue(Schedule(math.inf, slices=2))
 
-
-def recorded(ahead=0):
-    job = Recording()
-    dispatcher = Dispatcher(
-        OneThread(),
-        lambda: TaskQueue(Schedule(math.inf, slices=2)),
-        job,
-        lambda schedule: ahead,
-        job.applied,
-    )
-    return job, dispatcher
+    return events, Dispatcher(OneThread(), new_queue, compute, apply)
 
 
-def test_a_step_is_applied_before_its_buffers_are_free():
+def test_a_step_is_applied_before_its_buffers_are_free(recorded):
     """A buffer that is used again too early holds another step's gradient when it is applied."""
-    job, dispatcher = recorded()
+    events, dispatcher = recorded
     dispatcher.submit("a")
-    assert job.events == ["apply a, 0 before", "release a.0", "release a.1", "applied 1"]
+    assert events == ["apply a, 0 before", "release a.0", "release a.1"]
+    assert dispatcher.schedule.finished == 1
 
 
-@given(draw.integers(0, 3))
-def test_no_more_steps_are_under_way_than_allowed(ahead):
+@pytest.mark.parametrize("ahead", [0, 1, 3, math.inf])
+def test_no_more_steps_are_under_way_than_allowed(recorded, ahead):
     """`fit` would read ahead of its workers without a bound."""
-    job, dispatcher = recorded(ahead)
+    events, dispatcher = recorded
     for number in range(6):
-        dispatcher.submit(number)
+        dispatcher.submit(number, ahead=ahead)
         assert dispatcher.schedule.unfinished == min(ahead, number + 1)
     dispatcher.drain()
     assert not dispatcher.schedule.unfinished
-    applied = [event for event in job.events if event.startswith("apply ")]
+    applied = [event for event in events if event.startswith("apply ")]
     assert applied == [f"apply {number}, {number} before" for number in range(6)]
 
 
-def test_steps_that_are_known_are_applied_in_one_call():
-    job, dispatcher = recorded()
-    dispatcher.run(range(3))
-    applied = [event for event in job.events if event.startswith("apply ")]
-    assert applied == [f"apply {number}, {number} before" for number in range(3)]
-    assert not dispatcher.schedule.unfinished
-
-
-def test_what_an_exception_left_is_forgotten():
+def test_what_an_exception_left_is_forgotten(recorded):
     """The next call would apply steps of the one before."""
-    job, dispatcher = recorded(ahead=2)
-    dispatcher.submit("bad")
-    dispatcher.submit("left")
+    events, dispatcher = recorded
+    dispatcher.submit("bad", ahead=2)
+    dispatcher.submit("left", ahead=2)
     with pytest.raises(KeyError):
         dispatcher.drain()
     before = dispatcher.schedule
     dispatcher.close()
     assert dispatcher.schedule is not before and not dispatcher.schedule.offered
     dispatcher.submit("new")
-    dispatcher.drain()
-    assert [event for event in job.events if event.startswith("apply")][0] == "apply new, 0 before"
+    assert [event for event in events if event.startswith("apply")] == ["apply new, 0 before"]
     before = dispatcher.schedule
     dispatcher.close()
     assert dispatcher.schedule is before, "nothing was left: its statistics go on"
@@ -230,28 +204,31 @@ def phase(warm_start, iterations=1):
 
 def test_serial_steps_end_with_their_epochs():
     serial, schedule = phase(SerialStart(epochs=2))
-    assert [serial.ends_before(schedule)] + [
-        serial.new_epoch(epoch) or serial.ends_before(schedule) for epoch in range(3)
-    ] == [False, False, False, True]
+    ends = []
+    for serial.epoch in range(3):
+        ends.append(serial.ends_before(schedule))
+    assert ends == [False, False, True]
     schedule.loosen(serial.tau)
     assert not serial.ends_before(schedule), "they have ended"
 
 
-def test_serial_steps_end_with_their_rows():
-    serial, schedule = phase(SerialStart(samples=20))
+@pytest.mark.parametrize(
+    "batches, rows, iterations, expected",
+    [
+        (1, 8, 1, [False, False, True]),
+        (1, 16, 1, [False, True, True]),
+        # In a run that is resumed, steps that were taken before would be serial once more.
+        (1, 4, 4, [False, True, True]),
+        (2, 8, 4, [True, True, True]),
+    ],
+)
+def test_serial_steps_end_with_their_rows(batches, rows, iterations, expected):
+    serial, schedule = phase(SerialStart(samples=20), iterations)
     ends = []
     for _ in range(3):
-        serial.count(8, 1, schedule)
+        serial.count(rows, batches, schedule)
         ends.append(serial.ends_before(schedule))
-    assert ends == [False, False, True]
-
-
-@pytest.mark.parametrize("batches, rows", [(1, 8), (2, 16)])
-def test_rows_of_a_run_that_is_resumed_count(batches, rows):
-    """Steps that were taken before would be serial once more; two batches were two steps."""
-    serial, schedule = phase(SerialStart(samples=40), iterations=4)
-    serial.count(rows, batches, schedule)
-    assert serial.ends_before(schedule) == (3 * 8 + rows >= 40)
+    assert ends == expected
 
 
 def test_without_a_serial_start_there_is_no_serial_phase():

@@ -1,0 +1,314 @@
+"""Loops of Keras whose steps run on workers behind parameter servers: `evaluate` and `predict`.
+
+Keras's loop reads global batches on the chief and submits them to a job. A step is traced once for
+each kind of batches, on the chief; workers call it on slices. See `train_jobs` for `fit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+
+import keras
+import tensorflow as tf
+
+from dtk.compat import keras_models, tf_replicas, tf_servers
+from dtk.input import slicing
+from dtk.nests import Function, Nest, Specs
+from dtk.parameter_server import consistency_models, worker_data
+from dtk.parameter_server.dispatcher import Dispatcher, OutputsT, Result, Task, TaskQueue
+from dtk.parameter_server.functional_step import (
+    FunctionalStep,
+    pull,
+    pulled_variables,
+    trace_functional_step,
+    zero_metrics,
+)
+from dtk.parameter_server.job_context import JobTrainer
+from dtk.parameter_server.metric_sum import Counted, MetricSum, PackedReport, ReportT
+from dtk.parameter_server.rng_states import RngStates
+from dtk.parameter_server.scheduler import Schedule
+from dtk.trainer.replica import replica_step
+
+T = TypeVar("T")
+
+# A traced function that can be sent to workers.
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+
+
+class Batch(NamedTuple):
+    """Global batch in slices."""
+
+    parts: tuple[Nest, ...]  # the slices
+    # real rows of each slice; 0 for a slice that holds only a padding row
+    counts: tuple[int, ...]
+    rows: int  # rows of all slices
+    spec: Specs  # specification of a slice of any number of rows
+    # the source of the rows if workers read them and the chief has none
+    pipelines: worker_data.Pipelines | None = None
+
+    @classmethod
+    def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
+        """Make a batch from slices or pipelines that Keras's loop has read."""
+        if isinstance(given, worker_data.Pipelines):
+            # Every slice has the same number of rows, see `worker_dataset`.
+            return cls((), (1,) * slices, slices, spec, given)
+        return cls(given.parts, tuple(map(int, given.counts)), int(given.rows), spec)
+
+    @property
+    def key(self) -> str:
+        """The specification as a dictionary key."""
+        return str(self.spec)
+
+    @property
+    def empty(self) -> list[int]:
+        """Slices without rows."""
+        return [part for part, count in enumerate(self.counts) if not count]
+
+    @property
+    def holders(self) -> float:
+        return float(len(self.counts) - len(self.empty))
+
+    def share_of(self, part: int) -> float:
+        """Return a slice's part of the rows, 0 to 1."""
+        return self.counts[part] / self.rows
+
+    def call(self, worker: int, function: Function[T], data: Nest, *more: Nest) -> T:
+        """Call a function with some rows, or with the worker's own pipeline."""
+        if self.pipelines is None:
+            return function(data, *more)
+        return self.pipelines.call(worker, function, *more)
+
+
+def in_turn(worker: int, number: int, workers: int, lost: Collection[int]) -> bool:
+    """Return whether a worker may take the n-th slice: its own, or a lost worker's.
+
+    Workers with their own pipelines take turns, so that all pipelines are read equally far:
+    otherwise a fast worker's rows would count more often than a slow worker's.
+    """
+    owner = number % workers
+    return owner == worker or owner in lost
+
+
+def whole_batch(data: Nest | tf.data.Iterator) -> Nest:
+    """Return a batch as Keras's steps take it; called while tracing."""
+    if isinstance(data, tf.data.Iterator):
+        data = data.get_next()
+    return replica_step.without_optionals(data)
+
+
+class Traced(NamedTuple, Generic[ReportT]):
+    """Function that workers call for batches of one specification."""
+
+    function: tf.types.experimental.ConcreteFunction
+    report: PackedReport[ReportT] | None  # how to read what it returns, if that is packed
+
+
+class BatchJob(Generic[ReportT, OutputsT]):
+    """One of Keras's loops: its step, traced for workers, and a dispatcher of its batches."""
+
+    name: ClassVar[str]  # of Keras's step, such as "train"
+
+    def __init__(
+        self, trainer: JobTrainer, new_schedule: Callable[[], Schedule], in_turns: bool = False
+    ):
+        self.trainer, self.model, self.strategy = trainer, trainer.model, trainer.strategy
+        self.rng_states = RngStates(trainer.seed_states)
+        self.traced: dict[str, Traced[ReportT]] = {}
+        self._packed: PackedReport[ReportT] | None = None
+        workers, pool = self.strategy.workers, self.strategy.pool
+
+        def may_take(worker: int, number: int, batch: Batch) -> bool:
+            in_turns_only = in_turns and batch.pipelines is not None
+            return not in_turns_only or in_turn(worker, number, workers, pool.lost_workers)
+
+        self._dispatcher: Dispatcher[Batch, OutputsT] = Dispatcher(
+            pool, lambda: TaskQueue(new_schedule(), may_take), self.compute, self.apply
+        )
+
+    # What Keras's loop calls, on the main thread.
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._dispatcher.schedule
+
+    @property
+    def ahead(self) -> int:
+        """Number of batches that may be under way when `submit` returns."""
+        return consistency_models.ahead(self.schedule.tau, self.strategy.workers)
+
+    def submit(self, batch: Batch) -> None:
+        """Take one batch; return once at most `ahead` are under way."""
+        rng_states = self.rng_states.begin(self.schedule)
+        if batch.key not in self.traced:  # trace here, not on a worker's thread
+            function = self.trace(batch.spec, rng_states)
+            self.traced[batch.key] = Traced(function, self._packed)
+        self.dispatch(batch)
+
+    def dispatch(self, batch: Batch) -> None:
+        """Give a batch to the workers."""
+        self._dispatcher.submit(batch, batch.empty, self.ahead)
+
+    def drain(self) -> None:
+        """Wait until every batch is applied."""
+        self._dispatcher.drain()
+        self.rng_states.write_back(self.schedule)
+
+    def close(self) -> None:
+        """Release the workers, and forget unfinished steps, which an exception has left."""
+        self._dispatcher.close()
+        self.rng_states.forget()
+
+    # Tracing, on the chief.
+
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
+        """Trace the function that workers call for such batches."""
+        scalar = tf.TensorSpec([], tf.float64)
+        function = tf.function(self.step, autograph=False)
+        return function.get_concrete_function(spec, scalar, scalar, rng_states)
+
+    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+        """Compute one slice: its share of the rows, one of `size` slices; traced."""
+        raise NotImplementedError
+
+    @property
+    def tables(self) -> Sequence[keras.Variable]:
+        """Variables that steps look rows up in."""
+        return keras_models.tables_of(self.model)
+
+    def variables(self) -> list[keras.Variable]:
+        """Return the variables that a step reads whole."""
+        return pulled_variables(self.model, self.tables, self.trainer.seed_states())
+
+    def keras_step(
+        self,
+        data: Nest,
+        values: Sequence[tf.Tensor],
+        rng_states: tf.Tensor,
+        share: tf.Tensor | None = None,
+    ) -> FunctionalStep:
+        """Trace Keras's step with values of `variables`; without a share, of a whole batch."""
+        whole = share is None
+        state = list(zip(self.variables(), values, strict=True))
+        traced = trace_functional_step(
+            getattr(self.model, f"{self.name}_step"),
+            whole_batch(data),
+            self.model,
+            share=tf.constant(1.0) if whole else share,
+            world_sum=tf.identity if whole else self.strategy.sum_over_slices,
+            state=[*state, *zero_metrics(self.model), *self.rng_states.values(rng_states)],
+            tables=self.tables,
+            kinds={} if whole else self.trainer.kinds_of(self.name),
+            tried=self.name in self.trainer.tried,
+        )
+        self.rng_states.note_draws(traced)
+        return traced
+
+    def pack(self, report: ReportT) -> tf.Tensor:
+        """Return a report as one tensor, and remember how to read it."""
+        self._packed = PackedReport(report)
+        return self._packed.tensor
+
+    # Computing, on a worker's thread.
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[OutputsT]:
+        """Compute a slice."""
+        raise NotImplementedError
+
+    def call(self, task: Task[Batch], worker: int, schedule: Schedule, *more: Nest) -> ReportT:
+        """Call the step on a slice; return what it has computed."""
+        batch, traced = task.work, self.traced[task.work.key]
+        # Constants made on the chief go along with the call; on the worker, each is a message.
+        with tf.device(tf_servers.CHIEF):
+            shares = (batch.share_of(task.part), batch.holders)
+            numbers = [tf.constant(number, tf.float64) for number in shares]
+            numbers.append(tf.constant(self.rng_states.of(task.piece, schedule)))
+
+        def step(data: Nest) -> ReportT:
+            return self.fetch(traced, traced.function(data, *numbers, *more))
+
+        return batch.call(worker, step, batch.parts[task.part] if batch.parts else None)
+
+    def fetch(self, traced: Traced[ReportT], outputs: tf.Tensor) -> ReportT:
+        """Fetch what a function has returned."""
+        assert traced.report is not None
+        return traced.report.read(outputs.numpy())
+
+    # Applying, on the main thread.
+
+    def apply(self, batch: Batch, outputs: Sequence[OutputsT], schedule: Schedule) -> None:
+        """Apply a batch whose slices are computed."""
+        raise NotImplementedError
+
+
+class TestJob(BatchJob[Counted, Counted]):
+    """Batches of `evaluate`, in any order; nothing is applied."""
+
+    name = "test"
+
+    def __init__(self, trainer: JobTrainer):
+        slices = trainer.strategy.slices
+        super().__init__(trainer, lambda: Schedule(math.inf, slices), in_turns=True)
+        self._metrics = MetricSum(self.model)
+
+    @property
+    def logs(self) -> dict[str, Nest]:
+        return self._metrics.logs
+
+    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+        """Count the metrics of one slice; traced."""
+        with tf_replicas.in_replica(self.strategy):
+            traced = self.keras_step(data, pull(self.variables()), rng_states, share)
+            return self.pack(self._metrics.count(traced))
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
+        return Result(self.call(task, worker, schedule))
+
+    def apply(self, batch: Batch, outputs: Sequence[Counted], schedule: Schedule) -> None:
+        self._metrics.add(outputs)
+
+
+class PredictJob(BatchJob[Nest, Nest]):
+    """Batches of `predict`, one after the other: a slice per worker, rows in order."""
+
+    name = "predict"
+
+    def __init__(self, trainer: JobTrainer):
+        workers = trainer.strategy.workers
+        super().__init__(trainer, lambda: Schedule(math.inf, workers))
+        self._outputs: list[Nest] = []
+
+    @property
+    def ahead(self) -> int:
+        return 0  # batches are applied in order
+
+    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+        """Predict for one slice, as if it were a batch; traced."""
+        with tf_replicas.in_replica(self.strategy):
+            return self.keras_step(data, pull(self.variables()), rng_states).logs
+
+    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Nest]:
+        return Result(self.call(task, worker, schedule))
+
+    def fetch(self, traced: Traced[Nest], outputs: Nest) -> Nest:
+        with tf.device(tf_servers.CHIEF):  # now, so that a lost worker is noticed here
+            return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+
+    def apply(self, batch: Batch, outputs: Sequence[Nest], schedule: Schedule) -> None:
+        with tf.device(tf_servers.CHIEF):
+            self._outputs.append(_concatenated(outputs))
+
+    def take_outputs(self) -> Nest:
+        """Return the outputs of all batches since the last call, with rows in order."""
+        outputs, self._outputs = self._outputs, []
+        return _concatenated(outputs)
+
+    def close(self) -> None:
+        super().close()
+        self._outputs = []
+
+
+def _concatenated(outputs: Sequence[Nest]) -> Nest:
+    """Put the rows of structures of tensors one after the other."""
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

@@ -1,1 +1,0 @@
-"""Jobs for workers behind parameter servers: train, train with rare pushes, test and predict."""

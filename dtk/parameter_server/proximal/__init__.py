@@ -1,1 +1,0 @@
-"""Delayed block proximal gradient on parameter servers."""
