@@ -173,7 +173,7 @@ FULL = (
     r"strategies/test_feeding.py::test_workers_of_a_py_dataset_are_not_read_ahead\[None",
     r"strategies/test_parameter_server.py::test_features_of_fit\[(outputs with|sparse|mean over)",
     r"strategies/test_parameter_server.py::test_a_slow_worker_is_waited_for\S+\[1",
-    r"strategies/test_promises.py::test_custom_loops_inside_a_function\[collective-2-False",
+    r"strategies/test_promises.py::test_custom_loops\[collective-2-epoch",
     r"strategies/test_promises.py::test_one_rank_that_stops_in_an_epoch\S+\[a function",
     r"strategies/test_proximal.py::test_a_matrix_of_float32",
     r"strategies/test_saving.py::test_a_second_strategy",
