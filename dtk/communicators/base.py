@@ -79,6 +79,11 @@ class Communicator(abc.ABC):
     floating point; bool follows numpy too: sum and max are "or", min and prod are "and". The mean
     of integers or bools is refused, since their dtype cannot hold it. Send strings by `*_object`.
 
+    Args:
+        rank: This process's index in the group.
+        hosts: One host name per rank, in rank order.
+        device: Where messages are; `dtk.placement` says it when None.
+
     Attributes:
         rank: This process's index in the group, `0 <= rank < size`.
         size: Number of ranks.
@@ -145,7 +150,11 @@ class Communicator(abc.ABC):
         self._last_number = -1
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Set which host each rank is on, once that is known."""
+        """Set which host each rank is on, once that is known.
+
+        Args:
+            hosts: One host name per rank, in rank order.
+        """
         self.hosts = tuple(hosts)
         self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         self.local_size = self.hosts.count(self.hosts[self.rank])

@@ -74,20 +74,20 @@ class SpatiallyParallel(keras.layers.Layer):
         self._exchanges: tuple[HaloExchange, ...] = ()
         self._outputs: tuple[tuple[int, ...], ...] = ()
         if split not in ("rows", "columns", "both"):
-            self.refuse(f"split={split!r}", "'rows', 'columns' or 'both'")
+            self._refuse(f"split={split!r}", "'rows', 'columns' or 'both'")
         if (split == "both") != isinstance(communicator, tuple):
-            self.refuse(
+            self._refuse(
                 f"split={split!r} with communicator={communicator!r}",
                 "a pair of communicators for 'both', and one for 'rows' or 'columns'",
             )
         if self.activity_regularizer is not None:
-            self.refuse("activity_regularizer", "it on a layer behind GatherRows")
-        self.check_arguments()
+            self._refuse("activity_regularizer", "it on a layer behind GatherRows")
+        self._check_arguments()
 
-    def check_arguments(self) -> None:
+    def _check_arguments(self) -> None:
         """Raise a ValueError for arguments that do not work in parts."""
 
-    def refuse(self, given: str, expected: str) -> NoReturn:
+    def _refuse(self, given: str, expected: str) -> NoReturn:
         """Raise a ValueError that names the layer, what it refuses, and what to use instead."""
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
 
@@ -101,7 +101,7 @@ class SpatiallyParallel(keras.layers.Layer):
         """Return the windows over rows and columns; None if outputs need no other rank's rows."""
         return None
 
-    def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
+    def _needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
         """Return the range of an axis that every rank needs, and the length that it computes.
 
         The axis is 0 for rows and 1 for columns; `inputs` are the lengths of all ranks' parts.
@@ -133,19 +133,19 @@ class SpatiallyParallel(keras.layers.Layer):
         for axis, (place, group) in enumerate(zip(self.image_axes, self._groups, strict=True)):
             inputs = agreed_lengths(known_length(self, input_shape, place), group)
             whole[place] = sum(inputs)
-            needs, outputs = self.needed(axis, inputs)
+            needs, outputs = self._needed(axis, inputs)
             exchanges.append(HaloExchange(place, Halo(inputs, needs), group))
             parts.append(tuple(outputs))
         super().build(tuple(whole))
         self._exchanges, self._outputs = tuple(exchanges), tuple(parts)
 
-    def with_halo(self, inputs: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
+    def _with_halo(self, inputs: tf.Tensor, padding: float | None = 0.0) -> tf.Tensor:
         """Return this rank's rows and columns with padding and the ones it needs of other ranks."""
         for exchange in self._exchanges:
             inputs = exchange(inputs, padding)
         return inputs
 
-    def copied(self, weight: tf.Tensor | keras.Variable) -> tf.Tensor:
+    def _copied(self, weight: tf.Tensor | keras.Variable) -> tf.Tensor:
         """Return a weight, equal on all ranks; its gradient is summed over all parts."""
         value = tf.convert_to_tensor(weight)
         for group in self._groups:
@@ -218,10 +218,10 @@ class Border(keras.layers.Layer):
         """Agree on which rank has which rows."""
         axis = self.place + (2 if self.data_format == "channels_first" else 1)
         length = known_length(self, input_shape, axis)
-        self._shard = self.divide(length, axis, model_group(self._given))
+        self._shard = self._divide(length, axis, model_group(self._given))
         super().build(input_shape)
 
-    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
+    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
         """Return how an axis is divided of which the input has this length."""
         raise NotImplementedError
 
@@ -234,8 +234,8 @@ class Border(keras.layers.Layer):
 class SplitRows(Border):
     """Gives each rank some of an image's rows: as even as possible, the first ranks one more."""
 
-    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """See `Border.divide`."""
+    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
+        """See `Border._divide`."""
         return Shard.evenly(length, axis, group)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
@@ -251,8 +251,8 @@ class SplitRows(Border):
 class GatherRows(Border):
     """Gives every rank all of an image's rows, however many each has."""
 
-    def divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """See `Border.divide`."""
+    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
+        """See `Border._divide`."""
         return Shard(axis, agreed_lengths(length, group), group)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
@@ -304,11 +304,11 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
-        outputs = self._convolved(inputs, self.copied(self.kernel))
+        outputs = self._convolved(inputs, self._copied(self.kernel))
         if self.bias is not None:
             shape = [1, 1, 1, 1]
             shape[1 if self.data_format == "channels_first" else 3] = self.filters
-            outputs = outputs + tf.reshape(self.copied(self.bias), shape)
+            outputs = outputs + tf.reshape(self._copied(self.bias), shape)
         return outputs if self.activation is None else self.activation(outputs)
 
     def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
@@ -317,7 +317,7 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
         if plain and halo_convolution.fits(self._exchanges, self.windows()):
             return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
         return keras.ops.conv(
-            self.with_halo(inputs),
+            self._with_halo(inputs),
             kernel,
             strides=list(self.strides),
             padding="valid",
@@ -341,7 +341,7 @@ class SpatiallyParallelMaxPooling2D(_Pooling, keras.layers.MaxPooling2D):
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
         return keras.ops.max_pool(
-            self.with_halo(inputs, padding=None),
+            self._with_halo(inputs, padding=None),
             self.pool_size,
             self.strides,
             "valid",
@@ -356,7 +356,7 @@ class SpatiallyParallelAveragePooling2D(_Pooling, keras.layers.AveragePooling2D)
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
         sums = keras.ops.average_pool(
-            self.with_halo(inputs), self.pool_size, self.strides, "valid", self.data_format
+            self._with_halo(inputs), self.pool_size, self.strides, "valid", self.data_format
         )
         # Keras does not count padding, but the pooling over the halo does: divide by the real rows.
         for exchange, window, sizes in zip(
@@ -379,13 +379,13 @@ class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D
     rows.
     """
 
-    def check_arguments(self) -> None:
-        """See `SpatiallyParallel.check_arguments`."""
+    def _check_arguments(self) -> None:
+        """See `SpatiallyParallel._check_arguments`."""
         if self.interpolation not in ("nearest", "bilinear"):
-            self.refuse(f"interpolation={self.interpolation!r}", "'nearest' or 'bilinear'")
+            self._refuse(f"interpolation={self.interpolation!r}", "'nearest' or 'bilinear'")
 
-    def needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
-        """See `SpatiallyParallel.needed`."""
+    def _needed(self, axis: int, inputs: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
+        """See `SpatiallyParallel._needed`."""
         image = Range(0, sum(inputs))
         # Bilinear interpolation reads the next row on each side, except at the border.
         beside = int(self.interpolation == "bilinear")
@@ -397,7 +397,7 @@ class SpatiallyParallelUpSampling2D(SpatiallyParallel, keras.layers.UpSampling2D
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part of the output."""
-        outputs = super().call(self.with_halo(inputs))
+        outputs = super().call(self._with_halo(inputs))
         index = [slice(None)] * 4
         for exchange, factor, sizes in zip(self._exchanges, self.size, self._outputs, strict=True):
             rank, halo = exchange.communicator.rank, exchange.halo
@@ -418,13 +418,13 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
         ValueError: `renorm`, or an axis other than the channels'.
     """
 
-    def check_arguments(self) -> None:
-        """See `SpatiallyParallel.check_arguments`."""
+    def _check_arguments(self) -> None:
+        """See `SpatiallyParallel._check_arguments`."""
         if getattr(self, "renorm", False):  # new in Keras 3.14
-            self.refuse("renorm=True", "renorm=False")
+            self._refuse("renorm=True", "renorm=False")
         self.data_format = "channels_first" if self.axis == 1 else "channels_last"
         if self.axis not in (1, 3, -1):
-            self.refuse(f"axis={self.axis}", "the axis of the channels, -1 or 1")
+            self._refuse(f"axis={self.axis}", "the axis of the channels, -1 or 1")
 
     def _sum(self, values: tf.Tensor) -> tf.Tensor:
         """Return the sum over all parts; its gradient is summed over all parts, too."""
@@ -448,7 +448,7 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
     ) -> tf.Tensor:
         """Return this rank's part of the output."""
         if mask is not None:
-            self.refuse("a mask", "inputs without one")
+            self._refuse("a mask", "inputs without one")
         x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance = (tf.cast(v, x.dtype) for v in (self.moving_mean, self.moving_variance))
         if training and self.trainable:
@@ -466,8 +466,8 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
             mean,
             variance,
             self.axis,
-            offset=None if self.beta is None else tf.cast(self.copied(self.beta), x.dtype),
-            scale=None if self.gamma is None else tf.cast(self.copied(self.gamma), x.dtype),
+            offset=None if self.beta is None else tf.cast(self._copied(self.beta), x.dtype),
+            scale=None if self.gamma is None else tf.cast(self._copied(self.gamma), x.dtype),
             epsilon=self.epsilon,
         )
         return tf.cast(outputs, self.compute_dtype)
