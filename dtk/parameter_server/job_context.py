@@ -33,12 +33,29 @@ class JobStrategy(Strategy):
         return self.consistency.slices(self.workers)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
-        """Return a value summed over a step's slices, which must be a single one."""
+        """Sum a value over a step's slices, which must be a single one.
+
+        Args:
+            value: Any tensor.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: A step is cut over several workers.
+        """
         self.check_whole_step("a loss that is a mean over masked or weighted rows")
         return value
 
     def check_whole_step(self, what: str) -> None:
-        """Raise if a step is cut over workers: they cannot exchange numbers within it."""
+        """Raise for a feature that needs workers to exchange numbers within a step.
+
+        Args:
+            what: The feature, for the message.
+
+        Raises:
+            ValueError: A step is cut over workers.
+        """
         if self.slices > 1:
             raise ValueError(
                 f"{what} needs workers to exchange numbers within a step, which workers of "
@@ -52,7 +69,13 @@ class JobStrategy(Strategy):
         return list(self.extended.bytes_placed)
 
     def note_traffic(self, worker: int, moved: Array, steps: int = 1) -> None:
-        """Count the bytes that steps of a worker pulled and pushed, of shape (2,)."""
+        """Count the bytes that steps of a worker pulled and pushed.
+
+        Args:
+            worker: Index of the worker.
+            moved: Bytes pulled and bytes pushed, of shape (2,).
+            steps: Number of steps.
+        """
         self.moved[worker] += (*moved, steps)
 
     @property

@@ -69,8 +69,8 @@ def rank_0_alone(folder):
         assert_equal(copy, model)
         model.set_weights([weight + 0.5 for weight in model.get_weights()])
         model.export(f"{folder}/exported", verbose=False)
-        again = tf.saved_model.load(f"{folder}/exported").serve(x)
-        np.testing.assert_allclose(again, model(x), 1e-5, 1e-6)
+        exported = tf.saved_model.load(f"{folder}/exported")  # its functions need its variables
+        np.testing.assert_allclose(exported.serve(x), model(x), 1e-5, 1e-6)
     return sorted(path.name for path in Path(folder).glob("[!.]*"))
 
 
