@@ -186,6 +186,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
+        import keras
         import tensorflow as tf
 
         self.traced = 0
@@ -197,12 +198,15 @@ class Draws:
         for module, name, draw in drawing():
             setattr(module, name, self._by_rows(getattr(module, name), draw))
         around_initializers(self._outside)
+        # An initializer may also be a function, such as `tf.random.normal`.
+        first = keras.Layer.add_weight
+        keras.Layer.add_weight = lambda *args, **kwargs: self._outside(first, *args, **kwargs)
 
-    def _outside(self, first: Any, *args: Any) -> Any:
+    def _outside(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Draw weights as Keras does, also those of a layer that the first step builds."""
         before, self.rows = self.rows, None
         try:
-            return first(*args)
+            return first(*args, **kwargs)
         finally:
             self.rows = before
 
