@@ -40,14 +40,14 @@ def replica_index() -> int:
     return int(replica._replica_id_in_sync_group)
 
 
-class _Running(threading.local):
+class _RunningReplica(threading.local):
     """This thread's replica, as replicas may be threads."""
 
     present: tf.Tensor | None = None  # whether it has rows; None: its values always count
     whole = False  # whether it computes a step as if there were one replica
 
 
-_running = _Running()
+_running = _RunningReplica()
 
 # A job survives a link that is down for less; with TensorFlow's own 10 s, 5 s can end a job. After
 # a longer silence, dtk's watch names the rank, or TensorFlow ends the job.

@@ -221,7 +221,7 @@ class Batcher:
         return [waiting[0]._replace(parts=(parts,), counts=(rows,), rows=rows)]
 
 
-class _Held(NamedTuple):
+class _HeldWeights(NamedTuple):
     """Weights that a worker keeps for its next batches."""
 
     values: list[tf.Tensor]  # the weights
@@ -249,7 +249,7 @@ class DownpourJob(TrainJob):
         # The gradients that each worker has not pushed yet.
         self._kept: dict[int, list[tf.Tensor]] = {}
         # The weights that each worker goes on with, if it fetches less often than it pushes.
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldWeights] = {}
 
     def dispatch(self, batch: Batch) -> None:
         for ready in self._batcher.add(batch):
@@ -353,7 +353,7 @@ class DownpourJob(TrainJob):
             fetches = 0 if held else 1
             if held is None:
                 values, rate, nothing = self._fetch()
-                held = _Held(values, rate, nothing, schedule.finished)
+                held = _HeldWeights(values, rate, nothing, schedule.finished)
             older = max(0, schedule.finished - held.finished - held.pushes)
             values, rate, accrued = held.values, held.rate, held.nothing
             reports: list[TrainReport] = []
