@@ -66,10 +66,6 @@ class Batch(NamedTuple):
         """Slices without rows."""
         return [part for part, count in enumerate(self.counts) if not count]
 
-    @property
-    def holders(self) -> float:
-        return float(len(self.counts) - len(self.empty))
-
     def share_of(self, part: int) -> float:
         """Return a slice's part of the rows, 0 to 1."""
         return self.counts[part] / self.rows
@@ -164,12 +160,12 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
         """Trace the function that workers call for such batches."""
-        scalar = tf.TensorSpec([], tf.float64)
+        share = tf.TensorSpec([], tf.float64)
         function = tf.function(self.step, autograph=False)
-        return function.get_concrete_function(spec, scalar, scalar, rng_states)
+        return function.get_concrete_function(spec, share, rng_states)
 
-    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
-        """Compute one slice: its share of the rows, one of `size` slices; traced."""
+    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+        """Compute one slice: its share of the rows; traced."""
         raise NotImplementedError
 
     @property
@@ -221,12 +217,11 @@ class BatchJob(Generic[ReportT, OutputsT]):
         batch, traced = task.work, self.traced[task.work.key]
         # Constants made on the chief go along with the call; on the worker, each is a message.
         with tf.device(tf_servers.CHIEF):
-            shares = (batch.share_of(task.part), batch.holders)
-            numbers = [tf.constant(number, tf.float64) for number in shares]
-            numbers.append(tf.constant(self.rng_states.of(task.piece, schedule)))
+            share = tf.constant(batch.share_of(task.part), tf.float64)
+            rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
 
         def step(data: Nest) -> ReportT:
-            return self.fetch(traced, traced.function(data, *numbers, *more))
+            return self.fetch(traced, traced.function(data, share, rng_states, *more))
 
         return batch.call(worker, step, batch.parts[task.part] if batch.parts else None)
 
@@ -256,7 +251,7 @@ class TestJob(BatchJob[Counted, Counted]):
     def logs(self) -> dict[str, Nest]:
         return self._metrics.logs
 
-    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
         """Count the metrics of one slice; traced."""
         with tf_replicas.in_replica(self.strategy):
             traced = self.keras_step(data, pull(self.variables()), rng_states, share)
@@ -283,7 +278,7 @@ class PredictJob(BatchJob[Nest, Nest]):
     def ahead(self) -> int:
         return 0  # batches are applied in order
 
-    def step(self, data: Nest, share: tf.Tensor, size: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
         """Predict for one slice, as if it were a batch; traced."""
         with tf_replicas.in_replica(self.strategy):
             return self.keras_step(data, pull(self.variables()), rng_states).logs

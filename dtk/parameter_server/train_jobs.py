@@ -125,12 +125,12 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         super().submit(batch)
 
     def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        scalar = tf.TensorSpec([], tf.float64)
+        share = tf.TensorSpec([], tf.float64)
         while True:
             layout = self.commit.layout
             handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
             function = tf.function(self.step_into, autograph=False)
-            traced = function.get_concrete_function(spec, scalar, scalar, rng_states, handles)
+            traced = function.get_concrete_function(spec, share, rng_states, handles)
             if self.commit.layout is layout:  # else it found sparse gradients: trace again
                 return traced
 
@@ -138,7 +138,6 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         self,
         data: Nest,
         share: tf.Tensor,
-        size: tf.Tensor,
         rng_states: tf.Tensor,
         handles: list[tf.Tensor],
     ) -> tf.Tensor:
