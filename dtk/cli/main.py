@@ -9,14 +9,14 @@ import click
 
 from dtk.version import __version__
 
-# name: (module, one-line help). The help is here so that `dtk --help` imports nothing; the command
-# in the module has the name of the module's last part.
+# name: (module, one-line help). The help is here so that `dtk --help` imports nothing. The function
+# in the module has the name of the command, with "_" for "-".
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
-    "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than you have."),
+    "plan": ("dtk.cli.planner", "Predict time, efficiency and cost on more workers than you have."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),
     "install-horovod": ("dtk.cli.install_horovod", "Build and install Horovod, and check it."),
 }
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), module.rpartition(".")[2])
+        command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _MARK = "dtk plan --model"
+_SCRIPT = """\
+plan = dtk.planning.load_plan("{file}")
+strategy = dtk.strategies.AllReduceStrategy(model_parallel=plan.model_parallel)
+with strategy.scope():
+    model = {made}
+    model.compile(...)
+model.fit(..., batch_size=plan.batch_size)    # dtk run -n {workers} train.py"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,7 @@ class ModelPlan:
         """
         import keras
 
-        sequential = isinstance(model, keras.Sequential)
-        known = {one.name: one for one in (model.layers if sequential else model.operations)}
+        known = {one.name: one for one in keras.Model(model.inputs, model.outputs).operations}
         missing = [name for name in self.borders if name not in known]
         if missing:
             raise PlanError(
@@ -98,17 +104,7 @@ class ModelPlan:
             made = "dtk.layers.parallelize(build(), plan.layers)"
         elif self.borders:
             made = "dtk.layers.Pipeline(plan.stages(build()), plan.microbatches, plan.schedule)"
-        return "\n".join(
-            [
-                f'plan = dtk.planning.load_plan("{file}")',
-                "strategy = dtk.strategies.AllReduceStrategy(model_parallel=plan.model_parallel)",
-                "with strategy.scope():",
-                f"    model = {made}",
-                "    model.compile(...)",
-                "model.fit(..., batch_size=plan.batch_size)    "
-                f"# dtk run -n {self.workers} train.py",
-            ]
-        )
+        return _SCRIPT.format(file=file, made=made, workers=self.workers)
 
     def dumps(self) -> str:
         """Return the plan as JSON."""
