@@ -30,7 +30,7 @@ from dtk.bench.results import Reading
 from dtk.bench.setting import BenchError, Setting, check_names
 from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, Process, job_options, machines, plan
+from dtk.launch import COMMUNICATORS, Process, job_options, machines, plan
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -138,7 +138,7 @@ def mpirun(
     return Process("mpirun", "worker", 0, "localhost", tuple(started), env)
 
 
-class BenchJob:
+class BenchJob(Ranks):
     """A job that measures when it is asked.
 
     Args:
@@ -161,41 +161,29 @@ class BenchJob:
         self.name, self.essential, self._busy = name, essential, busy
         self._unseen = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         output = sys.stderr if essential else self._unseen
-        self._ranks = Ranks(
-            processes, places.workers, output=output, remote_shell=places.remote_shell
-        )
+        shell = places.remote_shell
+        super().__init__(processes, places.workers, output=output, remote_shell=shell)
 
-    @property
-    def job(self) -> Job:
-        """What runs the processes."""
-        return self._ranks.job
-
-    @property
-    def hello(self) -> list[tuple[worker.RankHost, dict[str, str]]]:
-        """Where each rank runs, and the versions that it measures."""
-        # Pickled by `dtk.bench.worker`, as are all answers.
-        return cast(list[tuple[worker.RankHost, dict[str, str]]], self._ranks.hello)
-
-    def start(self) -> None:
+    def start(self, timeout: float = _START) -> None:
         """Start it, and wait until every rank has said hello."""
         with self._explained():
-            self._ranks.start(_START)
-        self._rest()
+            super().start(timeout)
+            self._rest()
 
     def build(self, task: str) -> tuple[int, list[str], dict[str, str]]:
         """Make ready for a task; return the model's parameters, what can be measured, what not."""
-        return cast(tuple[int, list[str], dict[str, str]], self._ask(("build", task))[0])
+        return cast(tuple[int, list[str], dict[str, str]], self._asked(("build", task))[0])
 
     def measure(self, name: str) -> list[Reading]:
         """Measure on all ranks at once."""
-        answers = cast(list[worker.Numbers], self._ask(("measure", name)))
+        answers = cast(list[worker.Numbers], self._asked(("measure", name)))
         return [Reading(**numbers) for numbers in answers]
 
-    def _ask(self, request: tuple[str, str]) -> list[object]:
+    def _asked(self, request: tuple[str, str]) -> list[object]:
         with self._explained():
-            answers = self._ranks.ask(request, _TURN)
-        self._rest()
-        return answers
+            answers = self.ask(request, _TURN)
+            self._rest()
+            return answers
 
     def _rest(self) -> None:
         """Stop the processes until they are asked again, if they are busy meanwhile.
@@ -203,8 +191,7 @@ class BenchJob:
         All must have answered: what one still sends, another waits for.
         """
         if self._busy:
-            with self._explained():
-                self._ranks.ask(worker.REST, _TURN)
+            self.ask(worker.REST, _TURN)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -214,16 +201,16 @@ class BenchJob:
         except TimeoutError as error:
             raise JobLost(str(error)) from None
         except RanksFailed:
-            if not self._ranks.ended(_FAIL) or self.job.failure is None:
+            if not self.ended(_FAIL) or self.job.failure is None:
                 raise JobLost("ended too early") from None
             process, code, words = self.job.failure
             host = "" if process.host == "localhost" else f" on {process.host}"
             why = f"{process.name}{host} ended with exit code {code}: {last_words(words)}"
             raise JobLost(why, code) from None
 
-    def close(self, hurry: bool = False) -> None:
-        """End every rank."""
-        self._ranks.close(0.0 if hurry else _END, hurry)
+    def close(self, patience: float = _END, hurry: bool = False) -> None:
+        """End every rank; in a hurry, without patience."""
+        super().close(0.0 if hurry else patience, hurry)
         self._unseen.close()
 
 

@@ -23,6 +23,7 @@ from dtk.bench import bench_jobs, report
 from dtk.bench.bench_jobs import Baseline, BenchJob, JobLost, Places, command
 from dtk.bench.results import BenchResults, Measured
 from dtk.bench.setting import Setting
+from dtk.bench.worker import RankHost
 from dtk.errors import DtkError
 from dtk.launch import job_options
 
@@ -151,17 +152,16 @@ class BenchRun:
 
     def _describe(self, communicators: tuple[str, ...]) -> None:
         """Note what is measured, by whom, on what and with which versions."""
-        versions: dict[str, str] = {}
-        for job in self.jobs:
-            versions |= job.hello[0][1]
+        # Each rank's place, and the versions that it measures; pickled by `dtk.bench.worker`.
+        said = [cast(list[tuple[RankHost, dict[str, str]]], job.hello) for job in self.jobs]
         self.results.setting = {
             **cast(Measured, dataclasses.asdict(self.setting)),  # asdict types no field
             "communicators": communicators,
             "tuned": tuple(f"{name}={value}" for name, value in self.tuned.items()),
             "worlds": [job.name for job in self.jobs],
             "workers": self.places.workers,
-            "ranks": [host for host, _ in self.jobs[0].hello],
-            "versions": versions,
+            "ranks": [host for host, _ in said[0]],
+            "versions": {name: of for hello in said for name, of in hello[0][1].items()},
         }
 
     # --- taking turns ---
