@@ -88,10 +88,8 @@ def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
 
     Block momentum is left out, since a plan computes it.
     """
-    found = {
-        name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
-    }
-    return {name: of for name, of in found.items() if not block_of(name)}
+    named = [(*name.partition(" ")[::2], of) for name, of in turns.items()]
+    return {name: of for first, name, of in named if first == communicator and not block_of(name)}
 
 
 def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dtk.bench.report import size
-from dtk.planning.inputs import Cluster, PlanError, Training
+from dtk.planning.inputs import Cluster, Link, PlanError, Training
 from dtk.planning.plan_methods import Prediction, predict
 from dtk.version import pip_install
 
@@ -43,7 +43,10 @@ def advise(
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
-    chosen = _least_change(kept or best)
+    chosen, *others = kept or best
+    for one in others:
+        if one.rows > GAIN * chosen.rows:
+            chosen = one
     reasons = [_what(chosen, job, cluster)]
     if not kept:
         reasons.append(f"Nothing keeps {target:.2f} on {chosen.workers} workers or more.")
@@ -54,27 +57,17 @@ def advise(
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
     """Return a method's fastest prediction at or above the target, else the most efficient one."""
     kept = [one for one in of if one.efficiency >= target]
-    if kept:
-        return max(kept, key=lambda one: one.rows)
-    return max(of, key=lambda one: one.efficiency)
-
-
-def _least_change(candidates: Sequence[Prediction]) -> Prediction:
-    chosen = candidates[0]
-    for one in candidates[1:]:
-        if one.rows > GAIN * chosen.rows:
-            chosen = one
-    return chosen
+    most = max(of, key=lambda one: one.efficiency)
+    return max(kept, key=lambda one: one.rows, default=most)
 
 
 def _what(chosen: Prediction, job: Training, cluster: Cluster) -> str:
-    many = f"{chosen.workers} worker{'s' * (chosen.workers > 1)}"
-    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
-    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
     if chosen.workers == 1:
         return f"Use 1 worker: {chosen.rows:.0f} rows per second."
+    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
+    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
     return (
-        f"Use {many}{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
+        f"Use {chosen.workers} workers{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
         f"{chosen.rows:.0f} rows per second, {chosen.efficiency:.2f} of what as many workers could "
         "do without each other."
     )
@@ -115,20 +108,14 @@ def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
     """
     if one.cost.coding > one.cost.sending:
         return "what a worker does by itself takes as long as sending"
-    messages = predict(one.method, job, _without_limit(cluster), one.workers).cost.sending
+    # The same cluster, with bytes that take no time.
+    network, host = (Link(link.latency) for link in (cluster.network, cluster.host))
+    software = replace(cluster.software, byte=0.0)
+    endless = replace(cluster, network=network, host=host, software=software)
+    messages = predict(one.method, job, endless, one.workers).cost.sending
     if messages > one.cost.sending / 2:
         return "messages wait for each other"
     return "bytes wait for the link"
-
-
-def _without_limit(cluster: Cluster) -> Cluster:
-    """Return the same cluster with bytes that take no time."""
-    return replace(
-        cluster,
-        network=replace(cluster.network, bandwidth=math.inf),
-        host=replace(cluster.host, bandwidth=math.inf),
-        software=replace(cluster.software, byte=0.0),
-    )
 
 
 Predictions = Sequence[Sequence[Prediction]]
@@ -160,9 +147,7 @@ def _short(value: float) -> str:
         >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
         ('0.0123', '85.0', '12346', '0')
     """
-    if value >= 100 or not value:
-        return f"{value:.0f}"
-    return f"{value:#.3g}"
+    return f"{value:.0f}" if value >= 100 or not value else f"{value:#.3g}"
 
 
 def notes(job: Training, cluster: Cluster, advice: Advice) -> list[str]:
