@@ -79,16 +79,14 @@ class BenchResults:
             >>> begun.ended_early(["mlp", "resnet20"], "SIGINT").absent
             {'mlp': '1 of 5 rounds: SIGINT', 'resnet20': 'SIGINT'}
         """
-        turns, absent = {}, dict(self.absent)
+        turns, absent, planned = {}, dict(self.absent), self.setting["rounds"]
         for task in tasks:
             variants = self.turns.get(task, {})
             rounds = min(map(len, variants.values()), default=0)
             if rounds:
                 turns[task] = {name: taken[:rounds] for name, taken in variants.items()}
-            if not rounds:
-                absent[task] = why
-            elif rounds < self.setting["rounds"]:
-                absent[task] = f"{rounds} of {self.setting['rounds']} rounds: {why}"
+            if rounds < planned:
+                absent[task] = f"{rounds} of {planned} rounds: {why}" if rounds else why
         return dataclasses.replace(self, turns=turns, absent=absent)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -115,10 +113,8 @@ def read(path: str | os.PathLike[str]) -> BenchResults:
     try:
         for variants in found["turns"].values():
             for turns in variants.values():
-                turns[:] = [
-                    [Reading(**{**known, "steps": tuple(known["steps"])}) for known in turn]
-                    for turn in turns
-                ]
+                for turn in turns:
+                    turn[:] = [Reading(**{**one, "steps": tuple(one["steps"])}) for one in turn]
         return BenchResults(**found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BenchError(
@@ -136,11 +132,10 @@ def in_step(turn: Sequence[Reading]) -> float:
         >>> in_step([Reading(2.0, 0, 0, 9.0, (1.0, 3.0)), Reading(2.0, 0, 0, 9.0, (3.0, 1.0))])
         3.0
     """
-    slowest = [max(step) for step in zip(*(reading.steps for reading in turn), strict=True)]
+    slowest = statistics.mean(map(max, zip(*(reading.steps for reading in turn), strict=True)))
     own = statistics.mean(statistics.mean(reading.steps) for reading in turn)
     # Not the steps themselves: the first of them holds what stands before it, once an epoch.
-    longer = statistics.mean(slowest) / own
-    return longer * statistics.mean(reading.seconds for reading in turn)
+    return slowest / own * statistics.mean(reading.seconds for reading in turn)
 
 
 def apart(ranks: Sequence[RankHost]) -> bool:

@@ -51,11 +51,10 @@ class Setting:
                 raise BenchError(
                     f"--allreduce {size}: expected bytes of whole float32 numbers, such as 4kB"
                 )
-        for name in ("batch_size", "steps", "rounds"):
-            value = getattr(self, name)
+        counts = {"--batch-size": self.batch_size, "--steps": self.steps, "--rounds": self.rounds}
+        for option, value in counts.items():
             if value < 1:
-                option = name.replace("_", "-")
-                raise BenchError(f"--{option} {value}: expected 1 or more")
+                raise BenchError(f"{option} {value}: expected 1 or more")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -147,5 +146,4 @@ def check_names(option: str, given: Iterable[str], known: Iterable[str], *more: 
     for name in given:
         if name not in known:
             *others, last = (*known, *more)
-            expected = f"{', '.join(others)} or {last}"
-            raise BenchError(f"{option} {name}: unknown, expected {expected}")
+            raise BenchError(f"{option} {name}: unknown, expected {', '.join(others)} or {last}")

@@ -85,13 +85,13 @@ class BenchRun:
                     self._describe(communicators)
                     self.take_turns()
                 hurry = False
+                return 0
             except JobLost as lost:
                 click.echo(f"dtk bench: {lost}", err=True)
                 return lost.code
             finally:
                 for job in self.jobs:
-                    job.close(hurry)
-            return 0
+                    job.close(hurry=hurry)
 
         return job_options.interruptible(guarded, "bench", (one.job for one in self.jobs))
 
@@ -134,13 +134,10 @@ class BenchRun:
         essential: bool = True,
     ) -> None:
         self.bar.show(f"{name}: starting ...")
-        processes = [
-            dataclasses.replace(one, env={**one.env, **changed})
-            for one in bench_jobs.place(launcher, argv, self.places)
-        ]
-        job = BenchJob(
-            name, processes, self.places, essential=essential, busy=launcher in bench_jobs.BUSY
-        )
+        placed = bench_jobs.place(launcher, argv, self.places)
+        processes = [dataclasses.replace(one, env={**one.env, **changed}) for one in placed]
+        busy = launcher in bench_jobs.BUSY
+        job = BenchJob(name, processes, self.places, essential=essential, busy=busy)
         self.jobs.append(job)
         try:
             job.start()
@@ -185,11 +182,11 @@ class BenchRun:
                 self.results.absent[f"{label(job, name)}, {task}"] = why
             # The first is the limit, which all others are compared with.
             expected = self.results.parameters[task] = self.results.parameters[task] or parameters
-            if names and parameters != expected:
+            if parameters == expected:
+                variants += [(job, name) for name in names]
+            elif names:
                 why = f"its model has {parameters} parameters, expected {expected}"
                 self.results.absent[f"{job.name}, {task}"] = why
-            else:
-                variants += [(job, name) for name in names]
         self.results.turns[task] = {label(*variant): [] for variant in variants}
         return variants
 

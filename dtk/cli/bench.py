@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -149,9 +148,7 @@ def bench(
     communicators = _once(communicators) or (job_options.installed()[0],)
     chosen = bench_jobs.choose(_once(peers), _BASELINES)
     saved = None if compare is None else read(compare)
-    files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
-    for option, file in files.items():
-        page.check_writable(option, file)
+    page.check_writable(json_file, markdown_file, plot_file)
     for name in communicators:
         bench_jobs.check(name, where)
     if plot_file is not None:
@@ -164,14 +161,11 @@ def bench(
         results = results.ended_early(setting.tasks, f"ended with exit code {code}")
         if not results.turns:
             sys.exit(code)
-    shown = report.tables(results, saved), report.notes(results, saved)
     if json_file is not None:
         results.save(json_file)
-    if markdown_file is not None:
-        Path(markdown_file).write_text(page.markdown(*shown))
     if plot_file is not None:
         report.save_plot(results, plot_file)
-    page.show(*shown)
+    page.show(report.tables(results, saved), report.notes(results, saved), markdown_file)
     sys.exit(code)
 
 
@@ -189,8 +183,9 @@ def _variable(given: str) -> tuple[str, str]:
 
 
 def _count(workers: int | None, where: tuple[Host, ...]) -> int:
-    slots = sum(host.slots for host in where)
-    count = (slots or _WORKERS) if workers is None else workers
+    count = workers
+    if count is None:
+        count = sum(host.slots for host in where) or _WORKERS
     if count < 1:
         raise ClusterError(f"-n {count}: expected 2 or more, e.g. `dtk bench -n 2`")
     if count == 1:

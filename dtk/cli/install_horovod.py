@@ -108,14 +108,12 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
     """Install the wheel and what it imports into the running environment."""
     log = wheel.with_name("install.log")
     log.write_text("")
-    pip = [*build.PIP, "install"]
-    failed = f"{wheel.name} could not be installed"
+    # forced: the installed version may be the same, but built for another TensorFlow or MPI
+    forced = ["--no-deps", "--force-reinstall", str(wheel)]
     with step(f"installing {wheel.name}", verbose):
-        requirements = build.RUNTIME_REQUIREMENTS
-        build.run_logged([*pip, *requirements], log, failed, echo=verbose)
-        # forced: the installed version may be the same, but built for another TensorFlow or MPI
-        command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
-        build.run_logged(command, log, failed, echo=verbose)
+        for what in (build.RUNTIME_REQUIREMENTS, forced):
+            command, failed = [*build.PIP, "install", *what], f"{wheel.name} could not be installed"
+            build.run_logged(log, verbose, command, failed)
 
 
 def check_installed(without_mpi: bool) -> None:

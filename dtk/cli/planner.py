@@ -181,8 +181,7 @@ def plan(
     model's layers on this machine, and searches for the fastest way to divide rows, channels,
     images and stages among -n workers.
     """
-    for option, file in {"--json": json_file, "--markdown": markdown_file, "--plot": plot}.items():
-        page.check_writable(option, file)
+    page.check_writable(json_file, markdown_file, plot)
     divided = model is not None and (model.endswith(_SAVED) or ":" in model)
     chosen = {"--model": None if divided else model, "--communicator": communicator}
     for option, name in chosen.items():
@@ -244,12 +243,10 @@ def plan(
     advice = tables.advise(predictions, job, cluster, efficiency)
     if plot is not None:
         tables.draw(predictions, plot)
-    shown = tables.by_title(predictions).items(), tables.notes(job, cluster, advice)
     if json_file is not None:
         Path(json_file).write_text(tables.dumps(predictions, job, cluster, advice))
-    if markdown_file is not None:
-        Path(markdown_file).write_text(page.markdown(*shown))
-    page.show(*shown)
+    shown = [*tables.by_title(predictions).items()]
+    page.show(shown, tables.notes(job, cluster, advice), markdown_file)
 
 
 def _refuse(names: Sequence[str], why: str) -> None:

@@ -9,6 +9,7 @@ is imported here; what must be asked of it is asked in a subprocess.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import platform
@@ -222,19 +223,18 @@ class Build:
     """One build: a scratch directory, the tools in it, and one log of all that ran."""
 
     def __init__(self, scratch: pathlib.Path, log: pathlib.Path, echo: bool = False) -> None:
-        self.scratch, self.log, self.echo = scratch, log, echo
-        self.tools = scratch / "tools"
+        self.scratch, self.tools = scratch, scratch / "tools"
+        self.run = functools.partial(run_logged, log, echo)
 
     def fetch_tools(self) -> None:
         """Install the build's tools into a directory of its own; cmake only if none here fits."""
-        tools, cure = [*BUILD_REQUIREMENTS], "check the network and pip's configuration"
+        tools, failed = [*BUILD_REQUIREMENTS], "the build tools could not be fetched. Next: check "
+        failed += "the network and pip's configuration"
         if not usable_cmake():
             tools.append(CMAKE)
-            cure += ", or: apt-get install cmake (3.13 or later, below 4)"
+            failed += ", or: apt-get install cmake (3.13 or later, below 4)"
         install = [*PIP, "install", "--only-binary", ":all:", "--no-deps"]
-        failed = f"the build tools could not be fetched. Next: {cure}"
-        command = [*install, "--target", str(self.tools), *tools]
-        run_logged(command, self.log, failed, echo=self.echo)
+        self.run([*install, "--target", str(self.tools), *tools], failed)
 
     def fetch_source(self) -> pathlib.Path:
         """Download Horovod's source archive from the configured package index.
@@ -246,15 +246,13 @@ class Build:
         self.scratch.mkdir(parents=True, exist_ok=True)
         wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
         download = [*PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
-        run_logged(
+        self.run(
             [*download, "--require-hashes", "--requirement", str(wanted), "--dest", str(folder)],
-            self.log,
             f"horovod {HOROVOD_VERSION} could not be downloaded, or what came is not the "
             f"published source (SHA-256 {HOROVOD_SHA256}). Next: check the network and which "
             "package index pip is configured for, or: dtk install-horovod --sdist FILE, for an "
             "archive that you trust",
             self.environ(),
-            self.echo,
         )
         return next(folder.glob("horovod-*.tar.gz"))
 
@@ -274,8 +272,7 @@ class Build:
         folder, failed = self.scratch / "wheel", "Horovod did not compile"
         command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
         command += ["--wheel-dir", str(folder), str(source)]
-        environ = {**self.environ(), **build_variables(mpi)}
-        run_logged(command, self.log, failed, environ, self.echo)
+        self.run(command, failed, {**self.environ(), **build_variables(mpi)})
         wheel = next(folder.glob("horovod-*.whl"))
         if not has_tensorflow_ops(wheel):
             raise HorovodBuildError(f"{failed}: {wheel.name} holds no TensorFlow library")
@@ -315,11 +312,11 @@ def apply_patch(source: pathlib.Path) -> None:
 
 
 def run_logged(
-    command: Sequence[str],
     log: pathlib.Path,
+    echo: bool,
+    command: Sequence[str],
     failed: str,
-    environ: Mapping[str, str] | None = None,
-    echo: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> None:
     """Run a command, append its output to `log`, and on failure show how the log ends."""
     with log.open("a") as out:
@@ -362,9 +359,9 @@ def check_sdist(sdist: pathlib.Path) -> None:
     cure = f"Next: dtk install-horovod without --sdist, which downloads horovod {HOROVOD_VERSION}"
     try:
         with tarfile.open(sdist) as archive:
-            depth = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]
-            member = archive.extractfile(depth[0]) if depth else None
-            text = member.read().decode() if member else ""
+            names = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]
+            members = [archive.extractfile(name) for name in names]
+            text = "".join(member.read().decode() for member in members if member)
     except (OSError, tarfile.TarError) as error:
         raise HorovodBuildError(f"{sdist} is not a source archive ({error}). {cure}") from error
     fields = dict(re.findall(r"^(Name|Version): (.*)$", text, re.MULTILINE))

@@ -311,7 +311,7 @@ def test_failure_names_the_log_and_shows_its_end(tmp_path):
     log = tmp_path / "build.log"
     code = "print('early'); [print('line', n) for n in range(50)]; raise SystemExit(3)"
     with pytest.raises(HorovodBuildError) as error:
-        build.run_logged([sys.executable, "-c", code], log, "Horovod did not compile")
+        build.run_logged(log, False, [sys.executable, "-c", code], "Horovod did not compile")
     assert str(log) in str(error.value)
     assert str(error.value).startswith("Horovod did not compile\n")
     assert "line 49" in str(error.value)
