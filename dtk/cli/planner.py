@@ -6,6 +6,7 @@ With a model to divide, how to divide it among workers, layer by layer (`dtk.pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -68,6 +69,7 @@ class Quantity(click.ParamType):
 _COUNT, _ROWS = Quantity("N", inputs.parse_count), Quantity("ROWS", inputs.parse_count)
 _COUNTS = Quantity("N,...", inputs.parse_counts)
 _TIME, _SPEED = Quantity("TIME", inputs.parse_seconds), Quantity("SPEED", inputs.parse_bandwidth)
+_STEP = Quantity("TIME", functools.partial(inputs.parse_seconds, zero="a step takes time"))
 _BYTES = Quantity("BYTES", inputs.parse_size)
 
 
@@ -92,7 +94,7 @@ _BYTES = Quantity("BYTES", inputs.parse_size)
 @click.option(
     "--communicator", metavar="NAME", help="Communicator in that file, if there are several."
 )
-@click.option("--step-time", type=_TIME, help="Time of a worker's step without sending, e.g. 85ms.")
+@click.option("--step-time", type=_STEP, help="Time of a worker's step without sending, e.g. 85ms.")
 @click.option("--parameters", type=_COUNT, help="Trainable parameters, e.g. 270k.")
 @click.option(
     "--batch-size",
@@ -210,6 +212,8 @@ def plan(
     )
     if not 0 < efficiency <= 1:
         raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
+    if not 0 <= price_per_hour < math.inf:
+        raise PlanError(f"--price-per-hour {price_per_hour:g}: expected 0 or more")
     given = None
     if step_time is not None and parameters is not None:
         given = Training(step_time, parameters, batch_size or Training.rows)

@@ -129,11 +129,6 @@ BROKEN = {
         "Keras",
         "3.15.1 on the jax backend, dtk needs tensorflow. Next: export KERAS_BACKEND=tensorflow",
     ),
-    "an old Keras": (
-        {"keras": GOOD["keras"].replace("3.15.1", "3.12.4")},
-        "Keras",
-        UNTESTED.format("3.12.4", requirement("keras")),
-    ),
     "a new Keras": (
         {"keras": GOOD["keras"].replace("3.15.1", "3.99.0")},
         "Keras",
@@ -202,25 +197,14 @@ def test_hosts_are_tried_on_the_port_that_is_given():
         (good,) = module.reach(["127.0.0.2"], port)
     assert (good.state, good.found) == ("ok", f"reached 127.0.0.2 on port {port}")
     own, there, unknown = module.reach(["localhost", "127.0.0.2", "no-such-host.invalid"], port)
-    assert own.what == "Host localhost" and unknown.state == "broken"
-    assert (there.state, there.found.split(". ")[0]) == (
-        "broken",
-        f"port {port}: Connection refused",
-    )
+    assert own.what == "Host localhost" and unknown.state == there.state == "broken"
+    assert there.found.startswith(f"port {port}: Connection refused. ")
 
 
 def test_the_real_libraries():
     result = CliRunner().invoke(doctor, [])
     assert result.exit_code == 0, result.output
-    assert line(result, "TensorFlow")[0] == "ok"
-    assert line(result, "Keras")[0] == "ok"
-
-
-def test_rules_are_printed_alone():
-    result = CliRunner().invoke(doctor, ["--hosts", "192.0.2.1,192.0.2.2:4", "--firewall"])
-    assert result.exit_code == 0
-    assert result.output.startswith("# Only 192.0.2.1, 192.0.2.2 reach")
-    assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
+    assert line(result, "TensorFlow")[0] == line(result, "Keras")[0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +216,9 @@ def test_rules_are_printed_alone():
         (["--hosts", "2001:db8::7"], "2001:db8::7"),
     ],
 )
-def test_rules_for_nobody_are_refused(options, said):
+def test_rules_are_printed_alone_and_refused_for_nobody(options, said):
+    result = CliRunner().invoke(doctor, ["--hosts", "192.0.2.1,192.0.2.2:4", "--firewall"])
+    assert result.exit_code == 0 and result.output.startswith("# Only 192.0.2.1, 192.0.2.2 reach")
+    assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
     result = CliRunner().invoke(doctor, ["--firewall", *options])
     assert result.exit_code != 0 and said in result.output

@@ -211,20 +211,3 @@ def test_more_rows_as_factors_never_take_less(job, cluster):
     more = dataclasses.replace(job, rows=2 * job.rows, step=2 * job.step)
     if more.factored(2) is not None:
         assert not_less(seconds(METHODS[0], more, cluster, 2), seconds(METHODS[0], job, cluster, 2))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Link(-1.0), "latency -1: expected 0 or more seconds"),
-        (lambda: Link(0.0, 0.0), "bandwidth 0: expected bytes per second above 0"),
-        (lambda: Training(0.0, 1), "step time 0: expected seconds above 0"),
-        (lambda: Training(1.0, 0), "parameters 0: expected 1 or more"),
-        (lambda: Training(1.0, 1, global_batch=0), "global batch 0: expected 1 row or more"),
-        (lambda: Cluster(Link(), per_host=0), "workers per host 0: expected 1 or more"),
-        (lambda: Cluster(Link(), price=-1.0), "price -1: expected 0 or more"),
-    ],
-)
-def test_what_cannot_be_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -74,16 +74,6 @@ def test_a_pipeline_takes_no_less_than_any_of_its_stages_and_than_one_microbatch
     assert fewer.seconds == made.plan.seconds and fewer.memory <= made.plan.memory
 
 
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_grids_are_all_factorisations_in_which_replicas_have_rows(workers, batch):
-    cluster = Cluster(Link(), per_host=workers)
-    for model in range(1, workers + 1):
-        if workers % model == 0 and workers // model <= batch:
-            grid = RankGrid(workers // model, model)
-            assert [group.size for group in grid.groups(cluster)] == [model, workers // model]
-
-
-
 @few
 @given(workload=workloads(most=3), workers=st.sampled_from([1, 2, 4, 6]))
 def test_every_grid_on_which_ranks_have_parts_is_a_candidate(workload, workers):
