@@ -129,8 +129,7 @@ FULL = (
     r"optimizers/test_workers.py::test_two_workers_equal_one_process\[collective",
     # whole commands: one of each
     r"cli/test_bench_hosts.py",
-    r"cli/test_bench.py::test_(every_turn|the_tables|the_command|bytes_are|a_block|what_is_saved"
-    r"|the_setting|a_peer_that_cannot|the_rest_goes_on)",
+    r"cli/test_bench.py::test_(every_turn|the_tables|the_command|bytes_are|a_peer_that_cannot)",
     r"cli/test_check.py::test_a_(script_that_trains_nothing|step_that_adds_up)",
     r"launch/test_stall.py::test_(a_rank_that_(sleeps\S+\[(auto|horo)|is_stopped)|data_that|a_slow)",
     r"cli/test_tune.py::test_(a_real_script|a_script_that|settings_that_fit|ranks_with|what_auto)",

@@ -12,7 +12,7 @@ from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.results import Reading
 from dtk.bench.setting import Setting
 from dtk.bench.turns import BenchRun
-from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
+from dtk.bench.variant import LocalFit, Stopwatch, allreduce, distributed_fit
 from dtk.bench.worker import clock
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
@@ -122,45 +122,22 @@ def test_a_job_that_is_needed_ends_the_measurement_with_its_code():
     assert lost.value.code == 9
 
 
-MAKE = {
-    "limit": lambda setting, strategy: LocalFit(SMALL, setting, strategy.communicator, "/cpu:0"),
-    "dtk": lambda setting, strategy: DistributedFit(SMALL, setting, strategy, "1bit"),
-}
-
-
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
-    strategy = AllReduceStrategy(communicator="local")
-    variant = make(Setting(batch_size=3, steps=4), strategy)
-    seen = []
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
-    reading = clock(variant.measure)
-    assert variant.model.optimizer.iterations.numpy() == 5
-    assert 0 < 4 * reading["seconds"] < reading["fit"]
-    variant.model.fit(**variant._data, verbose=0, callbacks=[noting])
-    assert len(seen) == 5
-
-
-def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
-    strategy = AllReduceStrategy(communicator="local")
-    (step,) = [AllReduce(4000, Setting(steps=4), strategy)]
-    ticks = []
-    assert step.measure(lambda: ticks.append(1)) == {"sent": 0.0}
-    assert len(ticks) == 5
-    assert step._values.shape == (1000,)
-    assert step._step().numpy() == 1.0
-
-
-def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
-    strategy = AllReduceStrategy(communicator="local")
-    limit = LocalFit(SMALL, Setting(), strategy.communicator, "/cpu:0")
-    together = DistributedFit(SMALL, Setting(), strategy, "8bit")
+def test_a_turn_is_so_many_steps_and_one_more_by_the_limit_without_a_strategy():
+    strategy, setting = AllReduceStrategy(communicator="local"), Setting(batch_size=3, steps=4)
+    limit = LocalFit(SMALL, setting, strategy.communicator, "/cpu:0")
+    together = distributed_fit(SMALL, setting, strategy, "8bit")
     assert limit.model.distribute_strategy is not strategy
     assert together.model.distribute_strategy is strategy
     assert (limit.name, together.name) == ("limit", "8bit")
     assert repr(strategy.exchange) == "Quantized(bits=8)"
     for mine, its in zip(limit.model.get_weights(), together.model.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, its)
+    for variant in (limit, together):
+        reading = clock(variant.measure)
+        assert variant.model.optimizer.iterations.numpy() == 5
+        assert len(reading["steps"]) == 4 and 0 < 4 * reading["seconds"] < reading["fit"]
+    ticks, measure = [], allreduce(4000, setting, strategy)
+    assert measure(lambda: ticks.append(1)) == {"sent": 0.0} and len(ticks) == 5
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_all_ranks_answer_in_their_order_and_whoever_does_not_know_the_key_is_tu
     job = make()
     with (
         contextlib.suppress(OSError),
-        socket.create_connection(job._ranks._door.getsockname()) as line,
+        socket.create_connection(job._door.getsockname()) as line,
     ):
         line.sendall(b"\0\0\0\x05hello")
     job.start()
