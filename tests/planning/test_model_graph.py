@@ -56,20 +56,28 @@ def test_operators_are_the_model_s_layers_with_their_weights_and_work():
     assert found["flat"].whole_because == "dtk divides no Flatten"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "expected"),
-    [
-        (3, 1, "same", (1, 1)),
-        (3, 2, "same", (0, 1)),
-        (5, 1, "same", (2, 2)),
-        (3, 1, "valid", (0, 2)),
-    ],
-)
-def test_halos_are_those_of_the_layers_of_dtk(kernel, stride, padding, expected):
-    """Of an inner rank; TensorFlow pads an even height at stride 2 at its end only."""
-    conv = layers.Conv2D(2, kernel, stride, padding=padding)
-    (_, one), _ = graph.read(keras.Sequential([keras.Input((8, 8, 1)), conv]))
-    assert one.halos["rows"] == expected
+HALOS = {
+    (3, 1, "same"): (1, 1),
+    (3, 2, "same"): (0, 1),  # TensorFlow pads an even height at stride 2 at its end only
+    (5, 1, "same"): (2, 2),
+    (3, 1, "valid"): (0, 2),
+}
+
+
+@pytest.mark.parametrize("made", HALOS)
+def test_halos_of_an_inner_rank_are_those_of_the_layers_of_dtk(made):
+    conv = layers.Conv2D(2, *made)
+    up = layers.UpSampling2D(2, interpolation="bilinear")
+    _, one, smooth = graph.read(keras.Sequential([keras.Input((8, 8, 1)), conv, up]))[0]
+    assert (one.halos["rows"], smooth.halos["rows"]) == (HALOS[made], (1, 1))
+
+
+def test_what_parallelize_refuses_stays_whole():
+    refused = layers.Conv2D(4, 3, groups=2, padding="same", activity_regularizer="l2")
+    first = layers.Conv2D(4, 3, data_format="channels_first")
+    for layer in (refused, first, layers.UpSampling2D(2, interpolation="bicubic")):
+        _, one = graph.read(keras.Sequential([keras.Input((8, 8, 4)), layer]))[0]
+        assert "rows" not in one.limits
 
 
 def test_layers_of_several_calls_outputs_and_operations_are_read():

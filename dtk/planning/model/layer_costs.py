@@ -184,22 +184,17 @@ class RankGroup(NamedTuple):
     """Ranks that share collectives."""
 
     size: int  # number of ranks
-    cluster: Cluster  # the cluster, with the links that remain while other groups send, too
-    span: int  # the group is spread over hosts like so many workers
-
-    def parts(self, traffic: Traffic) -> tuple[float, float]:
-        """Return the seconds of a traffic's messages and the seconds of its bytes."""
-        return self.cluster.parts(traffic, self.span)
+    message: float  # seconds of a message, while other groups send, too
+    byte: float  # seconds of a byte
 
     def seconds(self, traffic: Traffic) -> float:
-        return sum(self.parts(traffic))
+        return sum(traffic.seconds(self.message, self.byte))
 
     def allreduce(self, nbytes: float) -> Traffic:
         """Return the traffic of summing so many bytes, in one hop if that is faster.
 
         Example:
-            >>> from dtk.planning.inputs import Link
-            >>> slow = RankGroup(4, Cluster(Link(), Link(1.0), 4), 4)
+            >>> slow = RankGroup(4, message=1.0, byte=1e-9)
             >>> slow.allreduce(1000), slow.allreduce(1 << 20).messages
             (Traffic(messages=1, bytes=3000), 6)
         """
@@ -227,7 +222,11 @@ class RankGrid(NamedTuple):
         inside = self.model if cluster.per_host % self.model == 0 else size
         link = replace(cluster.network, bandwidth=cluster.network.bandwidth / rings)
         shared = replace(cluster, network=link)
-        return RankGroup(self.model, cluster, inside), RankGroup(self.data, shared, size)
+        one = Traffic(1, 1)
+        return (
+            RankGroup(self.model, *cluster.parts(one, inside)),
+            RankGroup(self.data, *shared.parts(one, size)),
+        )
 
     def __str__(self) -> str:
         """Return "replicas x ranks of a model", as in tables."""
@@ -279,7 +278,7 @@ class LayerCosts:
         computing = self.workload.seconds(operator, self.rows, part)
         traffic = self._traffic(position, split, given) if self.grid.model > 1 else Traffic()
         held = operator.held(part)
-        _, summed = self.data.parts(self.sums_of(held))
+        summed = self.sums_of(held).bytes * self.data.byte
         seconds = computing + self.model.seconds(traffic) + summed
         # A rank keeps only its part of an output in rows or columns.
         memory = self.memory(operator, held, self.rows / (part[1] if split in SPATIAL else 1))

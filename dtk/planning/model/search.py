@@ -88,7 +88,7 @@ def judge(costs_of: LayerCosts, wanted: Sequence[Split]) -> Candidate:
         *costs_of.grid,
         workload.batch,
         {one.name: split for one, split in named if split != "whole" and not one.follows},
-        seconds=sum(one.seconds for one in layers) + costs_of.data.parts(sums)[0],
+        seconds=sum(one.seconds for one in layers) + sums.messages * costs_of.data.message,
         memory=sum(one.memory for one in layers),
         sent=sum(one.traffic.bytes for one in layers) + sums.bytes,
     )
