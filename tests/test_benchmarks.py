@@ -19,16 +19,16 @@ COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]
 
 def run(argv):
     """What a benchmark prints."""
-    name, *options = argv
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python([str(ROOT / "benchmarks" / argv[0]), *argv[1:]])
+
+
+def python(argv, code=0):
+    """What a command prints that ends with this code."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 def test_costs_prints_a_table_for_each_row(tmp_path):
@@ -54,16 +54,10 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
 
 def test_messages_tells_a_message_from_a_call():
     messages = [str(ROOT / "benchmarks" / "messages.py"), "--rounds=2", "--calls=3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", *messages],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[0] 2 ranks, 4 kB, 2 rounds" in done.stdout
+    printed = python(["-m", "dtk.cli.main", "run", "-n", "2", *messages])
+    assert "[0] 2 ranks, 4 kB, 2 rounds" in printed
     for name in ("collective", "null"):
-        assert re.search(rf"\[0\] {name} +a message [\d.-]+ \(.* a call without", done.stdout)
+        assert re.search(rf"\[0\] {name} +a message [\d.-]+ \(.* a call without", printed)
 
 
 @pytest.mark.full
@@ -139,13 +133,8 @@ def test_cntks_table_trains_what_is_missing(tmp_path):
     printed = run([*argv, "--exchange", "none", "--blocks", "64"])
     assert printed.count("round 1:") == 1, "what is in the file was trained again"
     assert re.search(r"^\| 64 \| [\d.]+ \|", (tmp_path / "cntk_table.md").read_text(), re.M)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "cntk_table.py"), *argv[1:], "--threads=2"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "was measured with threads=1, and threads=2 is wanted" in done.stderr
+    refused = python([str(ROOT / "benchmarks" / "cntk_table.py"), *argv[1:], "--threads=2"], code=1)
+    assert "was measured with threads=1, and threads=2 is wanted" in refused
 
 
 def test_startup_prints_every_phase_of_every_contender(tmp_path):

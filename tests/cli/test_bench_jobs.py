@@ -48,10 +48,9 @@ def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host(surveyed):
 
 def test_on_this_machine_it_stays_on_loopback():
     first, second = place("collective", ["python"], Places(2))
-    for process in (first, second):
-        assert process.env["MASTER_ADDR"] == "127.0.0.1"
-        assert process.env["MASTER_PORT"] == first.address.rpartition(":")[2]
-        assert process.env["GLOO_SOCKET_IFNAME"] == "lo"
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": first.address.rpartition(":")[2]}
+    given["GLOO_SOCKET_IFNAME"] = "lo"
+    assert first.env.items() >= given.items() and second.env.items() >= given.items()
 
 
 def test_mpirun_binds_as_dtk_run_does_and_stays_on_this_machine(monkeypatch):
@@ -116,14 +115,12 @@ def test_all_ranks_answer_in_their_order_and_whoever_does_not_know_the_key_is_tu
 def test_a_busy_job_is_stopped_while_nothing_is_asked_and_ends_by_itself_all_the_same(make):
     job = make(busy=True)
     job.start()
+    for busy in (True, False, True):
+        job._busy = busy
+        job.build("mlp")
+        assert [one == psutil.STATUS_STOPPED for one in states(job)] == [busy] * 2
+    job.measure("wait")
     assert states(job) == [psutil.STATUS_STOPPED] * 2
-    job._busy = False
-    job.build("mlp")
-    assert len(states(job)) == 2 and psutil.STATUS_STOPPED not in states(job)
-    job._busy = True
-    for _ in range(2):
-        job.measure("wait")
-        assert states(job) == [psutil.STATUS_STOPPED] * 2
     job.close()
     assert set(job.job.returncodes.values()) == {0}
 
@@ -152,24 +149,14 @@ def test_a_peer_sees_what_is_beside_it_and_not_what_is_beside_dtks_and_the_cores
     assert (host["cores"], seen) == ([core], ["beside"])
 
 
-def test_a_rank_that_fails_in_its_turn_is_named_with_its_exception(make):
+def test_a_rank_that_fails_in_its_turn_or_cannot_start_is_named_with_its_exception(make):
     job = make()
     job.start()
     job.build("mlp")
     with pytest.raises(JobLost, match="rank 1 ended with exit code 1: RuntimeError: cannot go on"):
         job.measure("die")
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        ("bench_worker:Fails", "exit code 1: RuntimeError: cannot start"),
-        ("no_such:Worker", "ModuleNotFoundError: No module named 'no_such'"),
-    ],
-)
-def test_a_job_that_cannot_start_says_why(make, made, message):
-    with pytest.raises(JobLost, match=message):
-        make(made).start()
+    with pytest.raises(JobLost, match="exit code 1: RuntimeError: cannot start"):
+        make("bench_worker:Fails").start()
 
 
 # --- runs ---
@@ -211,9 +198,8 @@ def test_what_was_measured_before_an_interrupt_is_shown_and_saved(heard_again, p
     assert done.exit_code == 128 + signal.SIGINT
     assert "all-reduce of 8.00 kB" in done.output and "all-reduce of 4.00 kB" not in done.output
     assert "Not measured: allreduce 4000: ended with exit code 130." in done.output
-    assert {name: len(taken) for name, taken in read(file).turns["allreduce 8000"].items()} == {
-        "collective wait": 3
-    }
+    (taken,) = read(file).turns["allreduce 8000"].values()
+    assert len(taken) == 3
 
 
 def test_what_is_tuned_is_measured_beside_with_its_variable(played, tmp_path, monkeypatch):

@@ -11,13 +11,10 @@ from dtk.cli.main import COMMANDS, main
 from dtk.version import __version__
 
 
-def test_help_lists_the_commands():
+def test_help_lists_the_commands_and_the_version_is_told():
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
     assert "run " in result.output
-
-
-def test_version():
     assert CliRunner().invoke(main, ["--version"]).output == f"dtk, version {__version__}\n"
 
 
