@@ -33,17 +33,14 @@ class Reading:
 
 
 class Measured(TypedDict, total=False):
-    """What was measured: the fields of `Setting`, and who took part."""
+    """What was measured: fields of `Setting`, and who took part."""
 
-    models: Sequence[str]
     exchanges: Sequence[str]
     batch_size: int
     steps: int
     rounds: int
-    allreduce: Sequence[int]
     communicators: Sequence[str]  # a job of dtk's for each
     tuned: Sequence[str]  # settings of a second job for each, and of a second limit; "NAME=VALUE"
-    worlds: Sequence[str]  # names of all jobs
     workers: int  # how many there were in each
     ranks: Sequence[RankHost]  # where they ran
     versions: Mapping[str, str]  # of the libraries that were measured, by name

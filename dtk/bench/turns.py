@@ -151,8 +151,8 @@ class BenchRun:
         """Note what is measured, by whom, on what and with which versions."""
         # Each rank's place, and the versions that it measures; pickled by `dtk.bench.worker`.
         said = [cast(list[tuple[RankHost, dict[str, str]]], job.hello) for job in self.jobs]
-        self.results.setting = {
-            **cast(Measured, dataclasses.asdict(self.setting)),  # asdict types no field
+        found: dict[str, object] = {
+            **dataclasses.asdict(self.setting),
             "communicators": communicators,
             "tuned": tuple(f"{name}={value}" for name, value in self.tuned.items()),
             "worlds": [job.name for job in self.jobs],
@@ -160,6 +160,7 @@ class BenchRun:
             "ranks": [host for host, _ in said[0]],
             "versions": {name: of for hello in said for name, of in hello[0][1].items()},
         }
+        self.results.setting = cast(Measured, found)
 
     # --- taking turns ---
 

@@ -3,8 +3,6 @@
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtk.bench import page, report
 from dtk.bench.results import BenchResults, Reading
@@ -24,7 +22,6 @@ SETTING = {
     ],
     "versions": {"TensorFlow": "2.21.0", "dtk": "0.1.0"},
 }
-TIMES = st.floats(1e-6, 1e6)
 HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 COUNTS = ("sent per step", "communicating")
 
@@ -98,20 +95,6 @@ def test_a_saved_run_adds_how_much_faster_this_one_is():
     assert [row[-1] for row in report.table(RUN, "mlp", BenchResults(SETTING))][1:] == ["", ""]
 
 
-@given(st.lists(TIMES, min_size=1, max_size=9))
-def test_quartiles_are_in_order_and_within_what_was_measured(values):
-    found = report.quartiles(values)
-    assert list(found) == sorted(found)
-    assert min(values) <= found[0] and found[2] <= max(values)
-
-
-@given(st.floats(1, 1e12))
-def test_a_size_is_right_to_two_digits(count):
-    number, unit = report.size(count).split()
-    scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
-    assert float(number) * scale == pytest.approx(count, rel=0.005, abs=0.5)
-
-
 def test_a_peer_is_compared_with_the_limit_and_with_its_own():
     header, limit, own, ddp = report.table(BASELINES, "mlp")
     assert header == (*HEADER, report.OWN, *COUNTS)
@@ -142,11 +125,6 @@ def test_the_legend_explains_what_is_in_the_tables():
     assert "block" not in legend
     missing = BenchResults(SETTING, {}, {}, {"torch": "no space left"})
     assert report.notes(missing)[0] == "Not measured: torch: no space left."
-
-
-@given(st.floats(1e-4, 1e5))
-def test_three_digits_count(value):
-    assert float(f"{value:.{report.digits(value)}f}") == pytest.approx(value, rel=0.006)
 
 
 def test_the_setting_names_hosts_cores_threads_and_versions():
