@@ -1,7 +1,7 @@
 """What is saved comes back."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtk.bench.results import BenchResults, Reading, read
@@ -14,6 +14,7 @@ TURNS = st.lists(st.lists(READINGS, min_size=2, max_size=2), max_size=3)
 NAMES = st.sampled_from(("limit", "collective none", "torch ddp"))
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(NAMES, TURNS), st.dictionaries(NAMES, st.text()))
 def test_what_is_saved_comes_back(tmp_path_factory, variants, absent):
     results = BenchResults({"workers": 2}, {"mlp": 3}, {"mlp": variants}, absent)
