@@ -158,7 +158,7 @@ class LimitWorker:
     """Measures the no-communication bound; see `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, object]):
-        self._setting = dataclasses.replace(Setting(), **setting)
+        self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
         environment = detect()
         # Tells the rank, for its rows and its device, and sends nothing.
         self._communicator = NullCommunicator(environment.rank, environment.size)
@@ -181,7 +181,7 @@ class StrategyWorker:
     """Measures dtk over one communicator; see `dtk.bench.worker.BenchWorker`."""
 
     def __init__(self, setting: dict[str, object]):
-        self._setting = dataclasses.replace(Setting(), **setting)
+        self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
         self._strategy = AllReduceStrategy()
         self.rank = self._strategy.rank
         self.versions = {**_VERSIONS, "dtk": __version__}

@@ -48,7 +48,7 @@ _SWEEPING = (
 )
 
 
-class Quantity(click.ParamType):
+class Quantity(click.ParamType):  # type: ignore[type-arg, explicit-any]
     """A number with a unit."""
 
     def __init__(self, name: str, reader: Callable[[str, str], object]):
