@@ -32,19 +32,10 @@ if TYPE_CHECKING:
 
 _SAVED = (".keras", ".h5")
 # Options that divide one model, and those for plans on any number of workers.
-_DIVIDING = ("processes", "hosts", "memory", "no_measure")
+_DIVIDING = "-n --hosts --memory --no-measure"
 _SWEEPING = (
-    "step_time",
-    "parameters",
-    "global_batch",
-    "workers",
-    "coding",
-    "block_steps",
-    "servers",
-    "price_per_hour",
-    "efficiency",
-    "markdown_file",
-    "plot",
+    "--step-time --parameters --global-batch --workers --coding --block-steps --servers "
+    "--price-per-hour --efficiency --markdown --plot"
 )
 
 
@@ -227,7 +218,7 @@ def plan(
     else:
         if given is None:
             _refuse(
-                ("step_time", "parameters", "batch_size"),
+                "--step-time --parameters --batch-size",
                 f"was given, and {bench} says so already; leave it out, or give --step-time and "
                 "--parameters for another model over what sends there",
             )
@@ -253,13 +244,13 @@ def plan(
     page.show(shown, tables.notes(job, cluster, advice), markdown_file)
 
 
-def _refuse(names: Sequence[str], why: str) -> None:
+def _refuse(options: str, why: str) -> None:
     """Raise PlanError if one of these options was given."""
     context = click.get_current_context()
-    options = {one.name: one.opts[0] for one in context.command.params}
-    for name in names:
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise PlanError(f"{options[name]} {why}")
+    for one in context.command.params:
+        given = context.get_parameter_source(one.name or "") is not ParameterSource.DEFAULT
+        if given and one.opts[0] in options.split():
+            raise PlanError(f"{one.opts[0]} {why}")
 
 
 def _network(

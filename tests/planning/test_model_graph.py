@@ -153,7 +153,7 @@ def test_stages_compute_what_the_model_does(tmp_path):
 def test_what_is_no_plan_is_refused(tmp_path, text):
     file = tmp_path / "plan.json"
     file.write_text(text)
-    with pytest.raises(PlanError, match="plan.json: (no JSON|not what `dtk plan --model)"):
+    with pytest.raises(PlanError, match="plan.json: not what `dtk plan --model"):
         load_plan(file)
     with pytest.raises(PlanError, match="No such file"):
         load_plan(tmp_path / "other.json")

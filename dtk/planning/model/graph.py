@@ -62,8 +62,7 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
 
 def slots(model: keras.Model) -> float:
     """Return how many numbers an optimizer stores for each weight."""
-    optimizer = getattr(model, "optimizer", None)
-    weights = sum(math.prod(v.shape) for v in model.trainable_variables)
+    optimizer, weights = getattr(model, "optimizer", None), _entries(model.trainable_variables)
     if optimizer is None or not optimizer.built or not weights:
         return 2.0
     return float(sum(math.prod(v.shape) for v in optimizer.variables if len(v.shape))) / weights

@@ -131,9 +131,8 @@ def rates_here(optimizer: keras.Optimizer | None = None) -> Rates:
     square, long = tf.random.normal([_SIDE, _SIDE]), tf.zeros([_COPIED], tf.float32)
     product, _ = _clock(tf.function(lambda: square @ square))
     copied, _ = _clock(tf.function(lambda: long + 1.0))
-    fresh = keras.optimizers.Adam()
-    if optimizer is not None:
-        fresh = type(optimizer).from_config(optimizer.get_config())
+    like = optimizer or keras.optimizers.Adam()
+    fresh = type(like).from_config(like.get_config())
     weights, gradient = keras.Variable(np.zeros(_UPDATED, "float32")), tf.ones([_UPDATED])
     fresh.build([weights])
     updated, _ = _clock(tf.function(lambda: fresh.apply([gradient], [weights])))
@@ -152,9 +151,8 @@ def _clock(work: Callable[[], object]) -> tuple[float, float]:
     while len(took) < _CALLS or sum(took) < _ENOUGH:
         began = time.perf_counter()
         # Reading a result waits until it is ready.
-        for one in tf.nest.flatten(work())[-1:]:
-            if tf.is_tensor(one):
-                one.numpy()
+        for one in filter(tf.is_tensor, tf.nest.flatten(work())[-1:]):
+            one.numpy()
         took.append(time.perf_counter() - began)
     first, _, third = statistics.quantiles(took, n=4)
     return first, (third - first) / 2 / first

@@ -128,8 +128,8 @@ def load_plan(file: str | Path) -> ModelPlan:
         found = json.loads(Path(file).read_text())
     except OSError as error:
         raise PlanError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file}: no JSON: {error}") from None
+    except (ValueError, RecursionError):
+        found = None  # no JSON
     expected = {one.name for one in fields(ModelPlan)}
     if not isinstance(found, dict) or found.pop(_MARK, None) != _FORMAT or set(found) != expected:
         raise PlanError(
