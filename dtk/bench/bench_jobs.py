@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,17 +99,16 @@ def place(launcher: str, argv: Sequence[str], places: Places) -> list[Process]:
     )
     kind = "horovod" if launcher in BUSY else launcher
     planned = plan(argv, places.workers, hosts=places.hosts, communicator=kind, survey=survey)
+    shared = dict(_SHARED)
     if launcher == MPI:
         # Ranks bind themselves, to the parts that `dtk run` would give them.
-        shares = {
-            **_SHARED,
-            **{n: v for n, v in planned[0].env.items() if not n.startswith(("HOROVOD_", "DTK_"))},
-            worker.CORES: json.dumps([one.cores for one in planned]),
-        }
-        return [mpirun(argv, places.workers, shares)]
+        shared[worker.CORES] = json.dumps([one.cores for one in planned])
+        given = planned[0].env.items()
+        shared |= {n: v for n, v in given if not n.startswith(("HOROVOD_", "DTK_"))}
+        return [mpirun(argv, places.workers, shared)]
     hosts = [one.host for one in planned]
     # PyTorch's own launcher sets these, by which its processes find each other.
-    shared = {**_SHARED, "WORLD_SIZE": str(len(planned))}
+    shared["WORLD_SIZE"] = str(len(planned))
     if planned[0].address:
         host, _, port = planned[0].address.rpartition(":")
         shared |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
@@ -130,12 +129,12 @@ def mpirun(
     binding: Sequence[str] = ("--bind-to", "none"),
 ) -> Process:
     """Return one process that starts all ranks, on this machine."""
-    started = [mpi_installs.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
-    if os.geteuid() == 0:
-        started.append("--allow-run-as-root")
+    found = mpi_installs.find_other("mpirun") or "mpirun"
+    as_root = ["--allow-run-as-root"] * (os.geteuid() == 0)
     # A rank that waits must not keep the others from computing.
-    started += ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers), *argv]
-    return Process("mpirun", "worker", 0, "localhost", tuple(started), env)
+    patient = ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers)]
+    started = (found, "--oversubscribe", *binding, *as_root, *patient, *argv)
+    return Process("mpirun", "worker", 0, "localhost", started, env)
 
 
 class BenchJob(Ranks):
@@ -246,12 +245,8 @@ class Baseline:
 def find(folder: Path = FOLDER) -> Mapping[str, Baseline]:
     """Return the baselines of the repository that dtk is in, by name."""
     file = folder / "registry.py"
-    spec = importlib.util.spec_from_file_location("dtk_baselines", file)
-    if not file.exists() or spec is None or spec.loader is None:
-        return {}
-    registry = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(registry)
-    return {baseline.name: baseline for baseline in registry.BASELINES}
+    known = runpy.run_path(str(file))["BASELINES"] if file.exists() else ()
+    return {baseline.name: baseline for baseline in known}
 
 
 def choose(names: Sequence[str], known: Mapping[str, Baseline]) -> tuple[Baseline, ...]:

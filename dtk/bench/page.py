@@ -12,6 +12,7 @@ import rich.table
 from dtk.errors import DtkError
 
 Table = Sequence[Sequence[str]]  # a header, then rows
+Titled = tuple[str, Table]
 
 _WIDTH = 140  # of a table that goes to no terminal
 
@@ -34,9 +35,7 @@ def check_writable(json: str | None, markdown: str | None, plot: str | None) -> 
             raise UnwritableError(f"{option} {file}{why}")
 
 
-def show(
-    tables: Sequence[tuple[str, Table]], notes: Sequence[str], file: str | None = None
-) -> None:
+def show(tables: Sequence[Titled], notes: Sequence[str], file: str | None = None) -> None:
     """Print them, and write them to a file as Markdown."""
     if file is not None:
         Path(file).write_text(markdown(tables, notes))
@@ -56,7 +55,7 @@ def show(
         console.print(note, soft_wrap=not console.is_terminal)
 
 
-def markdown(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> str:
+def markdown(tables: Iterable[Titled], notes: Sequence[str]) -> str:
     """Return them as a page.
 
     Example:

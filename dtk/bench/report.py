@@ -65,8 +65,8 @@ def table(
     if saved is not None:
         earlier = _with_waiting(saved, task)
         for name, row in zip(variants, rows, strict=True):
-            known = earlier.get(name)
-            row[_COMPARED] = f"{ratio(known, variants[name]):.2f}" if known else ""
+            runs = [_milliseconds(run[name])[1] for run in (earlier, variants) if name in run]
+            row[_COMPARED] = f"{runs[0] / runs[1]:.2f}" if len(runs) == 2 else ""
     return [tuple(next(iter(rows), ())), *(tuple(row.values()) for row in rows)]
 
 
@@ -171,15 +171,6 @@ def of_the_bound(turns: Turns, limit: Turns) -> list[float]:
     return [least / this for least, this in pairs]
 
 
-def ratio(earlier: Turns, turns: Turns) -> float:
-    """Return the median time of a step in an earlier run / in this one.
-
-    Above 1, this run is faster.
-    """
-    before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
-    return before / now
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
     """Return lower quartile, median and upper quartile, never beyond what was measured.
 
@@ -253,9 +244,7 @@ def _hosts(ranks: Sequence[RankHost]) -> str:
     return f"{cores}, threads per worker: {threads}"
 
 
-def tables(
-    results: BenchResults, saved: BenchResults | None = None
-) -> list[tuple[str, page.Table]]:
+def tables(results: BenchResults, saved: BenchResults | None = None) -> list[page.Titled]:
     """Return a title and a table for each task."""
     return [(title(results, task), table(results, task, saved)) for task in results.turns]
 

@@ -115,11 +115,11 @@ class BenchRun:
             if baseline.launcher == bench_jobs.MPI:
                 bench_jobs.check_mpirun(self.places.hosts)
             python = sys.executable
-            if baseline.python is None:
-                job_options.check_installed("horovod")
-            else:
+            if baseline.python:
                 self.bar.show(f"{baseline.name}: its environment ...")
                 python = baseline.python(lambda text: click.echo(f"dtk bench: {text}", err=True))
+            else:
+                job_options.check_installed("horovod")
             argv = command(f"{baseline.worker}:Worker", self.setting, python)
             self._start(baseline.name, baseline.launcher, argv, {}, essential=False)
         except DtkError as error:
