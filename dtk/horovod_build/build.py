@@ -98,10 +98,8 @@ def check_python() -> None:
             "Next: python3.11 -m venv .venv"
         )
     if ask([*PIP, "--version"]).returncode:
-        raise HorovodBuildError(
-            f"{sys.executable} has no pip, which fetches and installs Horovod. "
-            f"Next: {sys.executable} -m ensurepip"
-        )
+        told = f"{sys.executable} has no pip, which fetches and installs Horovod. Next: "
+        raise HorovodBuildError(f"{told}{sys.executable} -m ensurepip")
 
 
 def tensorflow_version() -> str:
@@ -137,19 +135,15 @@ def find_mpi() -> Mpi:
 
 def check_compiler() -> str:
     """Compile one line of C++17 and return the compiler's name."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler, cure = os.environ.get("CXX", "g++"), "Next: apt-get install g++ make"
     if shutil.which(compiler.split()[0]) is None:
-        raise HorovodBuildError(
-            f"the C++ compiler {compiler} is not on PATH. Next: apt-get install g++ make"
-        )
+        raise HorovodBuildError(f"the C++ compiler {compiler} is not on PATH. {cure}")
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "probe.cc")
         source.write_text("#include <optional>\nstd::optional<int> x;\n")
         probe = ask([*compiler.split(), "-std=c++17", "-c", str(source), "-o", os.devnull])
     if probe.returncode:
-        raise HorovodBuildError(
-            f"{compiler} cannot compile C++17 ({reason_of(probe)}). Next: apt-get install g++ make"
-        )
+        raise HorovodBuildError(f"{compiler} cannot compile C++17 ({reason_of(probe)}). {cure}")
     if shutil.which("make") is None:
         raise HorovodBuildError("make is not on PATH. Next: apt-get install make")
     return compiler
@@ -171,32 +165,28 @@ def numbers_in(version: str) -> tuple[int, ...]:
 # --- where wheels are kept ------------------------------------------------------------------------
 
 
-def cache_root() -> pathlib.Path:
-    """Return the folder that keeps wheels."""
-    return cache.folder() / "wheels"
-
-
 def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
     """Return a name made of everything a compiled Horovod depends on.
 
     >>> cache_key("2.21.0", Mpi("openmpi", "4.1.4"))  # doctest: +SKIP
     'horovod-0.28.1-dtk2-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
     """
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    with_mpi = f"{mpi.vendor}{mpi.version}" if mpi else "nompi"
-    machine = re.sub(r"[^\w.]", "_", sysconfig.get_platform())
-    libc = "".join(platform.libc_ver()) or "libc"
-    # Horovod's own switch for reducing on GPUs (NCCL) makes another library
-    gpu = re.sub(r"\W", "_", os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower())
-    source = f"horovod-{HOROVOD_VERSION}-dtk{PATCH_VERSION}"
-    parts = [source, python, f"tf{tensorflow}", with_mpi, machine, libc]
-    return "-".join([*parts, gpu] if gpu else parts)
+    parts = [
+        f"horovod-{HOROVOD_VERSION}-dtk{PATCH_VERSION}",
+        f"cp{sys.version_info.major}{sys.version_info.minor}",
+        f"tf{tensorflow}",
+        f"{mpi.vendor}{mpi.version}" if mpi else "nompi",
+        re.sub(r"[^\w.]", "_", sysconfig.get_platform()),
+        "".join(platform.libc_ver()) or "libc",
+        # Horovod's own switch for reducing on GPUs (NCCL) makes another library
+        re.sub(r"\W", "_", os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower()),
+    ]
+    return "-".join(filter(None, parts))
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
     """Return the wheel kept in `folder`, if there is one and it is whole."""
-    wheels = sorted(folder.glob(f"horovod-{HOROVOD_VERSION}*.whl"))
-    return next(filter(has_tensorflow_ops, wheels), None)
+    return next(filter(has_tensorflow_ops, folder.glob(f"horovod-{HOROVOD_VERSION}*.whl")), None)
 
 
 def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -263,8 +253,7 @@ class Build:
         safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, **safely)  # type: ignore[arg-type]
-        source = folder / f"horovod-{HOROVOD_VERSION}"
-        apply_patch(source)
+        apply_patch(source := folder / f"horovod-{HOROVOD_VERSION}")
         return source
 
     def compile(self, source: pathlib.Path, mpi: Mpi | None) -> pathlib.Path:

@@ -53,8 +53,7 @@ def calibrated(
     models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
-    turns = results.turns[model]
-    ranks = results.setting["ranks"]
+    turns, ranks = results.turns[model], results.setting["ranks"]
     slowest = in_step if apart(ranks) else _slowest
     limit = statistics.median(map(slowest, turns[BOUND]))
     own = _of(turns, communicator)
@@ -131,7 +130,7 @@ def _software(results: BenchResults, communicator: str, workers: int) -> Softwar
                 f"the benchmark holds no {task_of(size)} by {communicator}; measure the model anew "
                 "with `dtk bench --json`, which adds it"
             )
-        took[size] = statistics.median(means(turns["allreduce"], "seconds"))
+        took[size] = _medians(turns, "seconds")["allreduce"]
     message, byte = fit_allreduces(workers, took)
     return Software(message, byte, step=0.0, coding={})
 
@@ -158,18 +157,16 @@ def _residuals(
     else:
         could = beyond(_DENSE, replace(software, hidden=1.0)) - rest
         software = replace(software, hidden=min(1.0, -rest / could) if could else 0.0)
-    coding = {
-        name: max(0.0, beyond(name, software)) / job.parameters for name in costs if name != _DENSE
-    }
+    codes = [name for name in costs if name != _DENSE]
+    coding = {name: max(0.0, beyond(name, software)) / job.parameters for name in codes}
     return replace(software, coding=coding)
 
 
 def _chosen(option: str, given: str | None, measured: Sequence[str]) -> str:
     names = ", ".join(measured)
-    if given is None:
-        if len(measured) == 1:
-            return measured[0]
+    chosen = measured[0] if given is None and len(measured) == 1 else given
+    if chosen is None:
         raise PlanError(f"the benchmark holds {names or 'no model'}; choose one with {option}")
-    if given not in measured:
-        raise PlanError(f"{option} {given}: not in the benchmark, expected one of {names}")
-    return given
+    if chosen not in measured:
+        raise PlanError(f"{option} {chosen}: not in the benchmark, expected one of {names}")
+    return chosen
