@@ -57,7 +57,6 @@ def test_a_script_that_trains_nothing(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["-n", "1", "train.py"], "no such script: train.py"),
         (["-n", "1", __file__], "-n 1: there is something to compare from 2 on"),
         ([], "no script given"),
     ],
