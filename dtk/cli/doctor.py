@@ -57,9 +57,6 @@ if found.get("backend") == "tensorflow":
     except ImportError as error:
         found["names_error"] = str(error)
 """
-_TELL = """
-print(json.dumps(found))
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +126,7 @@ def probe(script: str) -> tuple[bool, str]:
 
 def libraries() -> list[Finding]:
     """Import TensorFlow and Keras in a subprocess; list the GPUs that TensorFlow sees."""
-    good, said = probe(_LIBRARIES + _PRIVATE_NAMES + _TELL)
+    good, said = probe(f"{_LIBRARIES}{_PRIVATE_NAMES}\nprint(json.dumps(found))")
     if not good:  # died without an exception, by a signal for example
         return [Finding("TensorFlow", f"importing it ends Python: {said}", BROKEN)]
     answer = json.loads(said)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -231,7 +230,9 @@ def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Adv
         "recommended": {**_record(advice.chosen), "reasons": advice.reasons},
         "predictions": [_record(one) for of in predictions for one in of],
     }
-    return json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
+    # JSON has no infinities: a link without limit is null.
+    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def _record(one: Prediction) -> dict[str, object]:
@@ -246,16 +247,7 @@ def _record(one: Prediction) -> dict[str, object]:
     }
 
 
-def _finite(value: object) -> object:
-    """Replace infinities by None: JSON has none, and a link without limit is null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[str]) -> None:
+def draw(predictions: Predictions, path: str) -> None:
     """Write a figure."""
     try:
         from matplotlib.figure import Figure
@@ -263,13 +255,13 @@ def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[st
         raise PlanError(f"--plot needs matplotlib; run `{pip_install('bench')}`") from None
     figure = Figure(figsize=(9, 4), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
+    workers = [one.workers for one in predictions[0]]
     for of in predictions:
-        workers = [one.workers for one in of]
         style = "-" if of[0].method.use else ":"
         speed.plot(workers, [one.rows for one in of], style, label=of[0].method.name)
         efficiency.plot(workers, [one.efficiency for one in of], style)
     perfect = [one.rows / one.efficiency for one in predictions[0]]
-    speed.plot([one.workers for one in predictions[0]], perfect, "k--", lw=0.8, label="perfect")
+    speed.plot(workers, perfect, "k--", lw=0.8, label="perfect")
     speed.set(xlabel="workers", ylabel="rows per second", xscale="log", yscale="log")
     efficiency.set(xlabel="workers", ylabel="efficiency", xscale="log", ylim=(0, 1.05))
     speed.legend(fontsize=7)
