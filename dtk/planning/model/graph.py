@@ -149,7 +149,7 @@ def _in_parts(
     """Return the layer that `parallelize` would put in place of this one, if it can."""
     try:
         return kinds[type(layer)].from_config(layer.get_config())
-    except (KeyError, ValueError):
+    except (KeyError, TypeError):  # no such kind; Keras says TypeError of what is refused
         return None
 
 
