@@ -51,10 +51,6 @@ class Setting:
                 raise BenchError(
                     f"--allreduce {size}: expected bytes of whole float32 numbers, such as 4kB"
                 )
-        counts = {"--batch-size": self.batch_size, "--steps": self.steps, "--rounds": self.rounds}
-        for option, value in counts.items():
-            if value < 1:
-                raise BenchError(f"{option} {value}: expected 1 or more")
 
     @property
     def tasks(self) -> tuple[str, ...]:

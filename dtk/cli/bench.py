@@ -16,7 +16,7 @@ from dtk.errors import ClusterError
 from dtk.launch import job_options
 
 _T = TypeVar("_T")
-_WORKERS = 2
+_WORKERS, _MANY = 2, click.IntRange(min=1)
 _BASELINES = bench_jobs.find()
 _PEER_HELP = (
     "Another framework to measure: "
@@ -32,6 +32,7 @@ _PEER_HELP = (
 @click.command(
     "bench",
     cls=job_options.JobCommand,
+    context_settings={"show_default": True},
     epilog="""
     \b
     dtk bench --model mlp --exchange none --exchange 1bit
@@ -77,15 +78,9 @@ _PEER_HELP = (
     default=Setting.exchanges,
     help=f"One of {', '.join(EXCHANGES)}, or {BLOCK}: block momentum, with so many rows of all "
     "workers in a block; a turn of it is of whole blocks, of --steps steps or more. May be "
-    f"repeated. Default: {', '.join(Setting.exchanges)}.",
+    "repeated.",
 )
-@click.option(
-    "--peer",
-    "peers",
-    metavar="NAME",
-    multiple=True,
-    help=_PEER_HELP,
-)
+@click.option("--peer", "peers", metavar="NAME", multiple=True, help=_PEER_HELP)
 @click.option(
     "--tuned",
     metavar="NAME=VALUE",
@@ -93,11 +88,9 @@ _PEER_HELP = (
     help="Measure the limit and dtk a second time with this variable set, such as one that `dtk "
     "tune` prints; may be repeated.",
 )
-@click.option(
-    "--batch-size", default=Setting.batch_size, show_default=True, help="Rows per worker."
-)
-@click.option("--steps", default=Setting.steps, show_default=True, help="Steps of a turn.")
-@click.option("--rounds", default=Setting.rounds, show_default=True, help="Turns of each.")
+@click.option("--batch-size", type=_MANY, default=Setting.batch_size, help="Rows per worker.")
+@click.option("--steps", type=_MANY, default=Setting.steps, help="Steps of a turn.")
+@click.option("--rounds", type=_MANY, default=Setting.rounds, help="Turns of each.")
 @click.option(
     "--json",
     "json_file",

@@ -67,6 +67,7 @@ _BYTES = Quantity("BYTES", inputs.parse_size)
 @click.command(
     "plan",
     cls=jobs.JobCommand,
+    context_settings={"show_default": True},
     epilog="""
     \b
     dtk bench --model resnet20 --json bench.json
@@ -97,32 +98,27 @@ _BYTES = Quantity("BYTES", inputs.parse_size)
     type=_ROWS,
     help="Rows of all workers, for any number of them. Default: --batch-size per worker.",
 )
-@click.option(
-    "--workers", type=_COUNTS, default="1,...,4096", show_default=True, help="`...` doubles."
-)
+@click.option("--workers", type=_COUNTS, default="1,...,4096", help="`...` doubles.")
 @click.option("--workers-per-host", type=_COUNT, help="Default: the benchmark's, or 1.")
 @click.option("--bandwidth", type=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s.")
-@click.option(
-    "--latency", type=_TIME, default="0us", help="Between hosts, one way, e.g. 50us."
-)
-@click.option(
-    "--host-bandwidth", type=_SPEED, help="Within a host. Default: the speed of copying."
-)
+@click.option("--latency", type=_TIME, default="0us", help="Between hosts, one way, e.g. 50us.")
+@click.option("--host-bandwidth", type=_SPEED, help="Within a host. Default: as fast as copying.")
 @click.option("--host-latency", type=_TIME, default="0us", help="Within a host.")
 @click.option("--coding", type=_TIME, help="Time to code a parameter in a few bits, e.g. 8.2ns.")
 @click.option(
-    "--block-steps",
-    type=_COUNT,
-    default="16",
-    help="Steps in a block of block momentum. Default: 16.",
+    "--block-steps", type=_COUNT, default="16", help="Steps in a block of block momentum."
 )
-@click.option("--servers", type=_COUNT, default="1", help="Parameter servers. Default: 1.")
-@click.option("--price-per-hour", type=float, default=0.0, help="Price of a host, any currency.")
+@click.option("--servers", type=_COUNT, default="1", help="Parameter servers.")
+@click.option(
+    "--price-per-hour",
+    type=click.FloatRange(0, math.inf, max_open=True),
+    default=0.0,
+    help="Price of a host, any currency.",
+)
 @click.option(
     "--efficiency",
-    type=float,
+    type=click.FloatRange(0, 1, min_open=True),
     default=tables.TARGET,
-    show_default=True,
     help="Least efficiency wanted.",
 )
 @click.option("-n", "processes", type=_COUNT, help="Workers that a model is divided among.")
@@ -201,10 +197,6 @@ def plan(
         "divides a model among workers: add --model model.keras, or package.module:function; "
         "numbers of workers to compare are --workers 1,2,4",
     )
-    if not 0 < efficiency <= 1:
-        raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
-    if not 0 <= price_per_hour < math.inf:
-        raise PlanError(f"--price-per-hour {price_per_hour:g}: expected 0 or more")
     given = None
     if step_time is not None and parameters is not None:
         given = Training(step_time, parameters, batch_size or Training.rows)

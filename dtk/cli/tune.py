@@ -43,16 +43,16 @@ Variables = Mapping[str, str]
 
 @click.command(
     cls=job_options.JobCommand,
-    context_settings={"allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False, "show_default": True},
     epilog="""
     \b
     dtk tune train.py --batch-size 256
     dtk tune --forget train.py
     """,
 )
-@click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
+@click.option("-n", "--workers", type=int, default=2, help="Processes to start.")
 @job_options.communicator
-@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements per setting.")
+@click.option("--rounds", type=click.IntRange(1), default=2, help="Measurements per setting.")
 @click.option("--forget", is_flag=True, help="Use TensorFlow's own settings again.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
@@ -82,8 +82,6 @@ def tune(
     job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
-    if rounds < 1:
-        raise ClusterError(f"--rounds {rounds}: expected 1 or more")
     job_options.check_installed(communicator)
 
     def planned(name: str | None) -> list[Process]:

@@ -180,7 +180,7 @@ def test_a_worker_that_fails_ends_the_command_with_its_code(capfd, monkeypatch):
 MISTAKES = {
     "exchange": (["--exchange", "17bit"], "--exchange 17bit: unknown, expected none, fp16, bf16, "),
     "block": (["--exchange", "block:1"], "--exchange block:1 has less than a row for each of 2"),
-    "steps": (["--steps", "0"], "--steps 0: expected 1 or more"),
+    "steps": (["--steps", "0"], "0 is not in the range x>=1; see `dtk bench"),
     "not a number": (["--rounds", "few"], "see `dtk bench --help`"),
     "one worker": (["-n", "1"], "the limit is all there is, and a ratio of 1; use -n 2 or more"),
     "too many": (["-n", "3", "--hosts", "a:1,b:1"], "-n 3: a:1,b:1 have 2 slots; use -n 2"),

@@ -172,7 +172,7 @@ def test_settings_of_another_script_thread_count_or_format_are_not_used(kept, tm
 
 
 def test_one_worker_and_no_round_are_refused(kept, tmp_path):
-    for given, said in ((["-n", "1"], "-n 1: steps of one"), (["--rounds", "0"], "--rounds 0: ")):
+    for given, said in ((["-n", "1"], "-n 1: steps of one"), (["--rounds", "0"], "range x>=1")):
         done = dtk("tune", *given, str(kept[0]), home=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert said in done.stderr
