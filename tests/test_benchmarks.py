@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtk.bench.results import BenchResults, Reading
-from dtk.bench.setting import TELLING, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]

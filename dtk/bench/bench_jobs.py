@@ -26,8 +26,7 @@ from typing import NamedTuple, cast
 
 from dtk.bench import worker
 from dtk.bench.ranks import Ranks, RanksFailed
-from dtk.bench.results import Reading
-from dtk.bench.setting import BenchError, Setting, check_names
+from dtk.bench.results import BenchError, Reading, Setting, check_names
 from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Process, job_options, machines, plan

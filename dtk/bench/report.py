@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtk.bench import page
-from dtk.bench.results import BenchResults, Reading, apart, in_step
-from dtk.bench.setting import BenchError, block_of, bytes_of
+from dtk.bench.results import BenchError, BenchResults, Reading, apart, block_of, bytes_of, in_step
 from dtk.bench.worker import RankHost
 from dtk.version import pip_install
 
@@ -279,7 +278,7 @@ def check_plot(file: str) -> None:
     Example:
         >>> check_plot("bench.pdf")
         Traceback (most recent call last):
-        dtk.bench.setting.BenchError: --plot bench.pdf: expected a name in .svg or .png
+        dtk.bench.results.BenchError: --plot bench.pdf: expected a name in .svg or .png
     """
     if Path(file).suffix not in (".svg", ".png"):
         raise BenchError(f"--plot {file}: expected a name in .svg or .png")

@@ -21,8 +21,7 @@ import rich.progress
 
 from dtk.bench import bench_jobs, report
 from dtk.bench.bench_jobs import Baseline, BenchJob, JobLost, Places, command
-from dtk.bench.results import BenchResults, Measured
-from dtk.bench.setting import Setting
+from dtk.bench.results import BenchResults, Measured, Setting
 from dtk.bench.worker import RankHost
 from dtk.errors import DtkError
 from dtk.launch import job_options

@@ -17,7 +17,7 @@ import tensorflow as tf
 from dtk import quiet
 from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.report import BOUND
-from dtk.bench.setting import Setting, block_of, bytes_of
+from dtk.bench.results import Setting, block_of, bytes_of
 from dtk.bench.worker import Built, Measure, Numbers, Tick
 from dtk.cluster import detect
 from dtk.communicators import Communicator

@@ -64,7 +64,7 @@ class RankHost(TypedDict):
 
 
 class BenchWorker(Protocol):
-    """What a rank measures, made from the fields of a `dtk.bench.setting.Setting`."""
+    """What a rank measures, made from the fields of a `dtk.bench.results.Setting`."""
 
     rank: int
     versions: dict[str, str]  # of the libraries that are measured, by name

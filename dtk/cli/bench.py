@@ -8,8 +8,16 @@ from typing import TypeVar
 import click
 
 from dtk.bench import bench_jobs, page, report
-from dtk.bench.results import read
-from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
+from dtk.bench.results import (
+    BLOCK,
+    EXCHANGES,
+    MODELS,
+    TELLING,
+    BenchError,
+    Setting,
+    parse_size,
+    read,
+)
 from dtk.bench.turns import BenchRun
 from dtk.cluster import Host
 from dtk.errors import ClusterError

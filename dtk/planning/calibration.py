@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtk.bench.report import BOUND, means
-from dtk.bench.results import BenchResults, Reading, apart, in_step
-from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, apart, block_of, in_step, task_of
 from dtk.communicators.costs import fit_allreduces
 from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
 from dtk.planning.plan_methods import METHODS

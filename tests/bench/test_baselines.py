@@ -10,7 +10,7 @@ import pytest
 
 import dtk
 from dtk.bench import bench_jobs
-from dtk.bench.setting import BenchError
+from dtk.bench.results import BenchError
 
 
 def test_each_is_a_worker_in_a_file_of_its_own_and_can_be_started():

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from dtk.bench.bench_jobs import JobLost, Places
 from dtk.bench.models import PROBLEMS, Problem
-from dtk.bench.results import Reading
-from dtk.bench.setting import Setting
+from dtk.bench.results import Reading, Setting
 from dtk.bench.turns import BenchRun
 from dtk.bench.variant import LocalFit, Stopwatch, allreduce, distributed_fit
 from dtk.bench.worker import clock

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from dtk.bench import report
 from dtk.bench import turns as bench_turns
 from dtk.bench.bench_jobs import Places
-from dtk.bench.results import BenchResults, Reading, read
-from dtk.bench.setting import Setting
+from dtk.bench.results import BenchResults, Reading, Setting, read
 from dtk.cli.main import main
 from dtk.planning.calibration import calibrated
 

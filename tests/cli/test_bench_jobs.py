@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from dtk.bench import bench_jobs, turns
 from dtk.bench.bench_jobs import BenchJob, JobLost, Places, command, place
-from dtk.bench.results import read
-from dtk.bench.setting import Setting
+from dtk.bench.results import Setting, read
 from dtk.bench.worker import CORES
 from dtk.cli.main import main
 from dtk.cluster import Host

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.bench.results import BenchResults, Reading
-from dtk.bench.setting import TELLING, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, task_of
 from dtk.communicators.costs import ring_allreduce
 from dtk.planning.calibration import calibrated
 from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training

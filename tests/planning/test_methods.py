@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dtk.bench.setting import TELLING
+from dtk.bench.results import TELLING
 from dtk.communicators import buckets, costs
 from dtk.communicators.collective import _round_up
 from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
