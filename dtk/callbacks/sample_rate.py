@@ -131,15 +131,8 @@ def carried_over(before: float, after: float, nesterov: bool = False) -> float:
     return (before / after) ** (2 if nesterov else 1) * (1.0 - after) / (1.0 - before)
 
 
-def parse_time_constants(values: Values) -> Runs:
-    """Turn time constants in samples into runs; a number alone lasts for ever.
-
-    Example:
-        >>> parse_time_constants([0] * 2 + [1024]), parse_time_constants(700)
-        ([(1, 0), (1, 0), (1, 1024)], [(1, 700)])
-    """
-    given = [values] if isinstance(values, int | float) else values
-    return parse_runs(given, "time constant", is_rate, "a finite number, 0 or more")
+def is_positive(rate: object) -> bool:
+    return is_rate(rate) and bool(rate)
 
 
 class MomentumSchedule(SavedCallback):
@@ -193,7 +186,10 @@ class MomentumSchedule(SavedCallback):
         super().__init__()
         check_count("every_samples", every_samples, none="an epoch of fit")
         check_count("batch_size", batch_size, none="fit's")
-        self.time_constants = parse_time_constants(time_constants)
+        given = [time_constants] if isinstance(time_constants, int | float) else time_constants
+        self.time_constants = parse_runs(
+            given, "time constant", is_rate, "a finite number, 0 or more"
+        )
         self.every_samples, self.batch_size = every_samples, batch_size
         self._momentum: Momentum | None = None
         self._by_batch = False
@@ -361,9 +357,7 @@ class SampleRate(MomentumSchedule):
     ):
         super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
         given = [rate] if isinstance(rate, int | float) else rate
-        self.rates = parse_runs(
-            given, "rate per sample", lambda r: is_rate(r) and bool(r), "a finite number above 0"
-        )
+        self.rates = parse_runs(given, "rate per sample", is_positive, "a finite number above 0")
         self.momentum_correction = momentum_correction
         self._told = time_constant is not None
         self._optimizer: keras.Optimizer | None = None
@@ -384,12 +378,8 @@ class SampleRate(MomentumSchedule):
     def set_state(self, state: dict[str, object]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
-        values = cast("dict[str, float] | None", state["in_force"])
-        self._in_force = None
-        if values is not None:
-            self._in_force = _InForce(
-                values["planned"], values["momentum"], values["learning_rate"], int(values["rows"])
-            )
+        values = cast("dict[str, int] | None", state["in_force"])
+        self._in_force = None if values is None else _InForce(**values)
         if self._momentum is not None and self._in_force is not None:
             self._momentum.set(self._in_force.momentum)
 
@@ -412,11 +402,7 @@ class SampleRate(MomentumSchedule):
     def use(self, rows: int) -> None:
         """Set rate and momentum of a step, if they change."""
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
-        if before is not None and (planned, momentum, rows) == (
-            before.planned,
-            before.momentum,
-            before.rows,
-        ):
+        if before is not None and before == (planned, momentum, before.learning_rate, rows):
             return
         self._changed *= self._change()
         optimizer = self.model.optimizer
@@ -462,5 +448,4 @@ class SampleRate(MomentumSchedule):
 
 def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
     """Return the `SampleRate` callback of the running `fit`; None if there is none."""
-    found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
-    return next(found, None)
+    return next((c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate)), None)

@@ -25,7 +25,7 @@ from dtk.errors import at_rank
 from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
 from dtk.inference.sources import Data, Source, source_of
 from dtk.inference.weights import check_ready, ranks_of, strategy_of
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Leaf, Nest
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
 
@@ -138,12 +138,10 @@ def predict_to_disk(
         return Predictions(files.directory)
     for part, batches in source.parts_of(ranks.rank, ranks.size, done, manifest.per_part):
         files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
-    read_steps = source.steps
     if source.read is not None:
-        compare(
-            [("batches that were read (their number and hash)", source.read)], ranks, _SAME_DATA
-        )
-        read_steps = source.read[0]
+        what = "batches that were read (their number and hash)"
+        compare([(what, source.read)], ranks, _SAME_DATA)
+    read_steps = source.steps if source.read is None else source.read[0]
     ranks.barrier()
     on_root(ranks, lambda: _complete(files, manifest, read_steps, ranks.rank))
     return Predictions(files.directory)
@@ -170,7 +168,7 @@ def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
     return lambda data: tf.nest.map_structure(_as_array, compiled(data))
 
 
-def _as_array(output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> Array:
+def _as_array(output: Leaf) -> Array:
     if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
         raise ValueError(
             f"an output is a {type(output).__name__}, which files of rows cannot hold; end the "
@@ -210,7 +208,6 @@ def _planned(
 ) -> Manifest:
     """Predict the first batch, and plan by what comes out."""
     structure, arrays = outputs_of(predict(source.first()))
-    _check_rows(arrays)
     per_part = asked.per_part
     if not per_part:
         per_part = max(1, _BYTES // max(1, sum(array.nbytes for array in arrays.values())))
@@ -242,7 +239,6 @@ def _predict_part(
     predicted: dict[str, list[Array]] = {name: [] for name in manifest.outputs}
     for batch in batches:
         structure, arrays = outputs_of(predict(batch))
-        _check_rows(arrays)
         if structure != manifest.structure:
             raise ValueError(
                 at_rank(
@@ -263,15 +259,6 @@ def _predict_part(
                 )
             predicted[name].append(array)
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
-
-
-def _check_rows(arrays: dict[str, Array]) -> None:
-    counts = {name: len(array) for name, array in arrays.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(
-            f"the outputs of a batch have different numbers of rows ({counts}), so that no row of "
-            "the data has all of them; return one value of each output for each row"
-        )
 
 
 def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int) -> None:

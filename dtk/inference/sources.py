@@ -117,16 +117,18 @@ def _inputs(batch: Nest) -> Nest:
 
 def source_of(data: Data, batch_size: int | None = None, steps: int | None = None) -> Source:
     """Return the batches of any data that can be predicted to disk."""
-    has_batches = isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or callable(data)
+    kind = type(data).__name__
+    is_function = callable(data) and not isinstance(data, keras.utils.PyDataset)
+    has_batches = is_function or isinstance(data, tf.data.Dataset | keras.utils.PyDataset)
     if has_batches and batch_size is not None:
         raise ValueError(
-            f"batch_size={batch_size} with a {type(data).__name__}, which has batches of its own; "
-            "leave batch_size out, and make its batches of that size"
+            f"batch_size={batch_size} with a {kind}, which has batches of its own; leave "
+            "batch_size out, and make its batches of that size"
         )
-    if steps is not None and (not callable(data) or isinstance(data, keras.utils.PyDataset)):
+    if steps is not None and not is_function:
         raise ValueError(
-            f"steps={steps} belongs to a function from an index to a batch; a "
-            f"{type(data).__name__} knows its own number"
+            f"steps={steps} belongs to a function from an index to a batch; a {kind} knows its own "
+            "number"
         )
     if isinstance(data, tf_datasets.PerRankDataset):
         raise ValueError(
@@ -134,29 +136,25 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
             "dataset, or file names by a function: predict_to_disk divides the work itself"
         )
     if isinstance(data, tf.data.Dataset):
-        if int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        if int(data.cardinality()) in (0, tf.data.INFINITE_CARDINALITY):
+            what = "no batch to predict" if int(data.cardinality()) == 0 else "no end"
             raise ValueError(
-                "the dataset has no end, so its predictions would fill the disk; leave out "
-                "repeat(), or end it with take(steps)"
+                f"the dataset has {what}; check what it is made of, leave out repeat(), or end it "
+                "with take(steps)"
             )
-        if int(data.cardinality()) == 0:
-            raise ValueError("the dataset has no batch to predict; check what it is made of")
         slicing.check_rows(data.element_spec)
         return StreamSource(data)
-    if isinstance(data, keras.utils.PyDataset):
-        kind, batch, steps = "PyDataset", data.__getitem__, data.num_batches
-    elif callable(data):
-        kind, batch = "function", data
-    else:
+    if not has_batches:
         return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
-    if steps is None:
+    steps = steps if is_function else data.num_batches
+    if steps is None or steps < 1:
         raise ValueError(
-            f"how many batches has the {kind}? give steps=... for a function, and a PyDataset "
-            "whose __len__ is a number"
+            f"a {kind} of steps={steps} batches; give steps=... of 1 or more for a function, and a "
+            "PyDataset whose __len__ is a number"
         )
-    if steps < 1:
-        raise ValueError(f"the {kind} has {steps} batches, and 1 or more are needed")
-    return IndexedSource(kind, steps, batch)
+    if is_function:
+        return IndexedSource("function", steps, data)
+    return IndexedSource("PyDataset", steps, data.__getitem__)
 
 
 def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
@@ -169,16 +167,14 @@ def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
             "function from an index to a batch"
         )
     counts = [int(leaf.shape[0]) for leaf in leaves]
-    if len(set(counts)) > 1 or counts[0] == 0:
+    if len(set(counts)) > 1 or counts[0] == 0 or batch_size < 1:
         raise ValueError(
-            f"the arrays to predict have {counts} rows; give all of them the same number, 1 or more"
+            f"the arrays to predict have {counts} rows, and batch_size={batch_size}; give all of "
+            "them the same number of rows, 1 or more, and batches of 1 or more"
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}, but a batch has 1 row or more")
-    rows = counts[0]
 
     def batch(index: int) -> Nest:
-        begin, end = index * batch_size, min((index + 1) * batch_size, rows)
-        return (tf.nest.map_structure(lambda leaf: leaf[begin:end], arrays),)
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        return (tf.nest.map_structure(lambda leaf: leaf[rows], arrays),)
 
-    return IndexedSource("arrays", -(-rows // batch_size), batch, batch_size, rows)
+    return IndexedSource("arrays", -(-counts[0] // batch_size), batch, batch_size, counts[0])

@@ -22,6 +22,7 @@ from dtk.layers.stages import (
     added,
     check,
     check_fits,
+    inputs_of,
     microbatch,
     rows_of,
     sources_of,
@@ -88,11 +89,7 @@ class Pipeline(keras.Model):
     communicates = True
 
     def __new__(
-        cls,
-        stages: Sequence[Stage],
-        microbatches: int = 1,
-        schedule: str = "gpipe",
-        **kwargs: object,
+        cls, stages: object, microbatches: int = 1, schedule: str = "gpipe", **kwargs: object
     ) -> Pipeline:
         """Make an instance of the class with the schedule's train step."""
         del stages, microbatches, kwargs
@@ -224,7 +221,7 @@ class Pipeline(keras.Model):
                 link.receive(rows_of(given), self._outputs[source], source, part)
                 for source in self._sources[self._group.rank]
             ]
-            taken = link.begin(received if len(received) > 1 else (received or [given])[0])
+            taken = link.begin(inputs_of(received, given))
             output = link.end(self.stage(taken, training=training))
             self._check_losses(self.stage)
             for dest in self._dests[self._group.rank]:
@@ -263,8 +260,7 @@ class Pipeline(keras.Model):
             given = microbatch(inputs, part, self._microbatches)
             found: list[tf.Tensor] = []
             for stage, sources in zip(self._all, self._sources, strict=True):
-                outputs_of = [found[source] for source in sources]
-                taken = outputs_of if len(outputs_of) > 1 else (outputs_of or [given])[0]
+                taken = inputs_of([found[source] for source in sources], given)
                 found.append(stage(taken, training=training))
             outputs.append(found[-1])
         return tf.concat(outputs, 0)
@@ -322,11 +318,8 @@ class InterleavedPipeline(Pipeline):
         """Add the gradients of the penalties on this stage's weights."""
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
-            penalty = tf.add_n(
-                [tf.zeros([])]
-                + [v.regularizer(v.value) for v in variables if v.regularizer is not None]
-            )
-            penalty = self.optimizer.scale_loss(penalty)
+            found = [v.regularizer(v.value) for v in variables if v.regularizer is not None]
+            penalty = self.optimizer.scale_loss(tf.add_n([tf.zeros([]), *found]))
         found = tape.gradient(penalty, [v.value for v in variables])
         return [added(one, other) for one, other in zip(gradients, found, strict=True)]
 

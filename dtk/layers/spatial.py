@@ -22,8 +22,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import Shard
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
-from dtk.layers import halo_convolution
-from dtk.layers.halo import Halo, HaloExchange, Range, Window, ranges_of
+from dtk.layers.halo import Halo, HaloExchange, Range, Window, convolve, fits, ranges_of
 from dtk.layers.regions import (
     agreed_lengths,
     copy_to_group,
@@ -58,11 +57,7 @@ class SpatiallyParallel(keras.layers.Layer):
     communicates = True
 
     def __init__(
-        self,
-        *args: object,
-        split: str = "rows",
-        communicator: Groups = None,
-        **kwargs: object,
+        self, *args: object, split: str = "rows", communicator: Groups = None, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
         self.split = split
@@ -314,8 +309,8 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
     def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         # All ranks choose the same way, since their graphs must have the same shape.
         plain = self.groups == 1 and self.data_format == "channels_last"
-        if plain and halo_convolution.fits(self._exchanges, self.windows()):
-            return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
+        if plain and fits(self._exchanges, self.windows()):
+            return convolve(inputs, kernel, self._exchanges, self.windows())
         return keras.ops.conv(
             self._with_halo(inputs),
             kernel,

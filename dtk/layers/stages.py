@@ -85,6 +85,11 @@ def rows_of(inputs: Nest) -> tf.Tensor:
     return tf.shape(tf.nest.flatten(inputs)[0])[0]
 
 
+def inputs_of(received: list[tf.Tensor], given: Nest) -> Nest:
+    """Return what a stage takes: outputs of other stages, or else the model's inputs."""
+    return received if len(received) > 1 else (received or [given])[0]
+
+
 def check(stages: Sequence[Stage], microbatches: int, schedule: str, group: Communicator) -> None:
     """Raise a ValueError for a pipeline that these ranks cannot make."""
     told = ""
@@ -305,8 +310,7 @@ class InterleavedStep:
             taken = [tf.identity(value) for value in received]
             tape.watch(taken)
             own = tf.nest.map_structure(tf.identity, given)
-            inputs = taken if len(taken) > 1 else (taken or [own])[0]
-            output = self._stage(inputs, training=True)
+            output = self._stage(inputs_of(taken, own), training=True)
             if not self._dests:
                 self._upstream[number] = gradient_of_loss(number, output)
         for dest in self._dests:

@@ -23,7 +23,7 @@ from dtk.search.rounds import Failure, RoundMessage, Rounds, agreed
 _Value = TypeVar("_Value")
 Choice = None | bool | int | float | str
 # The method of a trial that suggests a value of a distribution.
-_HOW: dict[type[BaseDistribution], str] = {
+SUGGEST: dict[type[BaseDistribution], str] = {
     CategoricalDistribution: "suggest_categorical",
     FloatDistribution: "suggest_float",
     IntDistribution: "suggest_int",
@@ -78,7 +78,7 @@ class DistributedTrial(optuna.trial.FixedTrial):
 
     def _suggest(self, name: str, distribution: BaseDistribution) -> Choice:
         """Ask rank 0; all `suggest_*` of `FixedTrial` come here."""
-        how, settings = _HOW[type(distribution)], vars(distribution)
+        how, settings = SUGGEST[type(distribution)], vars(distribution)
         told = ", ".join([repr(name), *(f"{key}={value}" for key, value in settings.items())])
         self._params[name] = self._ask(
             f"{how}({told})", lambda trial: getattr(trial, how)(name, **settings)
