@@ -23,7 +23,7 @@ from dtk.data.rows import Data, Indices
 from dtk.data.sharing import agree_on_seed, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
-from dtk.nests import Array, Specs
+from dtk.nests import Specs
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
@@ -189,8 +189,9 @@ class PartitionedMinibatches:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
     def _minibatch(self, position: int, size: int) -> tuple[Indices, bool]:
-        """Return the rows of a global minibatch, and whether it ends its sweep."""
-        sweep, begin, end = minibatch_at(position, size, self._rows)
+        """Return the rows of a global minibatch, and whether it ends its sweep, as in CNTK."""
+        sweep, begin = divmod(position, self._rows)
+        end = min(begin + size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 
     def _order(self, sweep: int) -> Indices:
@@ -198,7 +199,7 @@ class PartitionedMinibatches:
             return range(self._rows)
         kept, order = self._kept
         if kept != (self._seed, sweep):
-            order = sweep_order(self._rows, self._seed, sweep)
+            order = np.random.RandomState([self._seed, sweep]).permutation(self._rows)
             self._kept = ((self._seed, sweep), order)
         return order
 
@@ -212,27 +213,6 @@ class PartitionedMinibatches:
         if size < 1:
             raise ValueError(at_rank(self._rank, f"a minibatch of {size} rows; ask for 1 or more"))
         return size
-
-
-def sweep_order(rows: int, seed: int, sweep: int) -> Array:
-    """Return the order of one sweep over the rows, another one for each sweep.
-
-    Example:
-        >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
-        [0, 1, 2, 3, 4]
-    """
-    return np.random.RandomState([seed, sweep]).permutation(rows)
-
-
-def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
-    """Return the sweep, begin and end of a minibatch; it ends with its sweep, as in CNTK.
-
-    Example:
-        >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]
-        [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4)]
-    """
-    sweep, begin = divmod(position, rows)
-    return sweep, begin, min(begin + size, rows)
 
 
 def _checked_rows(data: Data, sweeps: int | None) -> int:
