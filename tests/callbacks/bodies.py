@@ -57,6 +57,13 @@ def compiled(optimizer, kind="world", dropout=0.0, width=4, **options):
     return model
 
 
+def fitted(model, *callbacks, rows=ROWS, **more):
+    """Fit a model to the rows of `data`, without a word."""
+    x, y = data(rows)
+    how = {"batch_size": BATCH, "verbose": 0, **more}
+    return model.fit(x, y, callbacks=list(callbacks), **how)
+
+
 def everything(model):
     """Weights and optimizer state, one vector."""
     variables = [*model.weights, *model.optimizer.variables]

@@ -17,9 +17,9 @@ import pytest
 
 import dtk
 from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
-from dtk.callbacks.checkpointing.writing import Background
+from dtk.callbacks.checkpointing.contents import Background
 
-from callbacks.bodies import BATCH, Crash, compiled, crash_at, data, fails, strategy
+from callbacks.bodies import Crash, compiled, crash_at, fails, fitted, strategy
 from strategies.bodies import served_with
 
 
@@ -74,17 +74,25 @@ def slow_disk(seconds):
     return lambda: setattr(CheckpointFiles, "write", write)
 
 
+def is_writing():
+    return "dtk-checkpoint" in [one.name for one in threading.enumerate()]
+
+
+class During(keras.callbacks.Callback):
+    """Notes after each step whether a checkpoint is being written."""
+
+    def __init__(self, into):
+        super().__init__()
+        self.into = into
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.into.append(is_writing())
+
+
 def both_ways(directory):
     """Twice the same training: its checkpoints one by one; steps while one was written."""
     strategy()
-    x, y = data()
     contents, during = {}, []
-
-    class During(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            names = [one.name for one in threading.enumerate()]
-            during.append("dtk-checkpoint" in names)
-
     for background in (False, True):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.Adam(0.05), dropout=0.3)
@@ -94,7 +102,7 @@ def both_ways(directory):
         )
         undo = slow_disk(0.3 if background else 0.0)
         try:
-            model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[saved, During()])
+            fitted(model, saved, During(during), epochs=3)
         finally:
             undo()
         strategy().communicator.barrier()
@@ -121,13 +129,7 @@ def test_the_same_bits_as_without(pool, tmp_path):
 def restored(directory, kind):
     """Weights after a fit that saves beside itself, and of a second model that starts from that."""
     chosen = served_with("sync") if kind == "served" else strategy(kind)
-    x, y = data()
     found, during = [], []
-
-    class During(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            during.append("dtk-checkpoint" in [one.name for one in threading.enumerate()])
-
     undo = slow_disk(0.3)
     try:
         for _ in range(2):
@@ -135,9 +137,9 @@ def restored(directory, kind):
                 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="only")])
                 model.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse")
             saved = dtk.callbacks.Checkpoint(directory, save_freq=2, background=True)
-            model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[saved, During()])
+            fitted(model, saved, During(during), epochs=3)
             found.append([np.asarray(w) for w in model.get_weights()])
-            assert saved.files.names() and "dtk-checkpoint" not in threading.enumerate()
+            assert saved.files.names() and not is_writing()
     finally:
         undo()
     return found, any(during), len(during)
@@ -169,38 +171,27 @@ def left_early(directory, how):
             if how == "sigterm" and batch == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    x, y = data(400)
     undo, said, code = slow_disk(1.0), io.StringIO(), None
+    callbacks = [place, Preempted(), *([crash_at(0, 3)] if how == "crash" else [])]
     try:
         with contextlib.redirect_stdout(said):
-            compiled("sgd").fit(
-                x,
-                y,
-                batch_size=BATCH,
-                verbose=0,
-                callbacks=[place, Preempted(), *([crash_at(0, 3)] if how == "crash" else [])],
-            )
+            fitted(compiled("sgd"), *callbacks, rows=400)
     except SystemExit as ending:
         code = ending.code
     except Crash:
         code = "crash"
     finally:
         undo()
-    running = "dtk-checkpoint" in [one.name for one in threading.enumerate()]
     steps = [place.files.read(name)[0]["step"] for name in place.files.names()]
-    return code, steps, running, said.getvalue()
+    return code, steps, is_writing(), said.getvalue()
 
 
 @pytest.mark.worlds(("local", 1))
-def test_an_exception_waits_for_what_is_being_written(pool, tmp_path):
-    ((code, steps, running, _),) = pool.run(left_early, str(tmp_path), "crash")
-    assert (code, steps, running) == ("crash", [2], False)
-
-
-@pytest.mark.worlds(("local", 1))
-def test_sigterm_waits_for_it_and_saves_what_was_reached(pool, tmp_path):
-    ((code, steps, running, said),) = pool.run(left_early, str(tmp_path), "sigterm")
-    assert (code, steps, running) == (143, [3, 2], False)
+def test_an_exception_and_sigterm_wait_for_what_is_being_written(pool, tmp_path):
+    ((*found, _),) = pool.run(left_early, str(tmp_path / "one"), "crash")
+    assert found == ["crash", [2], False]
+    ((*found, said),) = pool.run(left_early, str(tmp_path / "two"), "sigterm")
+    assert found == [143, [3, 2], False]
     assert "SIGTERM: saved " in said and "checkpoint-00000002" in said
 
 
@@ -224,35 +215,23 @@ def failing(directory, options):
             time.sleep(0.2)
             steps.append(batch)
 
-    x, y = data(64)
     said = io.StringIO()
     CheckpointFiles.write = once
     try:
         with contextlib.redirect_stdout(said):
-            failure = fails(
-                compiled("sgd").fit,
-                x,
-                y,
-                batch_size=BATCH,
-                verbose=0,
-                callbacks=[place, Steps()],
-            )
+            failure = fails(fitted, compiled("sgd"), place, Steps(), rows=64)
     finally:
         CheckpointFiles.write = write
     return failure, steps, said.getvalue(), place.files.names()
 
 
 @pytest.mark.worlds(("local", 1), ("collective", 2))
-def test_a_failure_is_told_and_the_next_save_tries_anew(pool, tmp_path):
-    results = pool.run(failing, str(tmp_path), {})
+def test_a_failure_is_told_and_the_next_save_tries_anew_or_training_ends(pool, tmp_path):
+    results = pool.run(failing, str(tmp_path / "one"), {})
     for failure, steps, _, names in results:
         assert failure is None and steps == list(range(8)) and len(names) == 3
     assert results[0][2].count("No space left on device; training goes on") == 1
-
-
-@pytest.mark.worlds(("local", 1), ("collective", 2))
-def test_a_failure_ends_training_on_all_ranks_soon(pool, tmp_path):
-    results = pool.run(failing, str(tmp_path), {"on_save_error": "raise"})
+    results = pool.run(failing, str(tmp_path / "two"), {"on_save_error": "raise"})
     for (kind, text), steps, _, names in results:
         assert kind == "CheckpointSaveError" and "No space left" in text and not names
         # Alone at the next step, which is the third; with others where the next save is.

@@ -14,7 +14,16 @@ import tensorflow as tf
 import dtk
 from dtk.callbacks import checkpoint
 
-from callbacks.bodies import BATCH, compiled, data, difference, everything, recorder, strategy
+from callbacks.bodies import (
+    BATCH,
+    compiled,
+    data,
+    difference,
+    everything,
+    fitted,
+    recorder,
+    strategy,
+)
 from callbacks.test_checkpoint import EXACT, check
 
 two_ranks = pytest.mark.worlds(("collective", 2))
@@ -37,9 +46,8 @@ def terminated(directory):
     def run(*callbacks, seen=None):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
-        x, y = data(400)
         note = recorder([] if seen is None else seen)
-        model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[*callbacks, note])
+        fitted(model, *callbacks, note, rows=400, epochs=3)
         return everything(model)
 
     whole = run()
@@ -167,11 +175,8 @@ def two_of_them(first, second, ends):
         dtk.callbacks.Checkpoint(second, save_freq=1000),
         dtk.callbacks.Checkpoint(f"{second}-ends-only", save_on_sigterm=False, save_freq=1000),
     ]
-    x, y = data(400)
     try:
-        compiled("sgd").fit(
-            x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*places, Preempted()]
-        )
+        fitted(compiled("sgd"), *places, Preempted(), rows=400, epochs=2)
     except SystemExit as ending:
         code = ending.code
     assert signal.getsignal(signal.SIGTERM) is handler, "SIGTERM must be given back"
@@ -188,15 +193,3 @@ def test_two_checkpoints_in_one_fit_both_save(pool, tmp_path):
     paths = str(tmp_path / "three"), str(tmp_path / "four")
     ((code, saved),) = pool.run(two_of_them, *paths, False)
     assert code is None and [len(found) for found in saved] == [2, 1, 1]
-
-
-@pytest.mark.worlds(("local", 1))
-def test_two_checkpoints_of_one_directory_are_refused(pool, tmp_path):
-    pool.run(one_directory, str(tmp_path))
-
-
-def one_directory(directory):
-    x, y = data(40)
-    places = [dtk.callbacks.Checkpoint(directory), dtk.callbacks.Checkpoint(f"{directory}/.")]
-    with pytest.raises(ValueError, match="two Checkpoint callbacks write to"):
-        compiled("sgd").fit(x, y, verbose=0, callbacks=places)

@@ -17,6 +17,7 @@ from callbacks.bodies import (
     data,
     difference,
     everything,
+    fitted,
     recorder,
     strategy,
 )
@@ -76,13 +77,10 @@ def keras_backup(directory):
     def run(*more):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
-        x, y = data()
         seen = []
         backup = keras.callbacks.BackupAndRestore(str(place))
         with contextlib.suppress(Crash):
-            model.fit(
-                x, y, batch_size=8, epochs=4, verbose=0, callbacks=[backup, recorder(seen), *more]
-            )
+            fitted(model, backup, recorder(seen), *more, epochs=4)
         return everything(model), seen[0][:2]
 
     whole, _ = run()
@@ -102,17 +100,9 @@ def nan_on_one_rank():
     """Rows of the last rank alone hold NaN: every rank stops at that step."""
     x, y = data(32)
     x[15] = np.nan
-    model = compiled("sgd")
     seen = []
-    model.fit(
-        x,
-        y,
-        batch_size=8,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        callbacks=[keras.callbacks.TerminateOnNaN(), recorder(seen)],
-    )
+    callbacks = [keras.callbacks.TerminateOnNaN(), recorder(seen)]
+    compiled("sgd").fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
     return [s[:2] for s in seen]
 
 

@@ -13,12 +13,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dtk
-from dtk.callbacks.sample_rate import carried_over
-from dtk.schedules import learning_rate_from_sample_rate, momentum_from_time_constant
+from dtk.schedules import momentum_from_time_constant
 
 from callbacks.bodies import Crash, crash_at, strategy
 from strategies.bodies import served_with
@@ -30,33 +27,6 @@ GROWING = [4, 8, 16]  # 37 rows: the last batches have 1, 5 and 5
 
 def constantly(value):
     return lambda epoch, seen: value
-
-
-def run_by_sgd(steps, rates, momenta, nesterov, corrected):
-    """Keras's equations, with the rates and momenta that the conversions give; each row alone."""
-    moved, buffer, before = np.zeros(len(steps)), np.zeros(len(steps)), None
-    for i, rows in enumerate(steps):
-        rate, mu = rates[i], momenta[i]
-        if corrected and before is not None:
-            buffer *= carried_over(before, mu, nesterov)
-        before = mu
-        pushed = np.zeros(len(steps))
-        pushed[i] = rate / rows  # one of its rows, by the mean
-        buffer = mu * buffer + pushed
-        moved += mu * buffer + pushed if nesterov else buffer
-    return moved, buffer * before ** (2 if nesterov else 1) / (1 - before)
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.booleans())
-def test_a_sample_counts_as_much_whatever_batch_it_comes_in(steps, nesterov):
-    """All that a row has moved and is still to move is the rate per sample: pure arithmetic."""
-    momenta = [momentum_from_time_constant(100, rows) for rows in steps]
-    rates = [
-        learning_rate_from_sample_rate(0.02, rows, mu)
-        for rows, mu in zip(steps, momenta, strict=True)
-    ]
-    moved, due = run_by_sgd(steps, rates, momenta, nesterov, corrected=True)
-    np.testing.assert_allclose(moved + due, 0.02, rtol=1e-9)
 
 
 ROWS = 37
@@ -211,6 +181,10 @@ def tau_of(epoch, seen):
     return 0 if seen < 32 else 24
 
 
+def never_content(corrected):
+    return {"monitor": lambda numbers: 1.0, "momentum_correction": corrected}
+
+
 def everything_at_once(directory=None, crash=None, corrected=True, often="epoch"):
     """A growing batch, momentum by samples, halving: weights, rates told, Keras's rates."""
     strategy()
@@ -224,13 +198,7 @@ def everything_at_once(directory=None, crash=None, corrected=True, often="epoch"
     callbacks = [
         dtk.callbacks.SampleRate([0.01, 0.02], [0] * 2 + [24], corrected, every_samples=16),
         dtk.callbacks.BatchSizeSchedule([4, 8, 16]),
-        dtk.callbacks.HalveRate(
-            30,
-            (x, x[:, :1]),
-            cuts=2,
-            monitor=lambda numbers: 1.0,
-            momentum_correction=corrected,
-        ),
+        dtk.callbacks.HalveRate(30, (x, x[:, :1]), cuts=2, **never_content(corrected)),
         Rates(),
     ]
     callbacks += [] if directory is None else [dtk.callbacks.Checkpoint(directory, often)]
@@ -408,9 +376,7 @@ def halved(corrected):
     """The rate is halved once, after 32 rows of batches of 8; plain SGD with momentum."""
     strategy()
     x = np.eye(ROWS, dtype="float32")
-    cut = dtk.callbacks.HalveRate(
-        16, (x, x[:, :1]), cuts=1, monitor=lambda numbers: 1.0, momentum_correction=corrected
-    )
+    cut = dtk.callbacks.HalveRate(16, (x, x[:, :1]), cuts=1, **never_content(corrected))
     with contextlib.redirect_stdout(io.StringIO()):
         linear = Linear().fit([cut], epochs=1)
     return linear.moved

@@ -45,11 +45,6 @@ class DirectoryLock:
         # A process that is forked from this one would hold the lock beyond this one's end.
         os.register_at_fork(after_in_child=lambda: _forget(mine))
 
-    @property
-    def held(self) -> bool:
-        """Whether this process holds the directory."""
-        return self._descriptor is not None
-
     def take(self) -> None:
         """Hold the directory until `release`, or the end of this process."""
         deadline = time.monotonic() + self._patience
