@@ -157,7 +157,6 @@ FULL = (
     r"test_horovod_wrapper.py",
     # worlds of four and three, and the way back of a checkpoint
     r"(layers/test_pipeline|strategies/test_grid).py::\S+\[(collective-[34]|horovod)",
-    r"layers/test_pipeline.py::test_what_one_rank_has_saved",
     # each of these says once more, at more cost, what a test that stays says
     r"communicators/test_create.py::test_a_tensor_before_the_strategy",
     r"communicators/test_contract.py::test_(places\[collective-1|horovod_makes_groups)",
@@ -207,7 +206,7 @@ FULL = (
     # noise of fakes and then reals, and kinks: strategies/test_self_test.py has them in small
     r"published/test_published.py::test_random_numbers_are\S+custom_step_gan",
     # cheaper tests say nearly the same, and none of 249 broken rules needed these
-    r"layers/test_pipeline.py::test_two_stages\S+\[collective-2-gpipe",
+    r"layers/test_pipeline.py::test_stages_train\S+\[collective-2-gpipe",
     r"layers/test_channel_parallel.py::test_in_fit",
     r"inference/test_quantize.py::test_two_ranks",
     r"strategies/test_equivalence.py::test_n_workers\S+\[mirrored-2-adam-acc",

@@ -31,22 +31,21 @@ def weights(like, seed):
     return tf.reshape(tf.sin(1.7 * count + seed), tf.shape(like))
 
 
-def blocks(value, sizes):
-    return tf.split(value, sizes)
-
-
 def matrix(n):
     return [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
 
 
-def exchanged(values, n):
-    parts = [blocks(v, matrix(n)[i]) for i, v in enumerate(values)]
+def exchanged(values, n, splits=None):
+    parts = [tf.split(v, splits[i] if splits else n) for i, v in enumerate(values)]
     return [tf.concat([parts[i][j] for i in range(n)], 0) for j in range(n)]
 
 
-def evenly_exchanged(values, n):
-    parts = [tf.split(v, n) for v in values]
-    return [tf.concat([parts[i][j] for i in range(n)], 0) for j in range(n)]
+def unevenly_exchanged(values, n):
+    return exchanged(values, n, matrix(n))
+
+
+def shares(value, n):
+    return tf.split(value, even_sizes(len(value), n))
 
 
 # name -> rows that rank r of n puts in, the collective, and what all ranks get of all values
@@ -74,27 +73,27 @@ CASES = {
     "reduce-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c),
-        lambda v, n: blocks(tf.add_n(v), even_sizes(5, n)),
+        lambda v, n: shares(tf.add_n(v), n),
     ),
     "mean-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c, "mean"),
-        lambda v, n: blocks(tf.add_n(v) / n, even_sizes(5, n)),
+        lambda v, n: shares(tf.add_n(v) / n, n),
     ),
     "alltoall": (
         lambda r, n: 2 * n,
         lambda x, c: collectives.alltoall(x, c)[0],
-        evenly_exchanged,
+        exchanged,
     ),
     "alltoall, own splits": (
         lambda r, n: sum(matrix(n)[r]),
         lambda x, c: collectives.alltoall(x, c, matrix(c.size)[c.rank])[0],
-        exchanged,
+        unevenly_exchanged,
     ),
     "alltoall, all splits": (
         lambda r, n: sum(matrix(n)[r]),
         lambda x, c: collectives.alltoall(x, c, matrix(c.size))[0],
-        exchanged,
+        unevenly_exchanged,
     ),
     "broadcast": (
         lambda r, n: 4,
@@ -106,20 +105,15 @@ CASES = {
         lambda x, c: collectives.reduce(x, c, c.size - 1),
         lambda v, n: [tf.zeros_like(v[0])] * (n - 1) + [tf.add_n(v)],
     ),
-    "scatter": (
-        lambda r, n: 5,
-        lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], even_sizes(5, n)),
-    ),
     "scatter, rows given": (
         lambda r, n: sum(ROWS[:n]),
         lambda x, c: collectives.scatter(x, c, 0, ROWS[: c.size]),
-        lambda v, n: blocks(v[0], ROWS[:n]),
+        lambda v, n: tf.split(v[0], ROWS[:n]),
     ),
     "scatter, of the root's rows": (
         lambda r, n: [5, 2, 7][r],
         lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], even_sizes(len(v[n - 1]), n)),
+        lambda v, n: shares(v[n - 1], n),
     ),
     "gather": (
         lambda r, n: ROWS[r],

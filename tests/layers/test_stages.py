@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dtk.layers.stages import BACKWARD, FORWARD, gpipe, one_forward_one_backward
+from dtk.layers.pipeline import BACKWARD, FORWARD, gpipe, one_forward_one_backward
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
 
