@@ -101,7 +101,6 @@ FULL = (
     r"|swapped|execution|epoch|dataset|stream|scaled|schedule|quantised)",
     r"callbacks/test_checkpoint.py::test_resumed_equals_uninterrupted_in_one_process\[scaled",
     r"callbacks/test_checkpoint_on_sigterm.py::test_sigterm_during_validation_saves",
-    r"callbacks/test_checkpoint.py::test_(python_and_numpy|a_dropout_or_metric)",
     r"callbacks/test_sample_rate.py::test_a_resumed_run_ends",
     r"callbacks/test_evaluation.py::test_(a_resumed_run_counts_on|two_ranks|what_cannot)",
     r"callbacks/test_batch_size.py::test_(a_trial_leaves_no_bit_changed|the_batch_doubles\S*)"
@@ -199,7 +198,6 @@ FULL = (
     r"layers/test_spatial.py::test_parts_of_an_image_equal_the_whole\[collective-2",
     # two trials are trained besides; a rank that gives up ends a job as one that is killed
     r"search/test_study.py::test_twelve_trials_\S+\[collective-2-fit",
-    r"search/test_killed.py::\S*\[raise",
     r"search/test_\w+.py::\S*\[horovod",
     # two groups on a journal take the same way
     r"search/test_groups.py::test_groups_share_a_database",
@@ -215,12 +213,11 @@ FULL = (
     r"published/test_published.py::test_two_processes_end\S+custom_step_own_loss",
     r"published/test_published.py::test_a_number_that_is_not",
     r"published/test_published.py::test_a_coordinator_schedules",  # how far it learns is chance
-    r"search/test_killed.py::\S+\[kill",
+    r"search/test_killed.py",
     r"search/test_groups.py::test_a_group_trains",
     r"launch/test_ssh.py::test_horovod_reduces",
     r"inference/test_predict_to_disk.py::test_a_killed_job",
     r"cluster/test_slurm_jobs",
-    r"callbacks/test_checkpoint_background.py::test_a_job_with_servers",
     r"communicators/test_create.py::test_(two_ranks_come_up|a_peer_that_dies)",
     r"communicators/test_measuring_once.py::test_(measured|a_strategy)\S+\[horovod",
     r"communicators/test_contract.py::test_behaviour\[collective-3-keys",

@@ -159,8 +159,13 @@ def train(name, directory=None, crash=False, seed=5, kind="world"):
     case = CASES[name]()
     strategy(kind).exchange = case.get("exchange")
     model = compiled(case["optimizer"], kind, case.get("dropout", 0.0), **case.get("compile", {}))
-    seen = []
-    callbacks = [*case.get("callbacks", ()), recorder(seen)]
+    seen, drawn = [], []
+
+    class Drawing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            drawn.append((random.random(), np.random.rand()))
+
+    callbacks = [*case.get("callbacks", ()), recorder(seen), Drawing()]
     if directory is not None:
         # First in the list: order must not matter.
         callbacks.insert(0, dtk.callbacks.Checkpoint(directory, case.get("save_freq", "epoch")))
@@ -175,7 +180,7 @@ def train(name, directory=None, crash=False, seed=5, kind="world"):
         model.fit(**given, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     except Crash:
         assert crash
-    return everything(model), model.history.history, seen[0][:2]
+    return everything(model), model.history.history, seen[0][:2], drawn[-1]
 
 
 def resume(name, directory, kind="world"):
@@ -184,10 +189,11 @@ def resume(name, directory, kind="world"):
     A shuffled dataset takes its seed when the script makes it, before any callback runs.
     """
     place = pathlib.Path(directory, str(strategy(kind).rank))  # ranks share no file system
-    whole, history, _ = train(name, kind=kind)
+    whole, history, _, drawn = train(name, kind=kind)
     train(name, place, crash=True, kind=kind)
     seed = 5 if "data" in CASES[name]() else 99
-    again, resumed_history, start = train(name, place, seed=seed, kind=kind)
+    again, resumed_history, start, drawn_again = train(name, place, seed=seed, kind=kind)
+    assert drawn == drawn_again, "Python and numpy draw on where they were"
     return {
         "difference": difference(again, whole),
         "history": history,
@@ -219,10 +225,10 @@ def test_resumed_equals_uninterrupted_in_one_process(alone, tmp_path, kind, name
 def test_another_world_size_resumes(pool, alone, tmp_path):
     """Written by two ranks within an accumulation window; one process and two devices go on."""
     pool.run(train, "steps", str(tmp_path / "0"), True, timeout=120)
-    [(whole, _, _)] = alone.run(train, "steps", timeout=120)
+    [(whole, *_)] = alone.run(train, "steps", timeout=120)
     for kind in ("world", "mirrored"):
         place = str(shutil.copytree(tmp_path / "0", tmp_path / kind))
-        [(again, _, start)] = alone.run(train, "steps", place, False, 9, kind, timeout=120)
+        [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, kind, timeout=120)
         assert start == (1, 2)
         assert difference(again, whole) <= 1e-5
 
@@ -233,21 +239,40 @@ def checkpoint_of(optimizer, directory, width=4):
 
 
 def another_model(directory):
-    checkpoint_of("sgd", directory)
+    """What is said of another width or optimizer, and of one random layer or metric more."""
+
+    def run(dropouts=1, metrics=("mae",), save_freq="epoch", *more):
+        keras.utils.set_random_seed(5)
+        with strategy().scope():
+            layers = [keras.layers.Dropout(0.1) for _ in range(dropouts)]
+            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+            model.compile(optimizer="sgd", loss="mse", metrics=list(metrics))
+        place = pathlib.Path(directory, str(save_freq))
+        fitted(model, dtk.callbacks.Checkpoint(place, save_freq), *more, epochs=2)
+
+    place = pathlib.Path(directory, "weights")
+    checkpoint_of("sgd", place)
+    run()
+    with contextlib.suppress(Crash):
+        run(1, ["mae"], 3, crash_at(0, 4))
     return [
-        fails(checkpoint_of, "sgd", directory, width=5),
-        fails(checkpoint_of, "adam", directory),
+        fails(checkpoint_of, "sgd", place, width=5),
+        fails(checkpoint_of, "adam", place),
+        fails(run, 2),
+        fails(run, 1, ["mae", "mape"], 3),
     ]
 
 
 @two_ranks
 def test_another_model_is_refused_on_every_rank(pool, tmp_path):
+    """Breaks as "zip() argument 2 is shorter than argument 1"."""
     for answers in pool.run(another_model, str(tmp_path)):
-        (kind, shape), (other_kind, missing) = answers
-        assert kind == other_kind == "ValueError"
+        shape, missing, dropout, metric = [text for kind, text in answers if kind == "ValueError"]
         assert re.search(r"dense\w*/kernel \[\[6, 4\].* has .*kernel \[\[6, 5\]", shape)
-        assert "resume=False" in shape
+        assert "resume=False" in shape and "resume=False" in dropout
         assert "belongs to another model" in missing
+        assert "it has 1 random layers (Dropout and the like), this model has 2" in dropout
+        assert "variables of metrics, this model has" in metric
 
 
 def full_disk(directory):
@@ -284,67 +309,6 @@ def test_a_run_that_stopped_early_stays_stopped(pool, tmp_path):
     for (epochs, weights), (epochs_again, weights_again) in pool.run(early_stopped, str(tmp_path)):
         assert epochs == epochs_again == [0, 1]
         np.testing.assert_allclose(weights_again, weights, rtol=1e-6)
-
-
-def draws(directory):
-    """What Python's and numpy's generators give in every step: of a whole run, and of a resumed."""
-
-    def run(*callbacks, seed=5):
-        keras.utils.set_random_seed(seed)
-        model = compiled("sgd")
-        drawn = {}
-
-        class Drawing(keras.callbacks.Callback):
-            def on_epoch_begin(self, epoch, logs=None):
-                self.epoch = epoch
-
-            def on_train_batch_end(self, batch, logs=None):
-                drawn[self.epoch, batch] = random.random(), np.random.rand()
-
-        with contextlib.suppress(Crash):
-            fitted(model, Drawing(), *callbacks, epochs=3)
-        return drawn
-
-    whole = run()
-    run(dtk.callbacks.Checkpoint(directory, 7), crash_at(2, 1))
-    return whole, run(dtk.callbacks.Checkpoint(directory, 7), seed=99)
-
-
-@two_ranks
-def test_python_and_numpy_draw_on_where_they_were(pool, tmp_path):
-    """Breaks when their state is saved but not restored: the resumed script has another seed."""
-    first, *_ = pool.run(draws, str(tmp_path))
-    whole, resumed = first
-    assert sorted(resumed) == sorted(whole)[7:]
-    assert resumed == {step: whole[step] for step in resumed}
-
-
-def one_dropout_more(directory):
-    """A random layer, then a metric, that the checkpoint does not know: neither has weights."""
-
-    def run(dropouts=1, metrics=("mae",), save_freq="epoch", *more):
-        keras.utils.set_random_seed(5)
-        with strategy().scope():
-            layers = [keras.layers.Dropout(0.1) for _ in range(dropouts)]
-            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
-            model.compile(optimizer="sgd", loss="mse", metrics=list(metrics))
-        place = pathlib.Path(directory, str(save_freq))
-        fitted(model, dtk.callbacks.Checkpoint(place, save_freq), *more, epochs=2)
-
-    run()
-    with contextlib.suppress(Crash):
-        run(1, ["mae"], 3, crash_at(0, 4))
-    return fails(run, 2), fails(run, 1, ["mae", "mape"], 3)
-
-
-@two_ranks
-def test_a_dropout_or_metric_more_than_was_saved_is_refused(pool, tmp_path):
-    """Breaks as "zip() argument 2 is shorter than argument 1"."""
-    for (kind, dropout), (other_kind, metric) in pool.run(one_dropout_more, str(tmp_path)):
-        assert kind == other_kind == "ValueError"
-        assert "it has 1 random layers (Dropout and the like), this model has 2" in dropout
-        assert "resume=False" in dropout
-        assert "variables of metrics, this model has" in metric
 
 
 def best_of(directory):

@@ -20,7 +20,6 @@ from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 from dtk.callbacks.checkpointing.contents import Background
 
 from callbacks.bodies import Crash, compiled, crash_at, fails, fitted, strategy
-from strategies.bodies import served_with
 
 
 def test_the_next_work_waits_and_says_so_where_it_waits_long():
@@ -124,41 +123,6 @@ def test_the_same_bits_as_without(pool, tmp_path):
         assert same and count == 5 and best and not hidden
     assert results[0][2], "training goes on while rank 0 writes"
     assert not any(result[2] for result in results[1:])
-
-
-def restored(directory, kind):
-    """Weights after a fit that saves beside itself, and of a second model that starts from that."""
-    chosen = served_with("sync") if kind == "served" else strategy(kind)
-    found, during = [], []
-    undo = slow_disk(0.3)
-    try:
-        for _ in range(2):
-            with chosen.scope():
-                model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="only")])
-                model.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse")
-            saved = dtk.callbacks.Checkpoint(directory, save_freq=2, background=True)
-            fitted(model, saved, During(during), epochs=3)
-            found.append([np.asarray(w) for w in model.get_weights()])
-            assert saved.files.names() and not is_writing()
-    finally:
-        undo()
-    return found, any(during), len(during)
-
-
-def check_restored(result):
-    (whole, resumed), during, steps = result
-    assert during and steps == 15, "the second fit has nothing left to do"
-    for one, other in zip(whole, resumed, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_two_devices_save_beside_their_training(alone, tmp_path):
-    check_restored(alone.run(restored, str(tmp_path), "mirrored", timeout=90)[0])
-
-
-@pytest.mark.worlds(("served", 2))
-def test_a_job_with_servers_saves_beside_its_training(pool, tmp_path):
-    check_restored(pool.run(restored, str(tmp_path), "served", timeout=90)[0])
 
 
 def left_early(directory, how):

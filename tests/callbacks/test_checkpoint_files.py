@@ -35,86 +35,66 @@ FILES = (WEIGHTS, ARRAYS, STATE)
 
 NAMES = tuple(f"checkpoint-{number:08d}" for number in (1, 2, 3))
 
-names, files = st.sampled_from(NAMES), st.sampled_from(FILES)
+TEXTS = (b"", b"[]", b"null", b'{"digests": {}}', b"[" * 5000, b"\xff\x00" * 99)
 
-place = st.floats(0.0, 0.999)
 
-texts = st.sampled_from([b"", b"[]", b"null", b'{"digests": {}}', b"[" * 5000, b"\xff\x00" * 99])
+def flipped(content, at):
+    place, bit = int(at * len(content)), 1 << int(at * 997) % 8
+    return content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
 
-damages = st.one_of(
-    st.tuples(st.just("cut"), names, files, place),
-    st.tuples(st.just("flip"), names, files, place, st.integers(0, 7)),
-    st.tuples(st.just("replace"), names, files, texts),
-    st.tuples(st.just("append"), names, files, texts),
-    st.tuples(st.just("remove"), names, files),
-    st.tuples(st.just("folder"), names, files),
-    st.tuples(st.just("pipe"), names, files),
-    st.tuples(st.just("loop"), names, files),
-    st.tuples(st.just("swap"), names, names, files),
-    st.tuples(st.just("swap files"), names, files, files),
-    st.tuples(st.just("remove all"), names),
-    st.tuples(st.just("file for folder"), names),
-    st.tuples(st.just("extra"), names),
-    st.tuples(st.just("stranger"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
-    st.tuples(st.just("strange folder"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
-    st.tuples(st.just("strange link"), st.sampled_from(["checkpoint-00000009", ".writing-x"])),
+
+def swap(one, other):
+    if one.is_file() and other.is_file():
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+
+
+# What is in the place of a file, by its path, its content and a number from 0 to 1; of a folder of
+# a checkpoint; and of a name that nobody had.
+TO_FILES = {
+    "cut": lambda path, content, at: path.write_bytes(content[: int(at * len(content))]),
+    "flip": lambda path, content, at: path.write_bytes(flipped(content or b"x", at)),
+    "replace": lambda path, _, at: path.write_bytes(TEXTS[int(at * len(TEXTS))]),
+    "append": lambda path, content, at: path.write_bytes(content + TEXTS[int(at * len(TEXTS))]),
+    "remove": lambda *_: None,
+    "folder": lambda path, *_: path.mkdir(),
+    "pipe": lambda path, *_: os.mkfifo(path),
+    "loop": lambda path, *_: path.symlink_to(path),
+}
+TO_FOLDERS = {
+    "swap": lambda folder, file, at: swap(folder / file, folder.parent / NAMES[int(3 * at)] / file),
+    "swap files": lambda folder, file, at: swap(folder / file, folder / FILES[int(3 * at)]),
+    "remove all": lambda folder, *_: shutil.rmtree(folder),
+    "file for folder": lambda folder, *_: (shutil.rmtree(folder), folder.write_bytes(b"something")),
+    "extra": lambda folder, *_: (folder / "notes.txt").write_text("mine"),
+}
+STRANGERS = {
+    "stranger": lambda path: path.write_bytes(b"something"),
+    "strange folder": lambda path: path.mkdir(),
+    "strange link": lambda path: path.symlink_to("nowhere"),
+}
+damages = st.tuples(
+    st.sampled_from([*TO_FILES, *TO_FOLDERS, *STRANGERS]),
+    st.sampled_from(NAMES),
+    st.sampled_from(FILES),
+    st.floats(0.0, 0.999),
 )
 
 
 def harm(directory, damage):
     """Do one damage; what is not there any more cannot be damaged again."""
-    kind, name, *more = damage
-    folder = directory / name
-    if kind in ("stranger", "strange folder", "strange link"):
-        if not os.path.lexists(folder):
-            if kind == "stranger":
-                folder.write_bytes(b"something")
-            elif kind == "strange folder":
-                folder.mkdir()
-            else:
-                folder.symlink_to(directory / "nowhere")
-        return
-    if not folder.is_dir():
-        return
-    if kind == "extra":
-        (folder / "notes.txt").write_text("mine")
-    elif kind in ("remove all", "file for folder"):
-        shutil.rmtree(folder)
-        if kind == "file for folder":
-            folder.write_bytes(b"something")
-    elif kind in ("swap", "swap files"):
-        one, other = (
-            (folder / more[1], directory / more[0] / more[1])
-            if kind == "swap"
-            else (folder / more[0], folder / more[1])
-        )
-        if one.is_file() and other.is_file():
-            first, second = one.read_bytes(), other.read_bytes()
-            one.write_bytes(second)
-            other.write_bytes(first)
-    elif (path := folder / more[0]).is_file():
-        change(path, kind, *more[1:])
-
-
-def change(path, kind, *more):
-    content = path.read_bytes()
-    at = int(more[0] * len(content)) if kind in ("cut", "flip") else 0
-    path.unlink()
-    if kind == "cut":
-        path.write_bytes(content[:at])
-    elif kind == "flip":
-        flipped = bytes([content[at] ^ 1 << more[1]]) if content else b"x"
-        path.write_bytes(content[:at] + flipped + content[at + 1 :])
-    elif kind == "replace":
-        path.write_bytes(more[0])
-    elif kind == "append":
-        path.write_bytes(content + more[0])
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "loop":
-        path.symlink_to(path)
+    kind, name, file, at = damage
+    folder, path = directory / name, directory / name / file
+    stranger = directory / ("checkpoint-00000009" if at < 0.5 else ".writing-x")
+    if kind in STRANGERS and not os.path.lexists(stranger):
+        STRANGERS[kind](stranger)
+    elif kind in TO_FOLDERS and folder.is_dir():
+        TO_FOLDERS[kind](folder, file, at)
+    elif kind in TO_FILES and path.is_file():
+        content = path.read_bytes()
+        path.unlink()
+        TO_FILES[kind](path, content, at)
 
 
 def damaged(directory, examples):
