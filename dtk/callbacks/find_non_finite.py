@@ -105,8 +105,10 @@ class FindNonFinite(StrategyCallback):
         self._said = not math.isfinite(loss) or bool(notes or weights)
         if not self._said:
             return
+        parts = ["" if math.isfinite(loss) else f"the loss is {loss:g}", weights]
+        about = "; ".join(filter(None, parts)) or "the loss and all weights are finite"
         text = (
-            f"epoch {self._epoch + 1}, step {self._step}: {_about(loss, weights)}{_origin(notes)}"
+            f"epoch {self._epoch + 1}, step {self._step}: {about}{_origin(notes)}"
             f"{self._of_a_worker()}"
         )
         if self.action == "raise":
@@ -139,11 +141,6 @@ def non_finite_weights(model: keras.Model) -> str:
         if not bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v))))
     ]
     return f"{_named(paths)} hold NaN or infinite numbers" if paths else ""
-
-
-def _about(loss: float, weights: str) -> str:
-    parts = ["" if math.isfinite(loss) else f"the loss is {loss:g}", weights]
-    return "; ".join(filter(None, parts)) or "the loss and all weights are finite"
 
 
 def _origin(notes: list[NonFinite]) -> str:

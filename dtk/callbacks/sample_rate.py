@@ -41,14 +41,10 @@ class Momentum:
     retrace = True
 
     def __init__(self, optimizer: keras.Optimizer):
-        self._optimizer = optimizer
         self._variable = tf.Variable(
             optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
         )
-        self._value = float(optimizer.momentum)
-        self._put_into(optimizer)
-
-    def _put_into(self, optimizer: keras.Optimizer) -> None:
+        self.value = float(optimizer.momentum)  # of the next step
         update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
 
         @tf.autograph.experimental.do_not_convert
@@ -63,20 +59,11 @@ class Momentum:
 
         optimizer.update_step = update_step
 
-    @property
-    def value(self) -> float:
-        """Momentum of the next step."""
-        return self._value
-
     def set(self, value: float) -> None:
         """Set the momentum of the following steps."""
-        if value != self._value:
+        if value != self.value:
             self._variable.assign(value)
-            self._value = value
-
-    def carry_over(self, factor: float) -> None:
-        """Multiply the momentum buffers."""
-        multiply_momentum(self._optimizer, factor)
+            self.value = value
 
 
 class _Held:
@@ -414,7 +401,7 @@ class SampleRate(MomentumSchedule):
                 nesterov = innermost(optimizer).nesterov
                 carried = carried_over(self._momentum.value, momentum, nesterov)
                 raised = 1.0 if before is None else planned / before.planned
-                self._momentum.carry_over(carried * raised)
+                multiply_momentum(optimizer, carried * raised)
             self._momentum.set(momentum)
         self._in_force = _InForce(planned, momentum, rate_now(optimizer), rows)
 

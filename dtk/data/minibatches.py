@@ -23,7 +23,6 @@ from dtk.data.rows import Data, Indices
 from dtk.data.sharing import agree_on_seed, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
-from dtk.nests import Specs
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
@@ -158,9 +157,18 @@ class PartitionedMinibatches:
             [3 4]
         """
         begin, size = self._position, self._checked_size(batch_size)
-        return tf.data.Dataset.from_generator(
-            lambda: self._from(begin, size), output_signature=_specification(self._data)
+
+        def read() -> Iterator[Data]:
+            position = begin
+            while not self._is_over(position):
+                taken, _ = self._minibatch(position, size)
+                position += len(taken)
+                yield rows.take(self._data, taken)
+
+        specs = tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), self._data
         )
+        return tf.data.Dataset.from_generator(read, output_signature=specs)
 
     def get_state(self) -> Position:
         """Return the position and the seed of the order, as plain numbers."""
@@ -176,13 +184,11 @@ class PartitionedMinibatches:
             ValueError: The state is from data with another number of rows.
         """
         if state["rows"] != self._rows:
-            raise ValueError(
-                at_rank(
-                    self._rank,
-                    f"the saved state is at row {state['position']} of data with {state['rows']} "
-                    f"rows, and this data has {self._rows}; give the data it was saved with",
-                )
+            told = (
+                f"the saved state is at row {state['position']} of data with {state['rows']} "
+                f"rows, and this data has {self._rows}; give the data it was saved with"
             )
+            raise ValueError(at_rank(self._rank, told))
         self._position, self._seed = state["position"], state["seed"]
 
     def _is_over(self, position: int) -> bool:
@@ -203,12 +209,6 @@ class PartitionedMinibatches:
             self._kept = ((self._seed, sweep), order)
         return order
 
-    def _from(self, position: int, size: int) -> Iterator[Data]:
-        while not self._is_over(position):
-            taken, _ = self._minibatch(position, size)
-            position += len(taken)
-            yield rows.take(self._data, taken)
-
     def _checked_size(self, size: int) -> int:
         if size < 1:
             raise ValueError(at_rank(self._rank, f"a minibatch of {size} rows; ask for 1 or more"))
@@ -225,9 +225,3 @@ def _checked_rows(data: Data, sweeps: int | None) -> int:
     if count == 0 or (sweeps is not None and sweeps < 1):
         raise ValueError(f"{count} rows and sweeps={sweeps}; expected at least 1 of each")
     return count
-
-
-def _specification(data: Data) -> Specs:
-    return tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), data
-    )

@@ -409,23 +409,19 @@ def _predict_part(
     for batch in batches:
         structure, arrays = outputs_of(predict(batch))
         if structure != manifest.structure:
-            raise ValueError(
-                at_rank(
-                    rank,
-                    f"in part {part} the model returns {structure}, in the first batch "
-                    f"{manifest.structure}; it must return the same structure for every batch",
-                )
+            told = (
+                f"in part {part} the model returns {structure}, in the first batch "
+                f"{manifest.structure}; it must return the same structure for every batch"
             )
+            raise ValueError(at_rank(rank, told))
         for name, array in arrays.items():
             wanted, shape = manifest.outputs[name][1], tuple(array.shape[1:])
             if shape != wanted:
-                raise ValueError(
-                    at_rank(
-                        rank,
-                        f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
-                        "first batch; pad batches to one length, so that all rows fit in one array",
-                    )
+                told = (
+                    f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
+                    "first batch; pad batches to one length, so that all rows fit in one array"
                 )
+                raise ValueError(at_rank(rank, told))
             predicted[name].append(array)
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
 
@@ -436,21 +432,17 @@ def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
     missing = [part for part, rows in enumerate(found) if rows is None]
     if missing:
-        raise ValueError(
-            at_rank(
-                rank,
-                f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
-                f"{missing[0]}, though every rank has written its own; give a directory of a file "
-                "system that all hosts share",
-            )
+        told = (
+            f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
+            f"{missing[0]}, though every rank has written its own; give a directory of a file "
+            "system that all hosts share"
         )
+        raise ValueError(at_rank(rank, told))
     parts = tuple(rows for rows in found if rows is not None)
     if manifest.rows is not None and sum(parts) != manifest.rows:
-        raise ValueError(
-            at_rank(
-                rank,
-                f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
-                "return one row for each row of a batch",
-            )
+        told = (
+            f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
+            "return one row for each row of a batch"
         )
+        raise ValueError(at_rank(rank, told))
     files.write_manifest(dataclasses.replace(manifest, parts=parts))

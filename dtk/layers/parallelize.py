@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
@@ -241,8 +242,7 @@ def plain_layer(layer: keras.Layer) -> keras.Layer:
     """Make the layer of one device for a layer in parts."""
     if isinstance(layer, spatial.Border):
         return keras.layers.Identity(name=layer.name)
-    config: Config = layer.get_config()
-    made = _KERAS.get(type(layer))
+    config, made = layer.get_config(), _KERAS.get(type(layer))
     if made is None:
         return type(layer).from_config(config)
     return made.from_config({k: v for k, v in config.items() if k not in _OWN})
@@ -300,21 +300,21 @@ class ModelInParts:
         self._mine = _keyed(model)
         self.whole: keras.Model | None = None
         self._of_whole: Mapping[str, keras.Variable] = {}
-        described = [
-            Entry(key, _whole_shape(variable), variable.dtype, group.rank)
-            for key, variable in self._mine.items()
-        ]
+        described = []
+        for key, variable in self._mine.items():
+            shard = shard_of(variable)
+            shape = variable.shape if shard is None else shard.whole_shape(variable.shape)
+            described.append(Entry(key, tuple(shape), variable.dtype, group.rank))
         found: dict[str, Entry] = {}
-        for entries in group.allgather_object(described):
-            for entry in entries:
-                found.setdefault(entry.key, entry)
+        for entry in itertools.chain(*group.allgather_object(described)):
+            found.setdefault(entry.key, entry)
         self._entries = list(found.values())
 
     def build(self) -> keras.Model:
         """Build the model of one device, with the optimizer of the model."""
         with _as_if_nothing_was_drawn():
             if isinstance(self._model, Pipeline):
-                self.whole = self._model.on_one_rank()
+                self.whole = Pipeline.from_config(self._model.get_config(), LocalCommunicator())
             else:
                 self.whole = keras.models.clone_model(self._model, clone_function=plain_layer)
             optimizer = getattr(self._model, "optimizer", None)
@@ -374,11 +374,6 @@ def _value_or_room(variable: keras.Variable | None, entry: Entry) -> tf.Tensor:
     if variable is None:
         return tf.zeros(entry.shape, entry.dtype)
     return keras.ops.convert_to_tensor(variable)
-
-
-def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    shard = shard_of(variable)
-    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def _keyed(model: keras.Model) -> dict[str, keras.Variable]:

@@ -25,7 +25,6 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import OneRanks
 from dtk.compat.keras_variables import set_owner
 from dtk.errors import at_rank
@@ -414,10 +413,6 @@ class Pipeline(keras.Model):
     def output_shape(self) -> tuple[int | None, ...]:
         """Shape of the last stage's output."""
         return tuple(self._outputs[-1].shape)
-
-    def on_one_rank(self) -> Pipeline:
-        """Build the pipeline again, with all stages in this process and new weights."""
-        return type(self).from_config(self.get_config(), LocalCommunicator())
 
     def get_config(self) -> PipelineConfig:
         """Return the configuration, from which `from_config` makes such a pipeline."""

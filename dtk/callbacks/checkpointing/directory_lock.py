@@ -139,21 +139,17 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _read(descriptor: int) -> Holder | None:
     """Return who has written the file; None where nobody has, or not to its end."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
-        return {
-            "host": str(found["host"]),
-            "pid": int(found["pid"]),
-            "since": float(found["since"]),
-        }
+        kinds = {"host": str, "pid": int, "since": float}
+        return {name: kind(found[name]) for name, kind in kinds.items()}
     except (ValueError, KeyError, TypeError):
         return None
 
