@@ -98,10 +98,9 @@ def optimize(
     if patience <= 0:
         raise ValueError(f"patience must be more than 0 seconds, got {patience}")
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
-    run = _Run(objective, strategy, caught, seed, clear_session, patience)
-    if strategy.is_chief:
-        return run.lead(study, n_trials, timeout, tuple(callbacks))
-    return run.follow()
+    more = (n_trials, timeout, tuple(callbacks))
+    run = _Run(objective, strategy, caught, seed, clear_session, patience, *more)
+    return run.lead(study) if strategy.is_chief else run.follow()
 
 
 @dataclasses.dataclass
@@ -114,26 +113,23 @@ class _Run:
     _seed: int | None
     _clear_session: bool
     _patience: float
+    _n_trials: int | None
+    _timeout: float | None
+    _callbacks: tuple[Callback, ...]
     _told: Exception | None = None  # what all ranks raise already
     _broken: Exception | None = None
 
     def __post_init__(self) -> None:
         self._rounds = Rounds(self._strategy.communicator, self._patience)
 
-    def lead(
-        self,
-        study: optuna.Study | None,
-        n_trials: int | None,
-        timeout: float | None,
-        callbacks: tuple[Callback, ...],
-    ) -> optuna.Study:
+    def lead(self, study: optuna.Study | None) -> optuna.Study:
         """Run the study on rank 0, and tell the others of each trial."""
         try:
             if study is None:
                 raise ValueError(
                     at_rank(0, "study=None; rank 0 owns the study: give it optuna.create_study()")
                 )
-            self._optimize(study, n_trials, timeout, callbacks)
+            self._optimize(study)
             results = Results.of(study, random.getrandbits(31))
         except Exception as error:
             if error is not self._told:  # the storage's, or a callback's
@@ -144,23 +140,17 @@ class _Run:
         keras.utils.set_random_seed(results.seed)
         return study
 
-    def _optimize(
-        self,
-        study: optuna.Study,
-        n_trials: int | None,
-        timeout: float | None,
-        callbacks: tuple[Callback, ...],
-    ) -> None:
-        def is_done() -> bool:
-            return n_trials is not None and counted(study) >= n_trials
+    def _is_done(self, study: optuna.Study, before: int | None = None) -> bool:
+        return self._n_trials is not None and counted(study, before) >= self._n_trials
 
+    def _optimize(self, study: optuna.Study) -> None:
         def stop_when_done(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-            if is_done():
+            if self._is_done(study):
                 study.stop()
 
         def objective(trial: optuna.Trial) -> Values:
             try:
-                return self._lead_one(trial, study, n_trials)
+                return self._lead_one(trial, study)
             except Exception as error:
                 if error is not self._told and not isinstance(error, _OneTooMany):
                     # Of the storage, or of ranks that are gone: `catch` is about objectives.
@@ -169,18 +159,18 @@ class _Run:
                 raise
 
         fail_abandoned(study)
-        if is_done():
+        if self._is_done(study):
             return
         study.optimize(
             objective,
-            timeout=timeout,
+            timeout=self._timeout,
             catch=(*self._catch, CaughtRankError, _OneTooMany),
-            callbacks=[*callbacks, stop_when_done],
+            callbacks=[*self._callbacks, stop_when_done],
         )
         if self._broken is not None:
             raise self._broken
 
-    def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
+    def _lead_one(self, trial: optuna.Trial, study: optuna.Study) -> Values:
         notes: dict[str, object] = {"owner": process_owner.this_process()}
 
         def note(**more: object) -> None:
@@ -190,8 +180,8 @@ class _Run:
             note(failure=str(failure))
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
-        if n_trials is not None and counted(study, before=trial.number) >= n_trials:
-            late = f"another group runs the last of {n_trials} trials"
+        if self._is_done(study, before=trial.number):
+            late = f"another group runs the last of {self._n_trials} trials"
             note(failure=late)
             raise _OneTooMany(late)
         seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number

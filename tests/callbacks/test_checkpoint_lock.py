@@ -154,7 +154,7 @@ def second_job(directory):
     return told, draft.is_dir()
 
 
-@pytest.mark.worlds(("local", 1), ("collective", 2))
+@pytest.mark.worlds(("collective", 2))
 def test_a_second_fit_is_refused_on_every_rank(pool, tmp_path, first):
     draft = tmp_path / ".writing-checkpoint-00000001"
     draft.mkdir()
