@@ -99,30 +99,6 @@ def test_batches_larger_than_the_interval(alone):
     assert validated == plain
 
 
-def evaluated_as_outside():
-    """The errors told, and what `evaluate` says of the weights of those steps."""
-    errors, model_weights = [], []
-
-    def callback(index, average_error, samples, minibatches):
-        errors.append(average_error)
-        model_weights.append(validating.model.get_weights())
-
-    x, y = data(21)
-    validating = dtk.callbacks.CrossValidation(20, callback, (x, y), monitor="mae")
-    model, _ = fit([validating])
-    expected = []
-    for weights in model_weights:
-        model.set_weights(weights)
-        expected.append(model.evaluate(x, y, verbose=0, return_dict=True)["mae"])
-    return errors, expected
-
-
-def test_the_error_is_that_of_evaluate(alone):
-    [(errors, expected)] = alone.run(evaluated_as_outside)
-    assert len(errors) == 3
-    assert errors == pytest.approx(expected, rel=1e-6)
-
-
 def stopped_by_one_rank():
     """The last rank alone says False, at the second evaluation."""
     chosen = strategy()
