@@ -124,7 +124,7 @@ class PartFiles:
         return frozenset(n for n in numbers if self.rows(manifest, n) is not None)
 
 
-def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[str, Array]]:
+def outputs_of(predicted: Nest) -> tuple[Structure, dict[str, Array]]:
     """Name the arrays of a structure.
 
     Example:
@@ -145,7 +145,7 @@ def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[s
         arrays[folder] = _storable(np.asarray(part), folder)
         return folder
 
-    structure = of(predicted, name)
+    structure = of(predicted, "output")
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(

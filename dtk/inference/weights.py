@@ -87,12 +87,11 @@ def quantize(
             "what keras.saving.load_model(path) returns in a job without them"
         )
     check_ready(model, ranks)
-    before = {layer: layer.quantization_mode for layer in _layers_of(model)}
-    already = [layer.name for layer, found in before.items() if found is not None]
+    layers, already = _layers_of(model), quantized_layers(model)
     if already:
         told = (
             f"{len(already)} layers of model {model.name!r} are quantised already, such as "
-            f"{already[0]!r}; load the model as it was before, and quantise that once"
+            f"{already[0].name!r}; load the model as it was before, and quantise that once"
         )
         raise ValueError(at_rank(ranks.rank, told))
     size = _bytes_of(model)
@@ -103,10 +102,10 @@ def quantize(
         warnings.filterwarnings("ignore", r"`model.quantize\(\)`: \d+ layer")
         silent = "verbose" in inspect.signature(model.quantize).parameters
         model.quantize(mode, filters=filters, **({"verbose": False} if silent else {}))
-    done = tuple(layer.name for layer in before if layer.quantization_mode is not None)
-    left = tuple(layer.name for layer in before if layer.quantization_mode is None)
+    done = tuple(layer.name for layer in layers if layer.quantization_mode is not None)
+    left = tuple(layer.name for layer in layers if layer.quantization_mode is None)
     if not done:
-        kinds = sorted({type(layer).__name__ for layer in before})
+        kinds = sorted({type(layer).__name__ for layer in layers})
         told = (
             f"Keras quantises no layer of model {model.name!r}, whose weights are in "
             f"{', '.join(kinds)}: it knows Dense, EinsumDense and Embedding"
@@ -131,10 +130,8 @@ def _layers_of(model: keras.Model) -> list[keras.Layer]:
 
 def _bytes_of(model: keras.Model) -> int:
     """Return how many bytes a model's weights have in memory."""
-    return sum(
-        variable.value.dtype.size * int(variable.value.shape.num_elements())
-        for variable in model.weights
-    )
+    values = [variable.value for variable in model.weights]
+    return sum(value.dtype.size * int(value.shape.num_elements()) for value in values)
 
 
 def strategy_of(model: keras.Model) -> DtkStrategy | None:
