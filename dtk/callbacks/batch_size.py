@@ -132,7 +132,7 @@ def grow(
     return plan
 
 
-class _SetsSizeAndRate(SavedCallback):
+class _SetsSizeAndRate(StrategyCallback):
     def sets_here(self) -> tuple[str, ...]:
         """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
         return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
@@ -298,7 +298,7 @@ def last_good(
     return best, told
 
 
-class AutoBatchSize(_SetsSizeAndRate):
+class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
     """Search the global batch size every few epochs, by training a little with each size.
 
     Before an epoch, sizes from half to twice the last size are tried, each a factor of sqrt 2
