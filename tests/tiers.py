@@ -108,7 +108,7 @@ FULL = (
     r"callbacks/test_checkpoint_files.py::test_a_process_killed\S+\[(flushing|writing [wa])",
     r"callbacks/test_find_non_finite.py::test_(behind_servers|other_steps|it_ends\S+\[collective)",
     r"callbacks/test_find_non_finite.py::\S+\[collective-2-(1|2-1)\]",
-    r"callbacks/test_small_callbacks.py::test_progress_on_rank_0\S+\[collective-2-(n|geom)",
+    r"callbacks/test_keras_callbacks.py::test_progress_on_rank_0\S+\[collective-2-(n|geom)",
     r"callbacks/test_sample_rate.py::test_a_growing_batch\[collective-2-plain",
     r"data/test_shard.py::test_training_on_shards\S+\[False",
     # lossy exchanges: their equations are tested by themselves
@@ -183,7 +183,7 @@ FULL = (
     r"callbacks/test_checkpoint.py::test_the_best_of_an_earlier_run",
     r"callbacks/test_evaluation.py::test_a_final_test\S+-True",
     r"callbacks/test_keras_callbacks.py::test_backup_and_restore",
-    r"callbacks/test_small_callbacks.py::test_everyone_starts_from_root\[collective-2-0",
+    r"callbacks/test_keras_callbacks.py::test_everyone_starts_from_root\[collective-2-0",
     r"exchange/test_auto.py::test_a_resumed_run_goes_on",
     r"exchange/test_blocks.py::test_block_momentum_trains\S+\[collective-2-False",
     r"exchange/test_blocks.py::test_training_that_is_taken_back",
@@ -213,7 +213,7 @@ FULL = (
     r"published/test_published.py::test_two_processes_end\S+custom_step_own_loss",
     r"published/test_published.py::test_a_number_that_is_not",
     r"published/test_published.py::test_a_coordinator_schedules",  # how far it learns is chance
-    r"search/test_killed.py",
+    r"search/test_study.py::test_the_job_ends",
     r"search/test_groups.py::test_a_group_trains",
     r"launch/test_ssh.py::test_horovod_reduces",
     r"inference/test_predict_to_disk.py::test_a_killed_job",
@@ -254,7 +254,7 @@ COMMANDS = re.compile(
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
     r"|strategies/test_mistakes.py::test_(?!every)|strategies/test_served_steps.py::\S*refused_step_ends"
     r"|communicators/test_create"
-    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|test_versions|search/test_killed|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
+    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|test_versions|search/test_study.py::test_the_job_ends|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
 )
 _FULL = re.compile("|".join(FULL))
 
