@@ -64,11 +64,9 @@ def terminated(directory):
 
 @two_ranks
 def test_sigterm_on_one_rank_saves_and_ends_all(pool, tmp_path):
-    results = pool.run(terminated, str(tmp_path), timeout=120)
-    assert results[0] == results[1]
-    code, restored, (epoch, step, _), difference = results[0]
-    assert code == 143
-    assert restored, "SIGTERM must be given back"
+    first, second = pool.run(terminated, str(tmp_path), timeout=120)
+    code, restored, (epoch, step, _), difference = first
+    assert first == second and code == 143 and restored, "SIGTERM must be given back"
     assert (1, 0) < (epoch, step) < (3, 0), "left after the signal, before the end"
     assert difference <= EXACT
 

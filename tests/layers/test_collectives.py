@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -307,53 +306,6 @@ def test_gradients_come_back_by_send_and_recv(pool):
     pool.run(pipeline, True)
     if pool.size == 2:
         pool.run(second_gradient_by_messages)
-
-
-class Both(keras.layers.Layer):
-    """Two branches of unequal length with collectives in each.
-
-    Where all ranks have equal inputs it computes tanh(2 sin x) + n x.
-    """
-
-    def __init__(self, group, **kwargs):
-        super().__init__(**kwargs)
-        self.group, self.supports_jit = group, False
-
-    def call(self, x):
-        if self.group is None:
-            return keras.ops.tanh(2.0 * keras.ops.sin(x)) + 2.0 * x
-        long = keras.ops.tanh(keras.ops.sin(x) * 2.0)
-        long = collectives.allreduce(long, self.group, "mean")
-        short = collectives.allreduce(x, self.group)
-        sizes = [x.shape[-1]] * self.group.size
-        rows = collectives.allgather(tf.transpose(short), self.group, sizes)
-        mine = collectives.reduce_scatter(rows, self.group, "mean")
-        return long + tf.transpose(mine)
-
-
-def in_fit():
-    from dtk.strategies import undistributed
-
-    def trained(group, **how):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), Both(group)])
-        model.compile(keras.optimizers.SGD(0.01), "mse", **how)
-        with undistributed():
-            history = model.fit(
-                draw([5], (16, 4)), draw([6], (16, 3)), batch_size=4, shuffle=False, verbose=0
-            )
-        return history.history["loss"], *model.get_weights()
-
-    group = communicator()
-    plain = trained(None)
-    for how in ({"run_eagerly": True}, {}, {"steps_per_execution": 4}):
-        for got, expected in zip(trained(group, **how), plain, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=str(how))
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_in_fit(pool):
-    pool.run(in_fit)
 
 
 def refusals():
