@@ -102,7 +102,7 @@ FULL = (
     r"callbacks/test_checkpoint.py::test_resumed_equals_uninterrupted_in_one_process\[scaled",
     r"callbacks/test_checkpoint_on_sigterm.py::test_sigterm_during_validation_saves",
     r"callbacks/test_sample_rate.py::test_a_resumed_run_ends",
-    r"callbacks/test_evaluation.py::test_(a_resumed_run_counts_on|two_ranks|what_cannot)",
+    r"callbacks/test_evaluation.py::test_(a_resumed_run_counts_on|two_ranks)",
     r"callbacks/test_batch_size.py::test_(a_trial_leaves_no_bit_changed|the_batch_doubles\S*)"
     r"\[collective",
     r"callbacks/test_checkpoint_files.py::test_a_process_killed\S+\[(flushing|writing [wa])",

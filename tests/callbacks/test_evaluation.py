@@ -178,43 +178,6 @@ def test_behind_parameter_servers(pool, consistency):
     assert all(cure in text for (_, text), cure in zip(refused, told, strict=True))
 
 
-def validation_refused():
-    x, y = data()
-    other = x + strategy().rank
-
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x):
-            return self.dense(x)
-
-        def train_step(self, batch):
-            return super().train_step(batch)
-
-    with strategy().scope():
-        own = Own()
-        own.compile("sgd", "mse")
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-    validate = dtk.callbacks.CrossValidation
-    return [
-        fails(fit, [validate(20, print, (other, y))]),
-        fails(fit, [validate(20, print, (x, y), monitor="accuracy")]),
-        fails(own.fit, rows, verbose=0, callbacks=[validate(20, print, (x, y))]),
-    ]
-
-
-@two_ranks
-def test_what_cannot_work_is_refused(pool):
-    for other, unknown, own in pool.run(validation_refused):
-        assert other[0] == "DisagreementError"
-        assert "cross-validation data" in other[1]
-        assert unknown[0] == own[0] == "ValueError"
-        assert "monitor='accuracy' is not among the numbers of evaluate (loss, mae)" in unknown[1]
-        assert "a train_step or test_step of its own" in own[1]
-
-
 # HalveRate.
 # 37 rows: 16 at step 2, 32 at step 4, 48 at step 7, 64 at step 9.
 RATES = [0.08] * 4 + [0.04] * 3 + [0.02] * 2

@@ -142,6 +142,18 @@ def without_momentum():
     return sgd(momentum=0.0)
 
 
+class Own(keras.Sequential):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+def own_steps(optimizer):
+    with strategy().scope():
+        model = Own([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    return model
+
+
 def of_a_function():
     return keras.optimizers.SGD(lambda: 0.1)
 
@@ -251,6 +263,16 @@ FITS = [
         {},
         "has no BatchNormalization that is trained",
     ),
+    (
+        lambda: [CrossValidation(20, print, data(), monitor="accuracy")],
+        {},
+        "monitor='accuracy' is not among the numbers of evaluate (loss, mae)",
+    ),
+    (
+        lambda: [CrossValidation(20, print, data())],
+        {"data": "dataset", "model": own_steps},
+        "a train_step or test_step of its own",
+    ),
     (lambda: [BroadcastVariables(-1)], {}, "root_rank=-1 is outside the world of 1"),
     (lambda: [BroadcastVariables(1)], {}, "root_rank=1 is outside the world of 1"),
     (
@@ -275,7 +297,7 @@ def refused():
     }
     for make, how, _ in FITS:
         chosen.exchange = how.get("exchange")
-        model = compiled(how.get("optimizer", sgd)())
+        model = how.get("model", compiled)(how.get("optimizer", sgd)())
         fit = {**given[how.get("data", "arrays")], "epochs": 2, "verbose": 0}
         told.append(fails(model.fit, **fit, callbacks=make()))
         chosen.exchange = None
