@@ -165,8 +165,8 @@ def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Re
         )
     if isinstance(dataset, tf_datasets.PerRankDataset):
         if dataset.whole is None:
-            what = "a pipeline for each rank, not cut again"
-            return _Rereadable(what, _count(dataset.local), lambda: dataset.local, own=True)
+            local, what = dataset.local, "a pipeline for each rank, not cut again"
+            return _Rereadable(what, _count(local), lambda: local, own=True)
         dataset = dataset.whole
     if isinstance(dataset, tf.data.Dataset):
         what = "a tf.data.Dataset of global batches"

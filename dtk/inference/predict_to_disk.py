@@ -162,17 +162,18 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
             )
         slicing.check_rows(data.element_spec)
         return StreamSource(data)
-    if not has_batches:
+    if isinstance(data, keras.utils.PyDataset):
+        kind, batch, steps = "PyDataset", data.__getitem__, data.num_batches
+    elif callable(data):
+        kind, batch = "function", data
+    else:
         return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
-    steps = steps if is_function else data.num_batches
     if steps is None or steps < 1:
         raise ValueError(
             f"a {kind} of steps={steps} batches; give steps=... of 1 or more for a function, and a "
             "PyDataset whose __len__ is a number"
         )
-    if is_function:
-        return IndexedSource("function", steps, data)
-    return IndexedSource("PyDataset", steps, data.__getitem__)
+    return IndexedSource(kind, steps, batch)
 
 
 def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:

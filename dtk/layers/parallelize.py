@@ -303,8 +303,10 @@ class ModelInParts:
         described = []
         for key, variable in self._mine.items():
             shard = shard_of(variable)
-            shape = variable.shape if shard is None else shard.whole_shape(variable.shape)
-            described.append(Entry(key, tuple(shape), variable.dtype, group.rank))
+            shape: tuple[int, ...] = tuple(
+                variable.shape if shard is None else shard.whole_shape(variable.shape)
+            )
+            described.append(Entry(key, shape, variable.dtype, group.rank))
         found: dict[str, Entry] = {}
         for entry in itertools.chain(*group.allgather_object(described)):
             found.setdefault(entry.key, entry)
