@@ -300,13 +300,10 @@ class ModelInParts:
         self._mine = _keyed(model)
         self.whole: keras.Model | None = None
         self._of_whole: Mapping[str, keras.Variable] = {}
-        described = []
-        for key, variable in self._mine.items():
-            shard = shard_of(variable)
-            shape: tuple[int, ...] = tuple(
-                variable.shape if shard is None else shard.whole_shape(variable.shape)
-            )
-            described.append(Entry(key, shape, variable.dtype, group.rank))
+        described = [
+            Entry(key, _whole_shape(variable), variable.dtype, group.rank)
+            for key, variable in self._mine.items()
+        ]
         found: dict[str, Entry] = {}
         for entry in itertools.chain(*group.allgather_object(described)):
             found.setdefault(entry.key, entry)
@@ -376,6 +373,11 @@ def _value_or_room(variable: keras.Variable | None, entry: Entry) -> tf.Tensor:
     if variable is None:
         return tf.zeros(entry.shape, entry.dtype)
     return keras.ops.convert_to_tensor(variable)
+
+
+def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    shard = shard_of(variable)
+    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
