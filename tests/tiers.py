@@ -105,7 +105,6 @@ FULL = (
     r"callbacks/test_evaluation.py::test_(a_resumed_run_counts_on|two_ranks)",
     r"callbacks/test_batch_size.py::test_(a_trial_leaves_no_bit_changed|the_batch_doubles\S*)"
     r"\[collective",
-    r"callbacks/test_checkpoint_files.py::test_a_process_killed\S+\[(flushing|writing [wa])",
     r"callbacks/test_find_non_finite.py::test_(behind_servers|other_steps|it_ends\S+\[collective)",
     r"callbacks/test_find_non_finite.py::\S+\[collective-2-(1|2-1)\]",
     r"callbacks/test_keras_callbacks.py::test_progress_on_rank_0\S+\[collective-2-(n|geom)",
