@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
-import signal
 import threading
 import time
 
@@ -19,7 +17,16 @@ import dtk
 from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 from dtk.callbacks.checkpointing.contents import Background
 
-from callbacks.bodies import Crash, compiled, crash_at, fails, fitted, strategy
+from callbacks.bodies import (
+    Crash,
+    Preempted,
+    compiled,
+    crash_at,
+    exit_code,
+    fails,
+    fitted,
+    strategy,
+)
 
 
 def test_the_next_work_waits_and_says_so_where_it_waits_long():
@@ -129,19 +136,11 @@ def left_early(directory, how):
     """A fit that ends while a checkpoint is being written; what is there right after."""
     strategy()
     place = dtk.callbacks.Checkpoint(directory, save_freq=2, background=True)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if how == "sigterm" and batch == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    undo, said, code = slow_disk(1.0), io.StringIO(), None
-    callbacks = [place, Preempted(), *([crash_at(0, 3)] if how == "crash" else [])]
+    undo, said = slow_disk(1.0), io.StringIO()
+    ending = crash_at(0, 3) if how == "crash" else Preempted(0, 2)
     try:
         with contextlib.redirect_stdout(said):
-            fitted(compiled("sgd"), *callbacks, rows=400)
-    except SystemExit as ending:
-        code = ending.code
+            code = exit_code(fitted, compiled("sgd"), place, ending, rows=400)
     except Crash:
         code = "crash"
     finally:

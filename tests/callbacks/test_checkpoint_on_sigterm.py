@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
-import time
 
 import keras
 import pytest
@@ -16,10 +14,12 @@ from dtk.callbacks import checkpoint
 
 from callbacks.bodies import (
     BATCH,
+    Preempted,
     compiled,
     data,
     difference,
     everything,
+    exit_code,
     fitted,
     recorder,
     strategy,
@@ -31,17 +31,8 @@ two_ranks = pytest.mark.worlds(("collective", 2))
 
 def terminated(directory):
     """The last rank alone gets SIGTERM at step 2 of epoch 1; all leave together, then resume."""
-    chosen = strategy()
+    strategy()  # before the first tensor
     mine = signal.getsignal(signal.SIGTERM)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_train_batch_end(self, batch, logs=None):
-            last = chosen.rank == chosen.communicator.size - 1
-            if last and (self.epoch, batch) == (1, 1):
-                os.kill(os.getpid(), signal.SIGTERM)
 
     def run(*callbacks, seen=None):
         keras.utils.set_random_seed(5)
@@ -51,11 +42,7 @@ def terminated(directory):
         return everything(model)
 
     whole = run()
-    code = None
-    try:
-        run(dtk.callbacks.Checkpoint(directory), Preempted())
-    except SystemExit as ending:
-        code = ending.code
+    code = exit_code(run, dtk.callbacks.Checkpoint(directory), Preempted(1, 1))
     restored = signal.getsignal(signal.SIGTERM) is mine
     seen = []
     again = run(dtk.callbacks.Checkpoint(directory), seen=seen)
@@ -73,19 +60,8 @@ def test_sigterm_on_one_rank_saves_and_ends_all(pool, tmp_path):
 
 def preempted_in_validation(directory, form, patience=3.0):
     """SIGTERM on the last rank early in a validation that lasts longer than ranks are patient."""
-    chosen = strategy()
+    strategy()  # before the first tensor
     x, y = data(40)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_test_batch_end(self, batch, logs=None):
-            if self.epoch == 1:
-                time.sleep(0.25)
-                last = chosen.rank == chosen.communicator.size - 1
-                if last and batch == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
 
     class Other(keras.callbacks.Callback):
         """Validates other weights than it trains: these must not be what is saved."""
@@ -118,12 +94,10 @@ def preempted_in_validation(directory, form, patience=3.0):
         return everything(model), model.history.history
 
     whole, history = run()
-    code, original = None, checkpoint.Termination
+    original = checkpoint.Termination
     checkpoint.Termination = functools.partial(original, patience=patience)
     try:
-        run(dtk.callbacks.Checkpoint(directory), Preempted())
-    except SystemExit as ending:
-        code = ending.code
+        code = exit_code(run, dtk.callbacks.Checkpoint(directory), Preempted(1, 2, True))
     finally:
         checkpoint.Termination = original
     seen = []
@@ -161,22 +135,14 @@ def test_sigterm_in_one_process(alone, tmp_path):
 
 def two_of_them(first, second, ends):
     """Two in one fit, of which the second saves seldom; SIGTERM in epoch 1 if it ends early."""
-
-    class Preempted(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if ends and batch == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    handler, code = signal.getsignal(signal.SIGTERM), None
+    handler = signal.getsignal(signal.SIGTERM)
     places = [
         dtk.callbacks.Checkpoint(first),
         dtk.callbacks.Checkpoint(second, save_freq=1000),
         dtk.callbacks.Checkpoint(f"{second}-ends-only", save_on_sigterm=False, save_freq=1000),
     ]
-    try:
-        fitted(compiled("sgd"), *places, Preempted(), rows=400, epochs=2)
-    except SystemExit as ending:
-        code = ending.code
+    more = [Preempted(0, 1)] if ends else []
+    code = exit_code(fitted, compiled("sgd"), *places, *more, rows=400, epochs=2)
     assert signal.getsignal(signal.SIGTERM) is handler, "SIGTERM must be given back"
     assert signal.set_wakeup_fd(-1) == -1
     return code, [[place.files.read(name)[0] for name in place.files.names()] for place in places]
