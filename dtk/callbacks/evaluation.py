@@ -52,14 +52,9 @@ class Evaluation:
         samples = _rows_of(x)
         batch_size = None if samples is None else self._batch_size or trainer.feed.batch_size()
         try:
+            how = {"batch_size": batch_size, "verbose": 0, "return_dict": True}
             numbers = model.evaluate(
-                x,
-                y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                callbacks=[counter],
-                verbose=0,
-                return_dict=True,
+                x, y, sample_weight=sample_weight, callbacks=[counter], **how
             )
             samples = count_rows(model) if samples is None else samples
         finally:

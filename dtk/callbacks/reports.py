@@ -6,6 +6,8 @@ import collections
 import time
 from typing import TextIO
 
+import numpy as np
+
 from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.nests import Logs
 
@@ -83,10 +85,9 @@ class ProgressPrinter(StrategyCallback):
         self._trained = time.perf_counter()
         if self.freq is None or not is_due(self.freq, before, self._seen):
             return
-        steps = self.params.get("steps")
-        where = f"minibatch {self._seen}" + (f"/{steps}" if steps else "")
+        where = "/".join(map(str, filter(None, [self._seen, self.params.get("steps")])))
         speed = self._speed(self._printed, self._seen, self._trained - self._since)
-        self._print(f"epoch {self._where()}, {where}: {_numbers(logs)}{speed}")
+        self._print(f"epoch {self._where()}, minibatch {where}: {_numbers(logs)}{speed}")
         self._printed, self._since = self._seen, time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -107,7 +108,7 @@ class ProgressPrinter(StrategyCallback):
     def _speed(self, before: int, now: int, seconds: float) -> str:
         if not seconds:
             return ""
-        first, last = (self.trainer.feed.rows_in(steps) for steps in (before, now))
+        first, last = map(self.trainer.feed.rows_in, (before, now))
         if first is None or last is None:
             return f", {(now - before) / seconds:.4g} steps/s"
         return f", {(last - first) / seconds:.4g} samples/s"
@@ -263,12 +264,8 @@ class ServerReport(StrategyCallback):
                 f"{worker['pulled'] / steps / 1e3:.1f} kB and pushed "
                 f"{worker['pushed'] / steps / 1e3:.1f} kB in each"
             )
-        ages: collections.Counter[int] = collections.Counter()
-        for histogram in self.epochs:
-            ages.update(histogram)
-        dropped, retried = (
-            now - then for now, then in zip(self._waste(), self._wasted, strict=True)
-        )
+        ages = sum(map(collections.Counter, self.epochs), collections.Counter[int]())
+        dropped, retried = np.subtract(self._waste(), self._wasted)
         if dropped or retried:
             self.say(
                 f"{dropped} results were not needed any more, {retried} slices were computed again "

@@ -59,7 +59,7 @@ _ANOTHER = "and of a thread that this one waits for:"
 # Where TensorFlow calls Python: generators, `tf.py_function` and its like.
 _BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
 # Where a checkpoint is written while training goes on.
-_WRITES = "/dtk/callbacks/checkpointing/writing.py"
+_WRITES = "/dtk/callbacks/checkpointing/contents.py"
 
 
 class _Position(NamedTuple):
