@@ -60,9 +60,7 @@ _STARTED: dict[Environment, Communicator] = {}
 
 
 def start(
-    environment: Environment,
-    timeout: float | None = None,
-    prepare: Callable[[int], None] | None = None,
+    environment: Environment, prepare: Callable[[int], None] | None = None
 ) -> Communicator:
     """Start TensorFlow's collective runtime over all ranks of `environment`."""
     if environment in _STARTED:
@@ -74,7 +72,7 @@ def start(
             f"got {len(addresses)}: start with `dtk run`, or set TF_CONFIG"
         )
         raise CommunicatorError(at_rank(rank, told))
-    timeout = startup.limit(timeout)
+    timeout = startup.limit()
     startup.check_free(rank, addresses[rank], addresses)
     startup.meet(rank, addresses, timeout)
     with startup.at_most(timeout), startup.quiet():

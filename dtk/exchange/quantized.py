@@ -98,7 +98,7 @@ class Quantized(Exchange):
         """See `Exchange.init`."""
         if not self.codes:
             return Dense().init(communicator, state, trained)
-        return QuantizedOp(communicator, state, self.bits)
+        return QuantizedOp(communicator, state, trained, self)
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
@@ -133,9 +133,11 @@ class _Kernel(NamedTuple):
 class QuantizedOp(ExchangeOp):
     """The two stages for all coded gradients at once, with one message each."""
 
-    def __init__(self, communicator: Communicator, state: ExchangeState, bits: int):
-        super().__init__(communicator, state)
-        self.bits = bits
+    exchange: Quantized
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        self.bits = self.exchange.bits
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """See `ExchangeOp.update`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import keras
 import tensorflow as tf
@@ -26,8 +26,7 @@ from dtk.parameter_server.functional_step import (
     zero_metrics,
 )
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.parameter_server.metric_sum import Counted, MetricSum, PackedReport, ReportT
-from dtk.parameter_server.rng_states import RngStates
+from dtk.parameter_server.job_state import Counted, MetricSum, PackedReport, ReportT, RngStates
 from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer.replica import replica_step
 
@@ -210,7 +209,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[OutputsT]:
         """Compute a slice."""
-        raise NotImplementedError
+        return Result(cast(OutputsT, self.call(task, worker, schedule)))
 
     def call(self, task: Task[Batch], worker: int, schedule: Schedule, *more: Nest) -> ReportT:
         """Call the step on a slice; return what it has computed."""
@@ -257,9 +256,6 @@ class TestJob(BatchJob[Counted, Counted]):
             traced = self.keras_step(data, pull(self.variables()), rng_states, share)
             return self.pack(self._metrics.count(traced))
 
-    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
-        return Result(self.call(task, worker, schedule))
-
     def apply(self, batch: Batch, outputs: Sequence[Counted], schedule: Schedule) -> None:
         self._metrics.add(outputs)
 
@@ -282,9 +278,6 @@ class PredictJob(BatchJob[Nest, Nest]):
         """Predict for one slice, as if it were a batch; traced."""
         with tf_replicas.in_replica(self.strategy):
             return self.keras_step(data, pull(self.variables()), rng_states).logs
-
-    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Nest]:
-        return Result(self.call(task, worker, schedule))
 
     def fetch(self, traced: Traced[Nest], outputs: Nest) -> Nest:
         with tf.device(tf_servers.CHIEF):  # now, so that a lost worker is noticed here

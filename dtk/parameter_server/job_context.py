@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import keras
 import tensorflow as tf
 
@@ -9,12 +11,14 @@ from dtk.compat import keras_variables
 from dtk.exchange import Downpour
 from dtk.nests import Array
 from dtk.parameter_server.consistency_models import Consistency
-from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
+
+# A Keras variable, or a part of one that is partitioned over servers.
+Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
 
 
 class JobStrategy(Strategy):
