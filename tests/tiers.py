@@ -23,16 +23,6 @@ FULL = (
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-2-(sgd|ema|loss)",
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-3",
     r"strategies/test_equivalence.py::test_a_model_built_outside_the_scope\[(horovod|collective)",
-    # what runs between processes need not run between devices as well
-    r"strategies/test_cases.py::test_the_same_as_one_process\[mirrored-2-(eager steps|evaluate and"
-    r"|fewer rows|outputs with a tail of one|own train step that logs numbers|ragged inputs"
-    r"|single batches|steps per execution)",
-    # the same way as a shorter one
-    r"strategies/test_cases.py::test_the_same_as_one_process\[mirrored-2-(two models in one scope"
-    r"|compiled twice|generators\]|py datasets|endless|averages that|schedules|class weights and"
-    r" validation steps|metrics made)",
-    r"strategies/test_cases.py::test_the_same_with_three_workers",
-    r"strategies/test_cases.py::test_some_elsewhere\[horovod",
     # one communicator of each kind, and three ranks where a ring differs from a pair
     r"communicators/test_contract.py::(?!test_horovod_makes)\S+\[horovod-gloo",
     r"communicators/test_contract.py::\S+\[horovod-mpi-[13]",
@@ -70,11 +60,6 @@ FULL = (
     r"published/test_published.py::test_parameter_servers_end_as_one\[served-2-(activity|custom"
     r"|endpoint|fit_with|save_and|siamese|subclassing|vae|parameter_server_embedding)",
     r"published/test_published.py::test_as_a_command",
-    # a step behind servers is the same step: what concerns rows, and what servers hold
-    r"strategies/test_parameter_server.py::test_features_of_fit\[(class weights|compiled twice"
-    r"|curves|datasets|endless|generators|lists|metrics|own train step-|py datasets|saved|schedules"
-    r"|several|strings|subclassed|two models|model and|accumulation|averages|masked|own train"
-    r"|ragged|sample weights|steps per|summed|variables)",
     r"strategies/test_parameter_server.py::test_synchronous_steps_equal_one_process\[served-[13]",
     r"strategies/test_parameter_server.py::test_synchronous_\S+\[served-2-(adamw|loss|sgd)",
     r"strategies/test_parameter_server.py::test_accuracy_on_the_digits",
@@ -165,13 +150,9 @@ FULL = (
     r"published/test_published.py::test_parameter_servers_end_as_one\[served-2-parameter_server_fit",
     r"published/test_published.py::test_two_processes_end\S+\[(horovod|\S+-2-dcgan)",
     r"published/test_published.py::test_what_is_not_made_of_rows_\S+\[collective-2-(masked|add)",
-    r"strategies/test_cases.py::test_the_same_as_one\S+\[collective-2-(own train|outputs with)",
-    r"strategies/test_cases.py::test_the_same_as_one\S+\[mirrored-2-(two models|curves|lists of"
-    r"|generators that|two optimizers|subclassed|datasets of dicts)",
     r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-2-adamw-global",
     r"strategies/test_mistakes.py::test_a_script_that_fails_is_told_nothing_else",
     r"strategies/test_feeding.py::test_workers_of_a_py_dataset_are_not_read_ahead\[None",
-    r"strategies/test_parameter_server.py::test_features_of_fit\[(outputs with|sparse|mean over)",
     r"strategies/test_parameter_server.py::test_a_slow_worker_is_waited_for\S+\[1",
     r"strategies/test_promises.py::test_custom_loops\[collective-2-epoch",
     r"strategies/test_promises.py::test_one_rank_that_stops_in_an_epoch\S+\[a function",
@@ -235,8 +216,6 @@ FULL = (
     r"exchange/test_factors.py::test_many_rows",
     r"layers/test_channel_parallel.py::test_divided_layers_equal_one_device\[collective-3",
     r"layers/test_whole.py::test_what_one_layout\S+-rows",
-    r"strategies/test_cases.py::test_the_same_as_one\S+\[mirrored-2-(layers in float8|variables"
-    r"|saved and|several out|sample weights|sparse)",
     r"strategies/test_equivalence.py::test_a_model_built_outside",
     r"strategies/test_feeding.py::test_three_epochs_cut_one_pipeline\[collective",
     r"strategies/test_grid.py::test_parts_are_clipped\S+clipvalue",

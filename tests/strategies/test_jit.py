@@ -59,7 +59,6 @@ UNCOMPILED = {
     "layers that an eager train step builds",
     "metrics of whole batches",
     "metrics of whole batches eagerly",
-    "outputs with a tail of one eagerly",
     "own train step that logs its loss eagerly",
     "sparse inputs",
     "strings and ragged rows",
