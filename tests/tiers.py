@@ -130,9 +130,6 @@ FULL = (
     r"callbacks/test_evaluation.py::test_two_ranks\[collective-2-dataset",
     r"test_benchmarks.py::test_(costs_prints|network_keeps|plan_compares|startup_prints|messages"
     r"|cntks_table)",
-    r"test_examples.py::test_(the_showcase|parameter_servers|two_devices|a_large_table|cifar10"
-    r"|block_updates|horovod_under|a_custom_loop|a_model_in_parts|a_search|stages_on"
-    r"|a_unet|vgg16|the_demo\[1|a_dcgan)",
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
@@ -224,12 +221,11 @@ FULL = (
     r"strategies/test_saving.py::test_every_rank_may_save",
     r"strategies/test_served_features.py::test_(callbacks_may_predict|callbacks\[served-2-check)",
     r"strategies/test_served_steps.py::test_adversaries_whose\S+-sync",
-    # the same by another way of reading, or in another format; the examples are whole commands
+    # the same by another way of reading, or in another format
     r"inference/test_predict_to_disk.py::test_whatever_the_data_is_\S+\[(memory map|function)",
     r"inference/test_predict_to_disk.py::test_(half_precision|ranks_that_differ|devices_and|whatever\S+\[dataset)",
     r"inference/test_export.py::test_(several_inputs\S+\[(tf_saved|litert)|what_cannot|an_artifact|a_model_that)",
     r"inference/test_quantize.py::test_(litert_takes|a_student_of)",
-    r"test_examples.py::test_(exports_of|distilled|predictions_on|mobilenet)",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
 COMMANDS = re.compile(
