@@ -66,7 +66,7 @@ def run(script, folder):
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **root},
+        env={**os.environ, "PATH": path, **root},
         capture_output=True,
         text=True,
         timeout=120,

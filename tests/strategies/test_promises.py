@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 import warnings
 
 import keras
@@ -26,8 +23,6 @@ SEVERAL = pytest.mark.parametrize(
     "backend, size",
     [
         ("collective", 2),
-        ("horovod-mpi", 2),
-        ("collective", 3),
         pytest.param("mpi-wheel", 2, marks=pytest.mark.full),
     ],
 )
@@ -101,30 +96,6 @@ def test_ranks_that_start_apart_train_together(world, backend, size):
         assert after == []
         for mine, first in zip(weights, results[0][2], strict=True):
             np.testing.assert_array_equal(mine, first)
-
-
-def weights_of_rank_0_alone():
-    """Rank 0 alone is given other weights, then single batches: who trains from which?"""
-    strategy = bodies.strategy()
-    x, y = cases.rows(16)
-    trained = []
-    for under, given in ((strategy, strategy.is_chief), (None, True)):
-        model = cases.compiled(under)
-        if given:
-            model.set_weights([weight + 0.1 for weight in model.get_weights()])
-        with undistributed():
-            for rows in (16, 16, 7):
-                model.train_on_batch(x[:rows], y[:rows])
-        trained.append(model)
-    return differing(trained[0]), *(bodies.flat(model.get_weights()) for model in trained)
-
-
-@SEVERAL
-def test_single_batches_train_all_ranks_from_rank_0s_weights(world, backend, size):
-    """Breaks when only `fit` makes ranks start equal."""
-    for differing, mine, plain in world(backend, size).run(weights_of_rank_0_alone):
-        assert differing == []
-        assert np.linalg.norm(mine - plain) <= 2e-5 * np.linalg.norm(plain)
 
 
 def one_model_more_on_rank_0():
@@ -465,7 +436,6 @@ def stopped_by(given):
     kinds = {
         "a callback of the script's own": [stop],
         "a callback on one rank alone": [stop] if wishes else [],
-        "a function": [keras.callbacks.LambdaCallback(on_train_batch_end=stop.on_train_batch_end)],
     }
     model = cases.compiled(strategy)
     stop.set_model(model)
@@ -477,7 +447,7 @@ def stopped_by(given):
 
 @TWO
 @pytest.mark.parametrize(
-    "given", ["a callback of the script's own", "a callback on one rank alone", "a function"]
+    "given", ["a callback of the script's own", "a callback on one rank alone"]
 )
 def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, size, given):
     """Breaks when wishes are compared at the end of an epoch only: the ranks are then at different
@@ -512,26 +482,6 @@ def test_mirrored_strategy_in_a_job_of_several_processes_warns(world, backend, s
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_mirrored_strategy_in_a_process_of_its_own_does_not_warn(world, backend, size):
     assert world(backend, size).run(mirrored_in_this_job) == [[]]
-
-
-def output_of_fit():
-    """What rank prints during a fit with a progress bar."""
-    x, y = cases.rows(16)
-    model = cases.compiled(bodies.strategy())
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        model.fit(x, y, batch_size=8)
-        model.evaluate(x, y)
-        model.predict(x)
-    sys.stdout.flush()
-    return text.getvalue()
-
-
-@TWO
-def test_only_rank_0_draws_progress(world, backend, size):
-    first, second = world(backend, size).run(output_of_fit)
-    assert first.count("step") >= 3
-    assert second == ""
 
 
 @pytest.mark.worlds(("collective", 2))
