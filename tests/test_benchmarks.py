@@ -51,29 +51,6 @@ def test_costs_prints_a_table_for_each_row(tmp_path):
     }
 
 
-def test_messages_tells_a_message_from_a_call():
-    messages = [str(ROOT / "benchmarks" / "messages.py"), "--rounds=2", "--calls=3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", *messages],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[0] 2 ranks, 4 kB, 2 rounds" in done.stdout
-    for name in ("collective", "null"):
-        assert re.search(rf"\[0\] {name} +a message [\d.-]+ \(.* a call without", done.stdout)
-
-
-@pytest.mark.full
-def test_costs_tells_a_workers_peak_and_its_bucket():
-    printed = run(["costs", "--model=mlp", "--rounds=1", "--steps=1", "--only", "memory"])
-    row = r"^\| mlp \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \| .* \| ([\d.]+) \| [\d.]+ \("
-    dtk, plain, bucket = map(float, re.search(row, printed, re.M).groups())
-    gradients = 42  # MB
-    assert min(dtk, plain) > 2 * gradients > 2 * bucket > 0, printed
-
-
 @pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"
 )
@@ -145,14 +122,3 @@ def test_cntks_table_trains_what_is_missing(tmp_path):
     )
     assert done.returncode == 1
     assert "was measured with threads=1, and threads=2 is wanted" in done.stderr
-
-
-def test_startup_prints_every_phase_of_every_contender(tmp_path):
-    argv = ["startup.py", "-n1", "--rounds=1"]
-    argv += ["--contenders", "bare", "dtk run", "--samples", str(tmp_path / "samples.json")]
-    printed = run(argv)
-    (turn,) = json.loads((tmp_path / "samples.json").read_text())["dtk run"]
-    whole = turn.pop("until all is over")
-    assert 0 < turn.pop("until the first step is over") < whole
-    assert sum(turn.values()) == pytest.approx(whole)
-    assert re.search(r"dtk run - bare, until all is over: +-?\d", printed), printed

@@ -72,47 +72,6 @@ def fit(strategy=None, devices=0, jit_compile=True):
     )
 
 
-@contextlib.contextmanager
-def all_compiled():
-    """Give every model of `cases` `jit_compile=True`, and none a synchronized normalization."""
-
-    def small(seed=3, activation=None, sync=True):
-        del sync
-        keras.utils.set_random_seed(seed)
-        return keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                keras.layers.Flatten(),
-                keras.layers.Dense(12),
-                keras.layers.LayerNormalization(),
-                keras.layers.ReLU(),
-                keras.layers.Dense(10, activation=activation),
-            ]
-        )
-
-    def compiled(strategy, build=small, **kwargs):
-        return plainly(strategy, build, jit_compile=True, **kwargs)
-
-    plainly = cases.compiled
-    with (
-        mock.patch.object(cases, "small", small),
-        mock.patch.object(cases, "compiled", compiled),
-    ):
-        yield
-
-
-def run_case(name, devices=0):
-    keras.utils.set_random_seed(1)  # a dataset that is shuffled may be made before the model
-    with all_compiled():
-        return bodies.run_case(name, devices)
-
-
-def run_plain(name):
-    keras.utils.set_random_seed(1)
-    with all_compiled():
-        return bodies.run_plain(name)
-
-
 def mixed(strategy=None, devices=0):
     """16 bits, with a scale of the loss that changes."""
     x, y = cases.rows(64)

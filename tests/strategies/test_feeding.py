@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import dtk
 from dtk.compat import keras_data, tf_replicas
-from dtk.input import digests, slicing
+from dtk.input import slicing
 from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
 from dtk.trainer.strategy import ShuffleSeed
@@ -53,82 +52,10 @@ def test_fit_cuts_the_pipeline_that_keras_builds_without_converting_code(pool):
     assert pool.run(fit) == [(1, [slicing.__file__])] * 2
 
 
-here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
-
-
 def _told(cores, pid):
     """Cores a process may use, which are not bound for it: the world goes on to other tests."""
     del pid
     return cores
-
-
-def tuned():
-    """For each pipeline that was opened, by who opened it, whether TensorFlow tunes it."""
-    opened, now = {}, []
-    open_own = tf.data.Dataset.__iter__
-
-    def noted_open(dataset):
-        # What dtk has read to look at it, and gives `fit` as it was, has nothing to tune.
-        if dataset.options().dataset_name == digests.FIRST_BATCHES:
-            return open_own(dataset)
-        opened.setdefault(now[-1], []).append(dataset.options().autotune.enabled)
-        return open_own(dataset)
-
-    rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
-    dataset = tf.data.Dataset.from_tensor_slices(rows)
-    wanted = tf.data.Options()
-    wanted.autotune.enabled = True
-    strategy = AllReduceStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-
-    def own(context):
-        return dataset.batch(2)
-
-    def loop():
-        return list(strategy.experimental_distribute_dataset(dataset.batch(4)))
-
-    given = {
-        "predict": lambda: model.predict(rows[0], verbose=0),
-        "dataset": lambda: model.evaluate(dataset.batch(4), verbose=0),
-        "own loop": lambda: list(strategy.distribute_datasets_from_function(own)),
-        "shard": lambda: model.fit(dtk.data.shard(dataset, strategy, 4), verbose=0),
-        "loop": loop,
-        "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
-    }
-    actions = {
-        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
-        **given,
-        **{f"{name}, on one core": act for name, act in given.items()},
-    }
-    own_cores = os.sched_getaffinity
-    tf.data.Dataset.__iter__ = noted_open
-    try:
-        for name, act in actions.items():
-            now.append(name)
-            cores = {0} if "one core" in name else {0, 1}
-            os.sched_getaffinity = functools.partial(_told, cores)
-            act()
-        return opened
-    finally:
-        tf.data.Dataset.__iter__, os.sched_getaffinity = open_own, own_cores
-
-
-@here
-def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
-    """See `strategies/pipelines.py`: on one core an epoch took up to twice its steps."""
-    for opened in world(backend, size).run(tuned):
-        for asked in ("asked for", "asked for, on one core"):
-            assert all(opened.pop(asked)), "a script that asks for tuning gets it"
-        names = ("predict", "dataset", "shard", "loop", "own loop")
-        for name in ("fit", *(f"{name}, on one core" for name in names)):
-            flags = opened.pop(name)
-            assert flags and not any(flag is not False for flag in flags), name
-        assert sorted(opened) == sorted(names)
-        assert all(flag is None for flags in opened.values() for flag in flags), (
-            "with cores to share, what the script leaves to TensorFlow stays there"
-        )
 
 
 def steps_ahead():
