@@ -12,17 +12,6 @@ import re
 
 # Of `make test-all` only: tests whose name, from tests/ on, begins so; and why.
 FULL = (
-    # every optimizer meets every clipping and tail at two workers; three are the same code
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[(collective|mirrored)-1",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-gloo-[13]",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[horovod-mpi-[13]",
-    r"strategies/test_equivalence.py::test_n_workers_equal\S+\[horovod-mpi-2-(adam|ema|sgd)",
-    r"strategies/test_equivalence.py::test_n_workers_equal\S+\[horovod-gloo-2",
-    r"strategies/test_equivalence.py::test_n_workers_equal\S+\[collective-2-(adamw|sgd|ema|loss)",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[collective-3-(adam-|loss)",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-2-(sgd|ema|loss)",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-3",
-    r"strategies/test_equivalence.py::test_a_model_built_outside_the_scope\[(horovod|collective)",
     # one communicator of each kind, and three ranks where a ring differs from a pair
     r"communicators/test_contract.py::(?!test_horovod_makes)\S+\[horovod-gloo",
     r"communicators/test_contract.py::\S+\[horovod-mpi-[13]",
@@ -128,7 +117,6 @@ FULL = (
     r"communicators/test_create.py::test_a_tensor_before_the_strategy",
     r"communicators/test_contract.py::test_(places\[collective-1|horovod_makes_groups)",
     r"communicators/test_measuring_once.py::test_other_processors",
-    r"strategies/test_equivalence.py::test_n_workers_equal_one_process\[mirrored-2-adamw-global",
     r"strategies/test_feeding.py::test_workers_of_a_py_dataset_are_not_read_ahead\[None",
     r"strategies/test_parameter_server.py::test_a_slow_worker_is_waited_for\S+\[1",
     r"strategies/test_promises.py::test_custom_loops\[collective-2-epoch",
@@ -166,7 +154,6 @@ FULL = (
     r"layers/test_pipeline.py::test_two_stages\S+\[collective-2-gpipe",
     r"layers/test_channel_parallel.py::test_in_fit",
     r"inference/test_quantize.py::test_two_ranks",
-    r"strategies/test_equivalence.py::test_n_workers\S+\[mirrored-2-adam-acc",
     r"strategies/test_evaluator.py::test_checkpoints_are",
     r"search/test_killed.py::\S+\[kill",
     r"search/test_groups.py::test_a_group_trains",
@@ -187,7 +174,6 @@ FULL = (
     r"exchange/test_factors.py::test_many_rows",
     r"layers/test_channel_parallel.py::test_divided_layers_equal_one_device\[collective-3",
     r"layers/test_whole.py::test_what_one_layout\S+-rows",
-    r"strategies/test_equivalence.py::test_a_model_built_outside",
     r"strategies/test_feeding.py::test_three_epochs_cut_one_pipeline\[collective",
     r"strategies/test_grid.py::test_parts_are_clipped\S+clipvalue",
     r"strategies/test_lost_tasks.py::test_a_server_without",

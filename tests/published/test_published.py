@@ -36,9 +36,7 @@ RIGHT = (
     "multi_worker_with_keras",
     "parameter_server_embedding",
     "siamese_contrastive",
-    "siamese_network",
     "vae",
-    "wgan_gp",
 )
 # What may be refused instead, before the first update: rows meet in these losses, a sum, a quotient
 # or a metric is of a whole batch, or a batch has fewer rows than there are workers.
@@ -53,14 +51,12 @@ SERVED = (
     "fit_with_kwargs",
     "parameter_server_embedding",
     "siamese_contrastive",
-    "siamese_network",
     "vae",
 )
 SERVED_OR_REFUSED = (
     "add_loss_sum",
     "custom_training",
     "masked_loss",
-    "wgan_gp",
 )
 
 # References that need a strategy of dtk's, in a world of one.

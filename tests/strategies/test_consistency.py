@@ -145,25 +145,6 @@ def simulate(schedule: Schedule, steps: int, durations) -> list[Ran]:
     return ran
 
 
-def draw(ran: list[Ran], worker: int) -> str:
-    """One worker's line of a schedule, four characters a unit of time."""
-    line = ""
-    for one in sorted((one for one in ran if one.worker == worker), key=lambda one: one.start):
-        line = line.ljust(int(4 * one.start))
-        line = line.removesuffix("|") if len(line) > 4 * one.start else line
-        line += "|" + str(one.piece.step).center(int(4 * (one.end - one.start)) - 1, "-") + "|"
-    return line
-
-
-@pytest.mark.parametrize("tau, steps", [(0, 5), (1, 8), (math.inf, 8)])
-def test_the_diagram_in_the_module_is_what_happens(tau, steps):
-    ran = simulate(Schedule(tau), steps, [1, 3])
-    _, text = scheduler.__doc__.split(f"    tau={tau} ")
-    first, second = text.splitlines()[1:3]
-    assert first.startswith("    worker 0   " + draw(ran, 0))
-    assert second == "    worker 1   " + draw(ran, 1)
-
-
 # --- when a step may start ------------------------------------------------------------------------
 
 
