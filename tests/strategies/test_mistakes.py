@@ -43,6 +43,17 @@ def make(name):
     return "nothing", ""
 
 
+def tiny(strategy, units=(10,), **kwargs):
+    """A model that takes little to trace."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(number) for number in units]
+        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+
+    return cases.compiled(strategy, build, **{"optimizer": keras.optimizers.SGD(0.1), **kwargs})
+
+
 @mistake(
     "NotDistributedError",
     "rank {rank}: fit of model",
@@ -190,7 +201,7 @@ def labels_that_no_class_has(strategy):
     """Once explained by a size of batch that the model was made for."""
     x, y = cases.rows(16)
     crossentropy = cases.crossentropy()
-    model = cases.compiled(strategy, loss=lambda y, p: crossentropy(y, p))
+    model = tiny(strategy, loss=lambda y, p: crossentropy(y, p))
     model.fit(x, np.full_like(y, 12), batch_size=8, verbose=0)
 
 
@@ -268,58 +279,45 @@ def a_step_that_reduces_nothing(strategy):
 
 @mistake("DisagreementError", "rank {rank}: ranks disagree on the number of var", "has 4", "has 6")
 def different_models(strategy):
-    x, y = cases.rows(8)
-
-    def build():
-        layers = [keras.layers.Dense(10) for _ in range(1 + strategy.rank)]
-        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
-
-    optimizer = keras.optimizers.SGD()
-    cases.compiled(strategy, build, optimizer=optimizer).fit(x, y, verbose=0)
+    tiny(strategy, [10] * (1 + strategy.rank)).fit(*cases.rows(8), verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the variable 0", "(64, 10)", "(64, 11)")
 def different_shapes(strategy):
-    x, y = cases.rows(8)
-
-    def build():
-        layers = [keras.layers.Dense(10 + strategy.rank), keras.layers.Dense(10)]
-        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
-
-    cases.compiled(strategy, build).fit(x, y, verbose=0)
+    tiny(strategy, [10 + strategy.rank, 10]).fit(*cases.rows(8), verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the steps per epoch", "has 2", "has 3")
 def different_steps(strategy):
     x, y = cases.rows(8)
     steps = 2 + strategy.rank
-    cases.compiled(strategy).fit(x, y, batch_size=4, steps_per_epoch=steps, verbose=0)
+    tiny(strategy).fit(x, y, batch_size=4, steps_per_epoch=steps, verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the training data", "8 rows", "12 rows", "shard")
 def different_numbers_of_rows(strategy):
     x, y = cases.rows(8 + 4 * strategy.rank)
-    cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+    tiny(strategy).fit(x, y, batch_size=4, verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the training data", "hash", "dtk.data.shard")
 def a_part_of_the_data_per_rank(strategy):
     x, y = cases.rows(16)
     mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
-    cases.compiled(strategy).fit(x[mine], y[mine], batch_size=4, verbose=0)
+    tiny(strategy).fit(x[mine], y[mine], batch_size=4, verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the data", "8 rows", "12 rows")
 def predict_different_numbers_of_rows(strategy):
     x, _ = cases.rows(8 + 4 * strategy.rank)
-    cases.compiled(strategy).predict(x, verbose=0)
+    tiny(strategy).predict(x, verbose=0)
 
 
 @mistake("DisagreementError", "callbacks of dtk", "['ProgressPrinter']", "[]", "every rank")
 def a_callback_on_rank_0_alone(strategy):
     x, y = cases.rows(8)
     callbacks = [dtk.callbacks.ProgressPrinter()] if strategy.is_chief else []
-    cases.compiled(strategy).fit(x, y, callbacks=callbacks, verbose=0)
+    tiny(strategy).fit(x, y, callbacks=callbacks, verbose=0)
 
 
 @mistake("DisagreementError", "after epoch 1", "learning_rate", "same callbacks on every rank")
@@ -330,7 +328,7 @@ def another_learning_rate_on_rank_0(strategy):
 
     x, y = cases.rows(8)
     callbacks = [Halve()] if strategy.is_chief else []
-    cases.compiled(strategy).fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
+    tiny(strategy).fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
 
 
 @mistake("NotDistributedError", "assigns other values to the variable", "bias", "nothing was upd")
@@ -363,7 +361,7 @@ def a_weight_updated_by_hand(strategy):
 @mistake("DisagreementError", "ranks disagree on the random seed", "rank 0 has 7", "rank 1 has 8")
 def seeds_by_rank(strategy):
     x, y = cases.rows(8)
-    model = cases.compiled(strategy)
+    model = tiny(strategy)
     keras.utils.set_random_seed(7 + strategy.rank)
     model.fit(x, y, verbose=0)
 
@@ -373,7 +371,7 @@ def unbatched_dataset(strategy):
     x, y = cases.rows(8)
     dataset = tf.data.Dataset.from_tensor_slices((np.float32(y), np.float32(y)))
     del x
-    cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+    tiny(strategy).fit(dataset, verbose=0, shuffle=False)
 
 
 def of_each_rank(strategy, rows=16):
@@ -384,7 +382,7 @@ def of_each_rank(strategy, rows=16):
 
 @mistake("DisagreementError", "on the first batch", "no shard(size, rank)", "num_parallel_calls")
 def a_shard_per_rank(strategy):
-    cases.compiled(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
+    tiny(strategy).fit(of_each_rank(strategy), verbose=0, shuffle=False)
 
 
 @mistake("DisagreementError", "on the first batch", "make it anew for each fit, on all ranks")
@@ -394,12 +392,12 @@ def a_shuffled_dataset_that_one_rank_has_read_further(strategy):
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16).repeat().batch(4)
     if strategy.rank == 1:
         next(iter(dataset))
-    cases.compiled(strategy).fit(dataset, steps_per_epoch=2, verbose=0, shuffle=False)
+    tiny(strategy).fit(dataset, steps_per_epoch=2, verbose=0, shuffle=False)
 
 
 @mistake("DisagreementError", "at the first batch, ranks have read different", "dtk.data.shard")
 def predict_a_shard_per_rank(strategy):
-    cases.compiled(strategy).predict(of_each_rank(strategy).map(lambda x, y: x), verbose=0)
+    tiny(strategy).predict(of_each_rank(strategy).map(lambda x, y: x), verbose=0)
 
 
 @mistake("DisagreementError", "after step 4, ranks have read different batches", "ranks [1]")
@@ -413,7 +411,7 @@ def a_generator_that_differs_later(strategy):
 
     spec = (tf.TensorSpec([None, 8, 8, 1]), tf.TensorSpec([None], tf.int64))
     dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    cases.compiled(strategy).fit(dataset, verbose=0, shuffle=False)
+    tiny(strategy).fit(dataset, verbose=0, shuffle=False)
 
 
 @mistake("DisagreementError", "after evaluate, ranks have read different batches", "ranks [1]")
@@ -421,28 +419,28 @@ def evaluate_rows_that_differ_later(strategy):
     x, y = cases.rows(16)
     x[12] += 0.1 * strategy.rank
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    cases.compiled(strategy).evaluate(dataset, verbose=0)
+    tiny(strategy).evaluate(dataset, verbose=0)
 
 
 @mistake("DisagreementError", "at the end of the data, ranks have read different", "ranks [1]")
 def predict_rows_that_differ_later(strategy):
     x, _ = cases.rows(16)
     x[12] += 0.1 * strategy.rank
-    cases.compiled(strategy).predict(tf.data.Dataset.from_tensor_slices(x).batch(4), verbose=0)
+    tiny(strategy).predict(tf.data.Dataset.from_tensor_slices(x).batch(4), verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the training data", "hash of all bytes")
 def arrays_that_differ_in_the_middle(strategy):
     x, y = cases.rows(16)
     y[8] = strategy.rank
-    cases.compiled(strategy).fit(x, y, batch_size=4, verbose=0)
+    tiny(strategy).fit(x, y, batch_size=4, verbose=0)
 
 
 @mistake("DisagreementError", "ranks disagree on the batch of train_on_batch", "hash of all bytes")
 def single_batches_that_differ(strategy):
     x, y = cases.rows(16)
     part = slice(8 * strategy.rank, 8 * strategy.rank + 8)
-    cases.compiled(strategy).train_on_batch(x[part], y[part])
+    tiny(strategy).train_on_batch(x[part], y[part])
 
 
 class InBatch(cases.Subclassed):

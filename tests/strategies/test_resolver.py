@@ -106,7 +106,7 @@ def tell_task(served=False):
 
 
 @pytest.mark.parametrize(
-    "backend, size", [("local", 1), ("collective", 2), ("horovod-gloo", 2), ("horovod-mpi", 2)]
+    "backend, size", [("local", 1), ("collective", 2), ("horovod-mpi", 2)]
 )
 def test_every_rank_knows_its_task_and_only_rank_0_writes(world, backend, size):
     """Breaks as `strategy.cluster_resolver` being None, and every rank being told to write."""
