@@ -38,13 +38,8 @@ RIGHT = (
     "siamese_contrastive",
     "vae",
 )
-# What may be refused instead, before the first update: rows meet in these losses, a sum, a quotient
-# or a metric is of a whole batch, or a batch has fewer rows than there are workers.
-RIGHT_OR_REFUSED = (
-    "add_loss_sum",
-    "masked_loss",
-    "supervised_contrastive",
-)
+# What may be refused instead, before the first update: its loss is a quotient of a whole batch.
+RIGHT_OR_REFUSED = ("masked_loss",)
 # The same with parameter servers, where an update made inside a step comes after it.
 SERVED = (
     "endpoint_layer",
@@ -53,11 +48,7 @@ SERVED = (
     "siamese_contrastive",
     "vae",
 )
-SERVED_OR_REFUSED = (
-    "add_loss_sum",
-    "custom_training",
-    "masked_loss",
-)
+SERVED_OR_REFUSED = ("custom_training", "masked_loss")
 
 # References that need a strategy of dtk's, in a world of one.
 OF_DTK = ("horovod_keras_mnist",)

@@ -96,47 +96,6 @@ def mixed(strategy=None, devices=0):
     return cases.outcome(model, history, scale=float(scale.dynamic_scale))
 
 
-def dropout():
-    """Change of weights by a step with dropout, and what it is to be: of each rank's own draws."""
-    strategy = bodies.strategy()
-    x, y = cases.rows(16)
-    x = x.reshape(16, -1)
-
-    def build():
-        keras.utils.set_random_seed(3)
-        layers = [keras.layers.Dropout(0.5, seed=4, name="drops"), keras.layers.Dense(10)]
-        return keras.Sequential([keras.Input((64,)), *layers])
-
-    model = cases.compiled(strategy, build, optimizer=keras.optimizers.SGD(1.0), jit_compile=True)
-    model.fit(x, y, batch_size=16, verbose=0)
-    before = model.get_weights()
-    seeds = model.get_layer("drops").seed_generator.state
-    drawn = np.array(seeds)
-    model.train_on_batch(x, y)
-
-    alone = build()
-    alone.set_weights(before)
-    alone.get_layer("drops").seed_generator.state.assign(drawn)
-    mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
-    loss_of = cases.crossentropy()
-
-    @tf.function(jit_compile=True)
-    def differentiate(x, y):
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, alone(x, training=True))
-        return tape.gradient(loss, alone.trainable_variables)
-
-    gradients = differentiate(tf.constant(x[mine]), tf.constant(y[mine]))
-    means = strategy.communicator.allreduce(gradients, "mean")
-    return {
-        "changed": bodies.flat(b - a for b, a in zip(before, model.get_weights(), strict=True)),
-        "wanted": bodies.flat(mean.numpy() for mean in means),
-        "seeds": np.array(seeds),
-        "wanted seeds": np.array(alone.get_layer("drops").seed_generator.state),
-        "drawn": drawn,
-    }
-
-
 # What is refused.
 
 

@@ -16,12 +16,6 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", CLASSES)
-def test_the_class_describes_every_argument(strategy):
-    for name in inspect.signature(strategy).parameters:
-        assert f"{name}:" in strategy.__doc__, f"{strategy.__name__} does not describe {name}"
-
-
 @pytest.mark.parametrize("strategy", [c for c in CLASSES if issubclass(c, tf.distribute.Strategy)])
 def test_the_constructor_has_no_docstring_of_tensorflow(strategy):
     """Had it none, Python would show the one it inherits, with a cluster_resolver."""

@@ -61,17 +61,6 @@ def test_sixteen_bits_and_a_loss_scale(pool):
 
 
 @pytest.mark.full
-@pytest.mark.worlds(("collective", 2))
-def test_every_rank_draws_its_own_numbers(pool):
-    results = pool.run(compiled_bodies.dropout)
-    for result in results:
-        np.testing.assert_allclose(result["changed"], result["wanted"], TOLERANCE, TOLERANCE)
-        np.testing.assert_array_equal(result["seeds"], result["wanted seeds"])
-        assert (result["seeds"] != result["drawn"]).any()
-    assert (results[0]["drawn"] != results[1]["drawn"]).any()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     "body, kind, message",
     [

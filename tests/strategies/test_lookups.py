@@ -98,8 +98,6 @@ EVERY = tuple(lookup_bodies.OPTIMIZERS)
         ("mirrored", 2, ("adam",), {"jit_compile": True}),
         pytest.param("collective", 3, EVERY, {"steps_per_execution": 2}, marks=FULL),
         pytest.param("horovod-mpi", 2, EVERY, {}, marks=FULL),
-        pytest.param("mpi-wheel", 2, EVERY, {}, marks=FULL),
-        pytest.param("mirrored", 2, EVERY, {"jit_compile": True}, marks=FULL),
         pytest.param("mirrored", 3, EVERY, {}, marks=FULL),
     ],
 )

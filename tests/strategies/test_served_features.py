@@ -476,40 +476,6 @@ def test_the_report(pool):
     assert sum(int(part.split(" x ")[1]) for part in ages.split(", ")) == 20
 
 
-def asked_in_the_middle(consistency):
-    """Predictions, evaluations and single batches from callbacks. Steps, and what they gave."""
-    x, y = (a[:64] for a in digits())
-    given = []
-
-    class Ask(keras.callbacks.Callback):
-        def ask(self, *_, logs=None):
-            given.append(self.model.predict(x[:5], verbose=0).shape)
-            given.append(self.model.predict_on_batch(x[:3]).shape)
-            given.append(len(self.model.evaluate(x[:9], y[:9], batch_size=4, verbose=0)))
-            given.append(len(self.model.test_on_batch(x[:9], y[:9])))
-
-        on_train_begin = on_epoch_begin = ask
-
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch in (0, 2):
-                self.ask()
-
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
-                self.ask()
-
-    model = network_under(served_with(consistency))
-    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Ask()])
-    return steps_of(model), given
-
-
-def test_callbacks_may_predict_and_evaluate_at_any_time(pool):
-    """Breaks when the workers do not go back to training: it hangs."""
-    ((steps, given),) = pool.run(asked_in_the_middle, "async", timeout=90)
-    assert steps == 16
-    assert given == [(5, 10), (3, 10), 2, 2] * 9
-
-
 # Random numbers and sparse gradients.
 
 
