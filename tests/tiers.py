@@ -157,7 +157,7 @@ FULL = (
     r"layers/test_whole.py::test_what_one_layout\S+-rows",
     r"strategies/test_grid.py::test_parts_are_clipped\S+-clip(value|norm)",
     r"strategies/test_saving.py::test_every_rank_may_save",
-    r"strategies/test_served_features.py::test_(callbacks_may_predict|callbacks\[served-2-check)",
+    r"strategies/test_served_features.py::test_callbacks\[served-2-check",
     r"strategies/test_served_steps.py::test_adversaries_whose\S+-sync",
     # the same by another way of reading, or in another format
     r"inference/test_predict_to_disk.py::test_whatever_the_data_is_\S+\[(memory map|function)",
