@@ -1,6 +1,5 @@
 """Benchmarks start, and print what they measure; whether the numbers are good is not tested."""
 
-import json
 import os
 import re
 import shutil
@@ -9,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from dtk.bench.results import BenchResults, Reading
-from dtk.bench.setting import TELLING, task_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]
@@ -68,39 +64,6 @@ def test_a_host_with_half_a_core_computes_in_a_control_group_that_goes_with_it(t
         limits = hosts.CORES / group[1] / "cpu.cfs_quota_us", hosts.CORES / group[1] / "cpu.max"
         assert [file.read_text().split()[0] for file in limits if file.exists()] == ["1000"]
     assert not (hosts.CORES / group[1]).exists()
-
-
-def test_network_keeps_a_page_of_tables_of_what_each_link_gave(tmp_path):
-    argv = ["network.py", "--workers=2", "--mbit", "0", "--model", "transformer", "--peer"]
-    argv += ["--exchange", "block:8", "--batch-size=2", "--steps=1", "--rounds=1"]
-    printed = run([*argv, "--output", str(tmp_path)])
-    first, *lines = printed.splitlines()
-    assert first.startswith("## 2 workers, loopback, one thread each; ")
-    rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
-    assert rows[1:4] == ["| limit", "| limit in step", "| collective block:8"]
-    assert (tmp_path / "network.md").read_text() == printed.removesuffix("\n")
-    found = json.loads((tmp_path / "loopback.json").read_text())
-    assert [rank["threads"] for rank in found["setting"]["ranks"]] == [1, 1]
-    assert (tmp_path / "loopback.svg").exists()
-
-
-def test_plan_compares_what_a_benchmark_predicts_with_what_was_measured(tmp_path):
-    def turns(seconds, sent=0.0):
-        return [[Reading(seconds, sent, None, 1.0, (seconds,))] * 2]
-
-    setting = {"workers": 2, "batch_size": 32, "communicators": ["collective"]}
-    setting["ranks"] = [{"host": "here", "cores": [core]} for core in range(2)]
-    sums = {task_of(size): {"collective allreduce": turns(2e-3 + size * 1e-9)} for size in TELLING}
-    # 4 MB at 12.5 MB/s, of which Ethernet leaves 0.936, on top of 0.1 s of computing.
-    steps = {"limit": turns(0.1), "collective none": turns(0.106, 4e6)}
-    BenchResults(setting, {"mlp": 10**6}, {"mlp": steps, **sums}).save(tmp_path / "bench-2.json")
-    (tmp_path / "measured-2-100.json").write_text(json.dumps({"dense": [0.38, 0.4, 0.42]}))
-    argv = ["plan.py", "--only", "table"]
-    argv += ["--model", "mlp", "--output", str(tmp_path)]
-    printed = run(argv)
-    row = re.search(r"^\| 2 \| 100 Mbit/s \| dense \| 400 \(390 - 410\) \| (\d+) \|", printed, re.M)
-    assert int(row[1]) == pytest.approx(1000 * (0.1 + 4e6 / 12.5e6 / 0.936 + 2e-3), abs=2)
-    assert (tmp_path / "plan.md").read_text() == printed
 
 
 def test_cntks_table_trains_what_is_missing(tmp_path):
