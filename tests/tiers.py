@@ -96,7 +96,6 @@ FULL = (
     r"input/test_row_maps.py::test_(what_a_rank_gets_is_the_same_in_many|a_rank_needs_only)",
     # what networks are made of is counted without training them
     r"test_networks.py::test_(a_step_of_two|networks_have\S*\[resnet110)",
-    r"test_horovod_wrapper.py",
     # worlds of four and three, and the way back of a checkpoint
     r"(layers/test_pipeline|strategies/test_grid).py::\S+\[(collective-[34]|horovod)",
     r"layers/test_pipeline.py::test_what_one_rank_has_saved",
@@ -170,7 +169,7 @@ COMMANDS = re.compile(
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
     r"|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
     r"|communicators/test_create"
-    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_horovod_wrapper|test_versions|search/test_killed|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
+    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_versions|search/test_killed|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
 )
 _FULL = re.compile("|".join(FULL))
 
