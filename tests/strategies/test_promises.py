@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras.src.losses import loss
 
-from dtk.strategies import MirroredStrategy, undistributed
+from dtk.strategies import AllReduceStrategy, MirroredStrategy, undistributed
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import shared_weights
 from dtk.trainer.strategy import ShuffleSeed
@@ -464,3 +464,15 @@ def test_weights_are_updated_as_soon_as_their_bucket_is_there(pool):
     for updates in pool.run(graph_bodies.what_updates_wait_for):
         assert [len(before) for before in updates] == [1, 1, 1]
         assert len({name for before in updates for name in before}) > 1
+
+
+def test_clearing_keras_inside_a_scope_does_not_leave_it():
+    """Breaks as keras_tuner's search, whose models would be made outside, and then fails."""
+    strategy = AllReduceStrategy("local")
+    with strategy.scope():
+        keras.utils.clear_session()
+        assert tf.distribute.get_strategy() is strategy
+        model = cases.small()
+        model.compile(optimizer="sgd", loss="mse")
+    assert not tf.distribute.has_strategy()
+    assert trainer_of(model).strategy is strategy
