@@ -204,7 +204,7 @@ def tried(kind):
     keras.utils.set_random_seed(3)
     x, y = cases.rows(16)
     x[[0, 1, 2, 4, 5], 0, 0, 0] = range(5)  # the rows that are tried
-    model = cases.compiled(bodies.strategy(2), lambda: Drawing(kind), loss=None)
+    model = cases.compiled(bodies.strategy(), lambda: Drawing(kind), loss=None)
     model(x[:1])
     model.normalized.build((None, 64))
     trainer = trainer_of(model)
@@ -216,8 +216,16 @@ def tried(kind):
     return verdict
 
 
-@pytest.mark.worlds(("local", 1))
-@pytest.mark.parametrize("kind", ["labels", "patches", "both", "kink"])
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("labels", marks=pytest.mark.full),
+        pytest.param("patches", marks=pytest.mark.full),
+        "both",
+        "kink",
+    ],
+)
 def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
     """Breaks as a right script that is refused, the more so the wider its layers are."""
     for verdict in pool.run(tried, kind):
@@ -225,13 +233,13 @@ def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
         assert verdict.difference < 1e-4
 
 
-@pytest.mark.worlds(("local", 1))
+@pytest.mark.worlds(("collective", 2))
 def test_a_mistake_beside_random_numbers_is_refused(pool):
     for verdict in pool.run(tried, "spread"):
         assert "differs by" in verdict.wrong
 
 
-@pytest.mark.worlds(("local", 1))
+@pytest.mark.worlds(("collective", 2))
 def test_what_cannot_be_told_from_rounding_is_said(pool):
     """Breaks as a right script that is refused; its losses are means."""
     for verdict in pool.run(tried, "rounding"):
