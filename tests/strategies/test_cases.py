@@ -25,7 +25,6 @@ BY_RANKS = [
     "evaluate and predict odd rows",
     "fewer rows than workers",
     "gathered rows",
-    "ragged inputs and outputs",
     "several outputs",
     "single batches",
     "steps per execution",
@@ -33,9 +32,7 @@ BY_RANKS = [
 # What goes another way between two devices than in one of these; others are of the tier `full`.
 BY_DEVICES = [
     "accumulation beside variables without gradients",
-    "class weights and validation split",
     "layers that a train step builds",
-    "masked sequences",
     "mean over sample weights",
     "metrics of whole batches",
     "model and divided optimizer from outside",

@@ -25,7 +25,6 @@ RECIPES = list(itertools.product(bodies.OPTIMIZERS, bodies.CLIPS, bodies.TAILS))
 # Without `full`: other tests have the optimizers and clippings that are not here.
 HERE = {
     ("collective", 2, ("adam", "clipnorm", "short tail")),
-    ("collective", 3, ("adamw", "accumulation", "short tail")),
     ("horovod-mpi", 2, ("loss scaling", "clipvalue", "tail of one")),
 }
 

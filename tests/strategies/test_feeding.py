@@ -82,39 +82,38 @@ def steps_ahead():
     return [step - made[step] for step in range(4)]
 
 
-@pytest.mark.parametrize("backend, size", [("local", 1)])
-def test_a_loop_reads_ahead_on_one_core(world, backend, size):
+@pytest.mark.worlds(("local", 1))
+def test_a_loop_reads_ahead_on_one_core(pool):
     """TensorFlow adds that to a pipeline only where it tunes it."""
-    for lead in world(backend, size).run(steps_ahead):
+    for lead in pool.run(steps_ahead):
         assert lead[0] == 0 and all(steps > 0 for steps in lead[1:])
 
 
 class Counted(keras.utils.PyDataset):
     """Batches from workers of its own, which stop when an epoch is over."""
 
-    def __init__(self, batches):
+    def __init__(self):
         super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
-        self.batches = batches
 
     @property
     def num_batches(self):
-        return self.batches
+        return 12
 
     def __getitem__(self, index):
         time.sleep(0.05)  # whoever reads ahead still waits for it when the epoch ends
         return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
 
 
-def with_and_without(made, devices, *args):
+def with_and_without(made, *args):
     """What `made` returns in the strategy's scope, and as plain Keras in this process."""
-    strategy = bodies.strategy(devices)
+    strategy = bodies.strategy(2)
     with strategy.scope():
         found = made(strategy.scope, *args)
     with undistributed():
         return found, made(contextlib.nullcontext, *args)
 
 
-def fit_counted(scope, batches, steps):
+def fit_counted(scope):
     """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between."""
     with scope():
         model = keras.Sequential(
@@ -123,21 +122,21 @@ def fit_counted(scope, batches, steps):
         model.compile(keras.optimizers.SGD(0.0), "mse")
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
     given = {"shuffle": False, "verbose": 0, "callbacks": [pause]}
-    history = model.fit(Counted(batches), steps_per_epoch=steps, epochs=3, **given)
+    history = model.fit(Counted(), steps_per_epoch=4, epochs=3, **given)
     return history.history["loss"]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
-def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_workers_of_a_py_dataset_are_not_read_ahead(pool):
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
-    ran = world(backend, size).run(with_and_without, fit_counted, devices, 12, 4)
+    ran = pool.run(with_and_without, fit_counted)
     for losses, plain in ran:
         assert losses == plain
 
 
-def pipelines_of_a_fit(devices):
+def pipelines_of_a_fit():
     """How many pipelines are cut for three epochs, without and with validation data."""
-    strategy = bodies.strategy(devices)
+    strategy = bodies.strategy(2)
     strategy.shuffle_seed = ShuffleSeed(tf_replicas.global_seed())  # the script has set none
     x, y = cases.rows(16)
     model, cut = cases.compiled(strategy), slicing.cut_dataset
@@ -150,9 +149,9 @@ def pipelines_of_a_fit(devices):
     return counts
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
-def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
-    for counts in world(backend, size).run(pipelines_of_a_fit, devices):
+@pytest.mark.worlds(("local", 1))
+def test_three_epochs_cut_one_pipeline(pool):
+    for counts in pool.run(pipelines_of_a_fit):
         assert counts == [1, 2], "one to train with, one to validate with"
 
 
@@ -169,10 +168,10 @@ def three_fits(scope):
     return [loss for one in fits for loss in one.history["loss"]]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
-def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_the_next_fit_goes_on_with_the_order_of_one_process(pool):
     """Batches were cut ahead: the first fit shuffled once more, and took the next one's order."""
-    for found in world(backend, size).run(with_and_without, three_fits, devices):
+    for found in pool.run(with_and_without, three_fits):
         np.testing.assert_allclose(*found, rtol=1e-6)
 
 
@@ -188,12 +187,10 @@ def shared_metric(scope):
     return told.getvalue(), loss, error
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
-def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_a_metric_of_two_models_begins_at_zero_and_says_so(pool):
     """Keras alone goes on counting from the first model's rows in the second's first epoch."""
-    [((told, loss, error), (_, _, kept))] = world(backend, size).run(
-        with_and_without, shared_metric, devices
-    )
+    [((told, loss, error), (_, _, kept))] = pool.run(with_and_without, shared_metric)
     assert "metrics ['error'] have counted for another model" in told
     assert error == pytest.approx(loss) != pytest.approx(kept)
 
@@ -214,10 +211,10 @@ def of_any_rank(scope):
     return [*numbers, *model.evaluate(data, verbose=0), *predicted[:, 0]]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
-def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_rows_whose_rank_tensorflow_does_not_know(pool):
     """`fit` ended with "Cannot iterate over a shape with unknown rank"."""
-    for found in world(backend, size).run(with_and_without, of_any_rank, devices):
+    for found in pool.run(with_and_without, of_any_rank):
         np.testing.assert_allclose(*found, rtol=1e-5)
 
 
@@ -233,9 +230,9 @@ def of_drawn_weights(scope):
     return [w.numpy() for w in model.weights] + [tf.random.normal([2]).numpy()]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
-def test_initializers_of_tensorflow_draw_as_in_one_process(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_initializers_of_tensorflow_draw_as_in_one_process(pool):
     """Breaks as other first weights: `fit` built the model outside of the step's graph."""
-    for found in world(backend, size).run(with_and_without, of_drawn_weights, devices):
+    for found in pool.run(with_and_without, of_drawn_weights):
         for mine, plain in zip(*found, strict=True):
             np.testing.assert_array_equal(mine, plain)

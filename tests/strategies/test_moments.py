@@ -44,6 +44,7 @@ def fit(synchronized, batch, axis=-1, devices=0, plain=False):
     return bodies.flat(model.get_weights()), history.get("comm_bytes", [None])[-1]
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
 @pytest.mark.parametrize("axis", [-1, 2])
 def test_weights_are_those_of_one_process_whatever_is_normalized(pool, axis):
@@ -102,6 +103,7 @@ def fit_own_step(batch, plain=False):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2))
 def test_own_steps_with_parts_of_unlike_size_are_those_of_one_process(pool):
     # 6 and 5 rows, 6 and 5, then 1 and 0: gradients came back through the moments without shares
@@ -142,6 +144,7 @@ def told(kind, devices=0):
     return f"{names} and 2 more is over the rows of each of 2 replicas alone" in said.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2))
 def test_a_norm_of_a_replicas_rows_is_told_once(pool):
     """Breaks as weights that differ from one process's, and no word."""

@@ -296,8 +296,8 @@ def _loop(kind, strategy):
     "backend, size, kind",
     [
         ("collective", 2, "step"),
-        ("collective", 2, "pipelines"),
-        ("horovod-gloo", 2, "step"),
+        pytest.param("collective", 2, "pipelines", marks=pytest.mark.full),
+        pytest.param("horovod-gloo", 2, "step", marks=pytest.mark.full),
         ("local", 1, "epoch"),
     ],
 )

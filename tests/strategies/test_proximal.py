@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from dtk.parameter_server import scheduler
@@ -225,6 +225,7 @@ def test_a_step_moves_one_block_and_no_rows(pool):
 # Which part a worker gets.
 
 
+@settings(max_examples=30)
 @given(draw.data())
 def test_every_part_of_a_step_is_computed_once(data):
     """A part that two slices share, or that a lost slice leaves, would be missing or double."""

@@ -91,6 +91,7 @@ def test_losses_of_ones_own(world, backend, size, name):
         assert_equal(mine, once(plain, name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend, size, devices", [("mirrored", 2, 2)])
 def test_on_two_devices(world, backend, size, devices):
     (mine,) = world("local", 1).run(trained, "mixed", True, devices)
