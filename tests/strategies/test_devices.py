@@ -108,34 +108,25 @@ def test_more_ranks_than_gpus_are_refused(gpus, restricted, said):
     assert said in str(raised.value)
 
 
-def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch):
+@pytest.mark.parametrize(
+    "told, make, calls",
+    [
+        (RANK_1, {"memory_growth": True}, ["visible", "growth", "communicator"]),
+        (RANK_1, {}, ["visible", "communicator"]),
+        # No local rank is told: all ranks of the host would have taken GPU 0.
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {}, ["communicator"]),
+    ],
+)
+def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch, told, make, calls):
     """Breaks as every rank starting TensorFlow on, and taking the memory of, every GPU."""
     machine = Machine(monkeypatch, gpus=2)
     machine.stop_at_communicator()
-    machine.set(**RANK_1)
+    machine.set(**told)
     with pytest.raises(Reached):
-        AllReduceStrategy("horovod", memory_growth=True)
-    assert machine.calls == ["visible", "growth", "communicator"]
-    assert machine.visible == machine.physical[1:]
-    assert machine.growth == {machine.physical[1]: True}
-
-
-def test_without_memory_growth_tensorflows_default_stays(monkeypatch):
-    machine = Machine(monkeypatch, gpus=2)
-    machine.stop_at_communicator()
-    machine.set(**RANK_1)
-    with pytest.raises(Reached):
-        auto_strategy()
-    assert machine.calls == ["visible", "communicator"]
-
-
-def test_where_no_local_rank_is_told_the_communicator_finds_it_first(monkeypatch):
-    machine = Machine(monkeypatch, gpus=2)
-    machine.stop_at_communicator()
-    machine.set(PMI_RANK="1", PMI_SIZE="2")
-    with pytest.raises(Reached):
-        AllReduceStrategy("horovod")
-    assert machine.calls == ["communicator"], "all ranks of the host would have taken GPU 0"
+        AllReduceStrategy("horovod", **make)
+    assert machine.calls == calls
+    assert machine.visible == machine.physical[1 if "visible" in calls else 0 :]
+    assert machine.growth == ({machine.physical[1]: True} if make else {})
 
 
 def test_a_launcher_that_gave_each_rank_one_gpu_is_followed(monkeypatch):
@@ -182,14 +173,11 @@ def test_a_world_of_one_hides_nothing(monkeypatch):
     assert machine.growth == dict.fromkeys(machine.physical, False)
 
 
-def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch):
+@pytest.mark.parametrize("make", [MirroredStrategy, auto_strategy])
+def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch, make):
     machine = Machine(monkeypatch, gpus=2)
     with pytest.raises(Reached):
-        MirroredStrategy(memory_growth=True)
-    assert machine.calls == ["growth", "growth", "logical devices"]
-    machine.calls.clear()
-    with pytest.raises(Reached):
-        auto_strategy(memory_growth=True)
+        make(memory_growth=True)
     assert machine.calls == ["growth", "growth", "logical devices"]
 
 

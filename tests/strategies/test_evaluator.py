@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import subprocess
 import sys
@@ -23,13 +22,11 @@ RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", "--ps", "1", "--e
 
 
 def run(*arguments):
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     return subprocess.run(
         [*RUN, str(HERE / "evaluated.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=150,
-        env=env,
     )
 
 
