@@ -9,9 +9,12 @@ have none of their own; their `rank` is the index within their role.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 
 from dtk.cluster.environment import Environment
 from dtk.errors import ClusterError
@@ -186,7 +189,25 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+@functools.cache
+def _show_message_alone() -> None:
+    """Have an uncaught ClusterError end the process without a traceback.
+
+    The mistake is in the environment, and not in the lines of the script that led to it.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ClusterError):
+            print(f"dtk: {error}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = show
+
+
 def _wrong(what: str) -> ClusterError:
+    _show_message_alone()
     return ClusterError(f"TF_CONFIG: {what}; expected e.g. {_EXAMPLE}, or unset it")
 
 

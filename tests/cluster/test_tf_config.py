@@ -1,6 +1,9 @@
 """TF_CONFIG written is TF_CONFIG read; anything malformed says what it got and what it wanted."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -72,6 +75,25 @@ def test_index_written_as_text_and_sparse_lists_are_read():
     cluster = {"worker": {"0": "a:1", "1": "b:1"}}
     text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": "1"}})
     assert tf_config.parse(text).index == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("dtk.cluster.detect()", 1), ("sys.modules['keras'] = None", 0)],
+    ids=["of a script that asks for its place", "of one that makes no strategy"],
+)
+def test_only_the_message_is_printed(script, code):
+    """A traceback stood before it, of lines that are not wrong."""
+    cluster = {"worker": ["a:99999", "b:2222"]}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, dtk; {script}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster, "task": task()})},
+    )
+    assert done.returncode == code
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("dtk: TF_CONFIG: worker has the address 'a:99999', expected host:port ")
 
 
 def test_nested_without_end():
