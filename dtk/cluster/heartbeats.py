@@ -126,18 +126,8 @@ def _introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
     end.settimeout(_HANDSHAKE)
     mine = os.urandom(16)
     end.sendall(mine)
-    theirs = _exactly(end, 16)
+    theirs = end.recv(16)
     return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
-    read = b""
-    while len(read) < count:
-        more = end.recv(count - len(read))
-        if not more:
-            raise ConnectionResetError("the other end is gone")
-        read += more
-    return read
 
 
 class Table:

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import queue
-import select
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from dtk.cluster.report_channel import pair, receive, record, variables
+from dtk.cluster.report_channel import pair, receive, record, takes_more, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
 from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
@@ -294,9 +293,7 @@ def _pass_on(report: bytes) -> None:
 
 def _say(line: bytes) -> None:
     """Write a line to standard error, unless earlier output still waits for a reader."""
-    poll = select.poll()
-    poll.register(2, select.POLLOUT)
-    if poll.poll(0):
+    if takes_more(2):
         with contextlib.suppress(OSError):
             os.write(2, line)
 
