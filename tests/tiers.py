@@ -50,7 +50,7 @@ FULL = (
     # half a minute of waiting, for a rule that is tested by its times as well
     r"launch/test_stall.py::test_a_loop_without_an_end",
     # ranks of plain Python are missing in the same ways; these are those of real training
-    r"launch/test_stall_phases.py",
+    r"launch/test_stall_phases.py::(?!.*\[dtk run, collectives-fit-sleep-callback)",
     r"launch/test_served_stall.py",
     r"strategies/test_watching.py::\S*(\[mpi-s|\[horovod|\[collective-s|others\[mpi|alone\]|busy\])",
     r"strategies/test_watching.py::test_a_rank_that_leaves_early",
@@ -132,7 +132,6 @@ FULL = (
     r"cli/test_bench.py::test_(every_turn|the_tables|the_command|bytes_are|a_block|what_is_saved"
     r"|the_setting|a_peer_that_cannot|the_rest_goes_on)",
     r"cli/test_check.py::test_a_(script_that_trains_nothing|step_that_adds_up)",
-    r"launch/test_stall.py::test_(a_rank_that_(sleeps\S+\[(auto|horo)|is_stopped)|data_that|a_slow)",
     r"cli/test_tune.py::test_(a_real_script|a_script_that|settings_that_fit|ranks_with|what_auto)",
     r"cli/test_doctor.py::test_the_real_libraries",
     r"cli/test_install_horovod.py::test_installed_horovod_really_reduces",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
 import sys
 import time
 
@@ -18,6 +16,8 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, plan
 from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
 from dtk.launch.plan import Process
+
+from launched import dtk_run
 
 
 class FakeJob(contextlib.nullcontext):
@@ -218,14 +218,8 @@ def test_training_that_was_killed_twice_ends_with_the_same_weights(tmp_path):
     script.write_text(TRAINS)
 
     def train(how):
-        command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--max-restarts", "2"]
-        done = subprocess.run(
-            [*command, str(script), str(tmp_path / how), how],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            env=dict(os.environ),
-        )
+        arguments = ("-n", "2", "--max-restarts", "2", script, tmp_path / how, how)
+        done = dtk_run(*arguments, timeout=180)
         assert done.returncode == 0, done.stderr
         return next(line for line in done.stdout.splitlines() if "weights" in line), done.stderr
 

@@ -19,6 +19,8 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, agent, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
 
+from launched import dtk_run
+
 RANK = (
     "import json, os, sys, time, signal; r = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
 )
@@ -206,8 +208,7 @@ def test_what_others_say_of_the_first_failure_is_left_out_of_the_screen(run, tmp
 def test_a_crash_in_c_says_where_in_the_script(tmp_path):
     script = tmp_path / "crash.py"
     script.write_text("import ctypes\n\ndef crash():\n    ctypes.string_at(0)\n\ncrash()\n")
-    run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(script)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    done = dtk_run("-n", "1", script)
     assert done.returncode == 139
     assert "failed first, by SIGSEGV" in done.stderr
     assert re.search(r'crash.py", line 4 in crash\n', done.stderr.split("Its last output")[1])

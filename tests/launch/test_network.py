@@ -12,6 +12,8 @@ import pytest
 from dtk.errors import ClusterError
 from dtk.launch.network import rules
 
+from launched import dtk_run
+
 LISTENS = """
 import socket, sys
 server = socket.create_server(("0.0.0.0", 0))
@@ -135,13 +137,7 @@ def test_ranks_under_dtk_run_reach_each_other(tmp_path):
         "server.accept()\n"
         "print('met on', *[name for _, name in socket.if_nameindex()])\n"
     )
-    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--isolate"]
-    done = subprocess.run(
-        [*command, "--communicator", "collective", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = dtk_run("-n", "2", "--isolate", "--communicator", "collective", script)
     if "this system gives user" in done.stderr:
         pytest.skip("network namespaces are not allowed here")
     assert sorted(done.stdout.splitlines()) == ["[0] met on lo", "[1] met on lo"], done.stderr

@@ -17,13 +17,14 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
 
+from launched import ranks
 
-def remote(code, ranks=2):
-    command = (sys.executable, "-c", code)
-    env = [{"R": str(r)} for r in range(ranks)]
-    return [
-        Process(f"rank {r}", "worker", r, f"node{r}.invalid", command, env[r]) for r in range(ranks)
-    ]
+
+def remote(code, count=2):
+    return ranks(code, count, "node{}.invalid")
+
+
+SLEEP = "import time; print('up', flush=True); time.sleep({})"
 
 
 def survey(shell):
@@ -98,10 +99,8 @@ def test_a_killed_worker_is_started_again_over_there(run, shell, tmp_path):
 
 
 def test_a_lost_connection_ends_the_rank_over_there(shell):
-    # Flushed: nothing promises PYTHONUNBUFFERED to a rank that was not planned by `plan`.
-    code = "import time; print('up', flush=True); time.sleep(600)"
-    out = io.StringIO()
-    with Job(remote(code, 1), remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
+    out, processes = io.StringIO(), remote(SLEEP.format(600), 1)
+    with Job(processes, remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
         deadline = time.monotonic() + 30
         while "up" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -224,8 +223,6 @@ def test_parameter_servers_on_two_hosts(run, two_hosts):
 
 
 # A launcher of which nothing is heard any more.
-
-SLEEP = "import time; print('up', flush=True); time.sleep({})"
 
 
 @pytest.mark.timeout(120)
