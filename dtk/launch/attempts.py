@@ -43,27 +43,16 @@ class Attempt:
 
 @dataclasses.dataclass
 class Attempts:
-    """Starts a job until it succeeds, or may not be started again.
+    """Starts a job until it succeeds, or may not be started again."""
 
-    Args:
-        make: Plans the job of an attempt.
-        answers: Whether a host answers.
-        say: Tells the user something.
-        hosts: Where to run; this machine when empty.
-        workers: How many ranks; every slot of `hosts` when None.
-        min_workers: Fewest ranks to go on with; all when None.
-        max_restarts: How often it may be started again.
-        probe_every: Seconds between two looks at a host that a running job does without.
-    """
-
-    make: Callable[[Attempt], Job]
-    answers: Callable[[str], bool]
+    make: Callable[[Attempt], Job]  # plans the job of an attempt
+    answers: Callable[[str], bool]  # whether a host answers
     say: Callable[[str], None]
-    hosts: Sequence[Host]
-    workers: int | None
-    min_workers: int | None
+    hosts: Sequence[Host]  # where to run; this machine when empty
+    workers: int | None  # how many ranks; every slot of `hosts` when None
+    min_workers: int | None  # fewest to go on with; all when None
     max_restarts: int
-    probe_every: float = 30.0
+    probe_every: float = 30.0  # seconds between two looks at a host that a running job does without
     jobs: list[Job] = dataclasses.field(default_factory=list)
     _restarts: int = 0
     _code: int = 0
