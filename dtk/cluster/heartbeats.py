@@ -127,6 +127,8 @@ def _introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
     mine = os.urandom(16)
     end.sendall(mine)
     theirs = end.recv(16)
+    if len(theirs) < 16:
+        raise ConnectionResetError("the other end is gone")
     return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
 
 

@@ -134,13 +134,6 @@ ENDINGS = {
         "",
     ),
     "a rank that leaves": (f"{LOSES}'Socket closed')", 1, "OSError: Socket closed", LEFT),
-    # Over MPI rank 0 was said to have failed first.
-    "a rank that leaves MPI": (
-        f"{LOSES}'x waits for rank 1, whose script has ended; see what rank 1 wrote')",
-        1,
-        "OSError: x waits for",
-        LEFT,
-    ),
     "a failure after another has left well": (
         f"{LOSES}'the disk is full')",
         1,

@@ -131,6 +131,7 @@ def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
 
 
 LOST = ["Traceback (most recent call last):", "UnavailableError: Socket closed"]
+LEFT = [LOST[0], "OSError: x waits for rank 1, whose script has ended; see what rank 1 wrote"]
 SHUT = ["Traceback (most recent call last):", "UnknownError: Horovod has been shut down. This was"]
 
 
@@ -147,6 +148,7 @@ def failed(rank, returncode, moment, words=()):
     [
         ((1, 10.0, LOST), (-9, 10.4), "worker 1"),  # the system reports a large process late
         ((1, 10.0, SHUT), (-6, 10.4), "worker 1"),
+        ((1, 10.0, LEFT), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
         ((1, 10.0, ["ValueError: no such batch"]), (-6, 10.1), "worker 0"),  # its peer aborts
         ((1, 10.0, LOST), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
         ((1, 10.0, LOST), (1, 10.4, LOST), "worker 0"),
