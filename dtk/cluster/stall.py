@@ -34,7 +34,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dtk.cluster.usage import STOPPED, Usage
 
@@ -82,12 +82,15 @@ class RankReport:
 
 
 # By way of text: so numbers without bound are refused as what is no number is.
-_READ: dict[str, Callable[[Any], object]] = {
+_READ: dict[str, Callable[[object], object]] = {
     "bool": bool,
     "int": lambda told: int(str(told)),
     "float": lambda told: float(str(told)),
     "str": str,
-    "Mapping[str, float]": lambda told: {str(int(k)): float(str(v)) for k, v in told.items()},
+    "Mapping[str, float]": lambda told: {
+        str(int(key)): float(str(value))
+        for key, value in told.items()  # type: ignore[attr-defined]
+    },
 }
 
 

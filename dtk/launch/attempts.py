@@ -48,7 +48,7 @@ class Attempts:
     make: Callable[[Attempt], Job]  # plans the job of an attempt
     answers: Callable[[str], bool]  # whether a host answers
     say: Callable[[str], None]
-    hosts: Sequence[Host]  # where to run; this machine when empty
+    hosts: tuple[Host, ...]  # where to run; this machine when empty
     workers: int | None  # how many ranks; every slot of `hosts` when None
     min_workers: int | None  # fewest to go on with; all when None
     max_restarts: int
@@ -58,7 +58,6 @@ class Attempts:
     _code: int = 0
 
     def __post_init__(self) -> None:
-        self.hosts = tuple(self.hosts)
         self._wanted = sum(h.slots for h in self.hosts) if self.workers is None else self.workers
         self._fewest = self._wanted if self.min_workers is None else self.min_workers
 

@@ -230,7 +230,7 @@ class JobOutput:
         """Start the threads that read what a process writes and reports."""
         popen, process = rank.popen, rank.process
         if reports is not None:
-            self._start_reader(rank, lambda: self._listen(rank, popen, reports))
+            self._start_reader(rank, functools.partial(self._listen, rank, popen, reports))
         for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
             assert pipe is not None
             drawn, prefix = self._is_drawn(process, sink), self._prefix(process, sink)
