@@ -19,7 +19,7 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, agent, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
 
-from launched import dtk_run
+from launched import dtk_run, until
 
 RANK = (
     "import json, os, sys, time, signal; r = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
@@ -242,8 +242,7 @@ def test_children_of_a_rank_end_too(run, alive, tmp_path, code):
 def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     job = Job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
     threading.Thread(target=job.start).start()  # any thread will do
-    while not job.pids.get("rank 1"):
-        time.sleep(0.05)
+    until(lambda: job.pids.get("rank 1"))
     with pytest.raises(TimeoutError, match="still running: rank 0, rank 1"):
         job.wait(timeout=0.5)
     began = time.monotonic()
@@ -261,8 +260,7 @@ def test_sigterm_comes_first_so_that_a_rank_can_clean_up():
     )
     out = io.StringIO()
     with Job(python(code, 1), stdout=out) as job:
-        while "ready" not in out.getvalue():
-            time.sleep(0.05)
+        until(lambda: "ready" in out.getvalue())
     assert "[0] saved" in out.getvalue()
     assert job.wait() == 143
 
@@ -339,10 +337,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
         others = {child.pid for child in psutil.Process(launcher.pid).children()} - set(ranks)
         for pid in [launcher.pid, *(others if guard_too else ())]:
             os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while job_processes.members(job_id) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert job_processes.members(job_id) == []
+    until(lambda: job_processes.members(job_id) == [], 10)
 
 
 def test_tensorflows_start_up_noise_is_dropped_and_errors_stay(run, tmp_path):

@@ -16,7 +16,7 @@ from dtk.launch import Job
 from dtk.launch.output import EqualLines
 from dtk.launch.screen import Pace, ShownText, clipped
 
-from launched import DTK_RUN, ranks
+from launched import DTK_RUN, ranks, until
 
 COLLECTIVE = (*DTK_RUN, "-n", "2", "--communicator", "collective")
 
@@ -113,9 +113,7 @@ def test_a_job_whose_reader_sleeps_can_be_stopped():
     read, write = os.pipe()
     with open(write, "w") as out:
         job = Job(python("while True: print('a' * 99)"), stdout=out, grace=1.0).start()
-        deadline = time.monotonic() + 60
-        while not job._output.waits and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: job._output.waits, 60)
         stopping = threading.Thread(target=job.stop)
         stopping.start()
         stopping.join(20)

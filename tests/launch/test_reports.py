@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from dtk.cluster import report_channel
 from dtk.launch import Job
 
-from launched import ranks
+from launched import ranks, until
 
 TIMEOUT = 2.0
 SCRIPT = """
@@ -117,9 +116,7 @@ def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_al
     ):
         waiting = threading.Thread(target=job.wait)
         waiting.start()
-        deadline = time.monotonic() + 10 * TIMEOUT
-        while not job._output._sinks[1].waited and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: job._output._sinks[1].waited)
         job.stop()
         waiting.join(30)
         assert not waiting.is_alive()
