@@ -243,7 +243,8 @@ def struck(way: Way, trial: Trial) -> tuple[list[str], str]:
             hit = (folder / "struck").exists()
             when = time.monotonic()
             survives = served and trial.victim.startswith("worker")
-            faults, text = awaited(job, mark, told, 3 * END if survives else END)
+            goes_on = survives or trial.fault == "slow"
+            faults, text = awaited(job, mark, told, 3 * END if goes_on else END)
             seconds = time.monotonic() - when
     if not hit:
         faults.append("not struck")
