@@ -28,7 +28,7 @@ AT_START = [
     }.items()
 ]
 LATER = [
-    (way, phase, "sleep", "callback", "1", IDLE.format(1) + rf"0 waits in ({step} step|collective) ")
+    (way, phase, "sleep", "callback", "1", IDLE.format(1) + rf"0 waits in ({step} step|collective)")
     for way, phase, step in (
         (COLLECTIVES, "fit", "train"),
         (MPI, "fit", "train"),
