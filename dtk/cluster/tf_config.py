@@ -115,12 +115,8 @@ def parse(text: str) -> TFConfig | None:
         return None
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _wrong(f"it is not JSON: {error}") from None
-    except RecursionError:
-        raise _wrong("its JSON is nested too deeply") from None
-    except ValueError:  # of Python's limit for the digits of an integer
-        raise _wrong("a number in it has thousands of digits") from None
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"it is not JSON that can be read: {error}") from None
     if not isinstance(config, dict):
         raise _wrong(f"it is a {type(config).__name__}, not an object")
     cluster = config.get("cluster") or {}

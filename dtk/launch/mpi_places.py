@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Collection, Sequence
@@ -33,7 +32,6 @@ from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, machines
 from dtk.launch.rank import killer
-from dtk.version import pip_install
 
 START_SECONDS = 30.0
 # Of what mpirun gives a process, that which MPI reads.
@@ -92,13 +90,7 @@ class MPIPlaces:
     def _start(
         self, hosts: Sequence[str], remote_shell: str, errors: int
     ) -> subprocess.Popen[bytes]:
-        path = mpi_installs.mpirun()
-        if path is None:
-            raise CommunicatorError(
-                f"communicator mpi: no mpirun of Open MPI beside {sys.executable}, or no mpi4py; "
-                f"run `{pip_install('mpi')}`"
-            )
-        command = [str(path), "--bind-to", "none", "-n", str(len(hosts))]
+        command = [str(mpi_installs.required_mpirun()), "--bind-to", "none", "-n", str(len(hosts))]
         # Its folder is named by its process id, and what a killed server with the same id left
         # in a common place would keep it from starting.
         command += ["--prtemca", "prte_local_tmpdir_base", str(self._folder)]
