@@ -267,10 +267,7 @@ def polling_threads() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    try:
-        return set(map(int, os.listdir("/proc/self/task")))
-    except OSError:
-        return set()
+    return set(map(int, os.listdir("/proc/self/task")))
 
 
 def end_of_data() -> None:
