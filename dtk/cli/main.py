@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import click
 
@@ -26,12 +25,12 @@ class LazyGroup(click.Group):
     """A group that imports a subcommand when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands that are part of this installation."""
-        return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
+        """Return the names of the commands."""
+        return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return one command; None if there is none with this name."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]
         command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
@@ -42,11 +41,11 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was called."""
-        name, known = args[0], self.list_commands(ctx)
-        if name not in known and not name.startswith("-"):
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
             import difflib  # takes a millisecond, only after a typing error
 
-            close = " or ".join(difflib.get_close_matches(name, known, n=2))
+            close = " or ".join(difflib.get_close_matches(name, COMMANDS, n=2))
             told = f"no such command: {name}" + (f", did you mean {close}?" if close else "")
             raise click.UsageError(told, ctx)
         return super().resolve_command(ctx, args)
@@ -54,7 +53,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
 
 
 @click.group(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dtk.errors import CommunicatorError, at_rank
+from dtk.version import pip_install
 
 # Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
 _SEGMENT, _USED = 17 << 20, 4 << 20
@@ -30,6 +31,16 @@ def mpirun() -> Path | None:
         return None
     found = beside / "mpirun"
     return found if found.is_file() else None
+
+
+def required_mpirun() -> Path:
+    """Return the mpirun beside this Python, or say what installs it."""
+    if (found := mpirun()) is None:
+        raise CommunicatorError(
+            f"communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
+            f"`{pip_install('mpi')}`"
+        )
+    return found
 
 
 def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -18,7 +17,6 @@ from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, machines
 from dtk.launch.plan import check_communicator as check_communicator
 from dtk.launch.plan import check_slots as check_slots
-from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -148,11 +146,8 @@ def check_installed(name: str) -> None:
 
     Check everything else first: a package does not cure any other mistake.
     """
-    if name == "mpi" and name not in installed():
-        raise CommunicatorError(
-            f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
-            f"`{pip_install('mpi')}`"
-        )
+    if name == "mpi":
+        mpi_installs.required_mpirun()
     if name == "horovod" and name not in installed():
         raise CommunicatorError(
             "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtk.cluster.detect import detect
-from dtk.errors import NotDistributedError, at_rank
+from dtk.errors import ClusterError, NotDistributedError, at_rank
 from dtk.nests import Function
 from dtk.patches import patch_for_good
 
@@ -79,7 +79,11 @@ def _warn() -> None:
     # No warning after an exception: the traceback says more.
     if "keras" not in sys.modules or hasattr(sys, "last_value"):
         return
-    environment = detect()
+    try:
+        environment = detect()
+    except ClusterError as error:
+        print(f"dtk: {error}", file=sys.stderr)
+        return
     if _trains_with_others():
         print(
             f"dtk: rank {environment.rank}: this script made no strategy, so each of the "
