@@ -31,7 +31,7 @@ from dtk.trainer import model_files
 from dtk.version import pip_install
 
 # How each format's files end; a SavedModel is a folder.
-_ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
+ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 # Runs an exported model: inputs -> outputs, see `load`.
 Run: TypeAlias = Callable[[Nest], Nest]
@@ -126,10 +126,10 @@ def export(
 
 
 def _check_name(path: Path, format: str) -> None:
-    if format not in _ENDINGS:
-        raise ValueError(f"format={format!r}; known are {', '.join(sorted(_ENDINGS))}")
-    ending = _ENDINGS[format]
-    if path.suffix != ending and (ending or path.suffix in _ENDINGS.values()):
+    if format not in ENDINGS:
+        raise ValueError(f"format={format!r}; known are {', '.join(sorted(ENDINGS))}")
+    ending = ENDINGS[format]
+    if path.suffix != ending and (ending or path.suffix in ENDINGS.values()):
         what = f"files that end with {ending}" if ending else "a folder without such an ending"
         raise ValueError(
             f"{str(path)!r} for format={format!r}, which writes {what}; give "
