@@ -128,8 +128,8 @@ def export(
 def _check_name(path: Path, format: str) -> None:
     if format not in ENDINGS:
         raise ValueError(
-            f"format={format!r}; known are {', '.join(sorted(ENDINGS))}. For TensorRT, give the file "
-            "of 'onnx' to `trtexec --onnx=`"
+            f"format={format!r}; known are {', '.join(sorted(ENDINGS))}. For TensorRT, give the "
+            "file of 'onnx' to `trtexec --onnx=`"
         )
     ending = ENDINGS[format]
     if path.suffix != ending and (ending or path.suffix in ENDINGS.values()):
