@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import TextIO
+from typing import NamedTuple, TextIO
+
+import keras
 
 import numpy as np
 
@@ -193,6 +195,82 @@ class CommunicationStats(StrategyCallback):
         groups = (self.strategy.communicator, self.strategy.model_communicator)
         sent = sum(group.bytes_sent for group in groups)
         return sent, sum(group.seconds_communicating for group in groups), time.perf_counter()
+
+
+class Summary(NamedTuple):
+    """An epoch or an evaluation in three numbers.
+
+    Attributes:
+        loss: The loss.
+        metric: The first metric given to `compile`; None without one.
+        samples: Rows, of all ranks together; None where `fit` cannot know.
+    """
+
+    loss: float
+    metric: float | None
+    samples: int | None
+
+
+class TrainingSummary(StrategyCallback):
+    """Keep loss, metric and samples of every epoch, and of the last evaluation.
+
+    Attributes:
+        epoch_summaries: A `Summary` for each epoch of the last `fit`.
+        test_summary: The `Summary` of the last `evaluate`, or of the last validation in `fit`; None
+            before the first.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+        >>> summary = dtk.callbacks.TrainingSummary()
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[summary])
+        >>> len(summary.epoch_summaries), summary.epoch_summaries[-1].samples
+        (1, 8)
+
+    Source: `epoch_summaries` and `test_summary` of CNTK's `Function.train`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch_summaries: list[Summary] = []
+        self.test_summary: Summary | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the epochs of an earlier `fit`."""
+        self.epoch_summaries = []
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Count from the epoch's first step on."""
+        self._first, self._end = None, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Note the epoch's first step: a resumed epoch may begin in the middle."""
+        self._first = batch if self._first is None else self._first
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count steps."""
+        self._end = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Keep the epoch's numbers."""
+        first, last = (self.trainer.feed.rows_in(at) for at in (self._first or 0, self._end))
+        samples = None if first is None or last is None else last - first
+        self.epoch_summaries.append(self._summary(logs, samples))
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Keep the evaluation's numbers; its loss is a mean over the rows."""
+        counts = [metric.count for metric in self.model.metrics if hasattr(metric, "count")]
+        samples = round(float(keras.ops.convert_to_numpy(counts[0]))) if counts else None
+        self.test_summary = self._summary(logs, samples)
+
+    def _summary(self, logs: Logs | None, samples: int | None) -> Summary:
+        numbers = dict(logs or {})
+        loss = numbers.pop("loss", float("nan"))
+        names = [m for m in numbers if not m.startswith("val_") and m != "learning_rate"]
+        return Summary(loss, numbers[names[0]] if names else None, samples)
 
 
 class ServerReport(StrategyCallback):

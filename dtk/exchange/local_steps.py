@@ -174,7 +174,8 @@ class BlockMomentum(LocalExchange):
 
     Args:
         block_size: B, rows of all workers together.
-        momentum: eta of a whole block; None is 1 - 1/K.
+        momentum: eta of a whole block; None is 1 - 1/K. For CNTK's time constant tau it is
+            `dtk.schedules.momentum_from_time_constant(tau, block_size)`.
         rate: The block learning rate.
         nesterov: Whether to look ahead, as CNTK does; this moves weights 1 + eta times as far.
         reset_local_momentum: Whether to zero the optimizer's momentum after each block, since it

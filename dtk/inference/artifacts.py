@@ -33,7 +33,7 @@ from dtk.trainer import model_files
 from dtk.version import pip_install
 
 # How each format's files end; a SavedModel is a folder.
-_ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
+ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 # Runs an exported model: inputs -> outputs, see `load`.
 Run: TypeAlias = Callable[[Nest], Nest]
@@ -128,10 +128,13 @@ def export(
 
 
 def _check_name(path: Path, format: str) -> None:
-    ending = _ENDINGS.get(format)
+    ending = ENDINGS.get(format)
     if ending is None:
-        raise ValueError(f"format={format!r}; known are {', '.join(sorted(_ENDINGS))}")
-    if path.suffix != ending and (ending or path.suffix in _ENDINGS.values()):
+        raise ValueError(
+            f"format={format!r}; known are {', '.join(sorted(ENDINGS))}. For TensorRT, give the "
+            "file of 'onnx' to `trtexec --onnx=`"
+        )
+    if path.suffix != ending and (ending or path.suffix in ENDINGS.values()):
         what = f"files that end with {ending}" if ending else "a folder without such an ending"
         raise ValueError(
             f"{str(path)!r} for format={format!r}, which writes {what}; give "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import keras
@@ -19,6 +22,45 @@ from dtk.trainer.strategy import Strategy
 
 # A Keras variable, or a part of one that is partitioned over servers.
 Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
+# Takes the evaluated model, the folder of checkpoints, the checkpoint's name, its numbers, and the
+# numbers of the checkpoints that were evaluated before it.
+Exporter: TypeAlias = Callable[
+    [keras.Model, Path, str, Mapping[str, float], Sequence[Mapping[str, float]]], object
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatorConfig:
+    """When the evaluator of a parameter-server job evaluates, on how much, and what it exports.
+
+    Args:
+        start_delay: Seconds from when the chief is there to the first evaluation.
+        throttle: Least seconds between the starts of two evaluations. Of the checkpoints that
+            appear meanwhile, only the newest is evaluated. 0: every checkpoint is.
+        steps: Batches of an evaluation; None: `validation_steps` of `fit`, or all data.
+        exporters: Such as `dtk.inference.BestExporter()`; called after each evaluation.
+
+    Raises:
+        ValueError: A number is negative, or there are no steps.
+
+    Example:
+        >>> EvaluatorConfig(start_delay=120, throttle=600, steps=100)
+        EvaluatorConfig(start_delay=120, throttle=600, steps=100, exporters=())
+
+    Source: `EvalSpec` of TensorFlow's `train_and_evaluate`.
+    """
+
+    start_delay: float = 0.0
+    throttle: float = 0.0
+    steps: int | None = None
+    exporters: Sequence[Exporter] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("start_delay", "throttle"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected seconds, 0 or more")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps={self.steps!r}; expected batches, 1 or more, or None for all")
 
 
 class JobStrategy(Strategy):
@@ -28,6 +70,7 @@ class JobStrategy(Strategy):
     consistency: Consistency  # when a step may start
     workers: int  # number of workers, backup workers included
     pool: WorkerPool  # the workers, as threads on the chief that ask for work
+    evaluator: EvaluatorConfig
     chief: Chief  # the chief, as the evaluator's process sees it
     moved: Array  # bytes pulled, bytes pushed and steps of each worker, shape (workers, 3)
 

@@ -199,3 +199,27 @@ def test_progress_on_rank_0_or_in_a_file_per_rank(pool, tmp_path, freq, minibatc
         expected = [f"epoch {epoch}/2{step}: loss " for epoch in (1, 2) for step in steps]
         for line, prefix in zip(lines, expected, strict=True):
             assert line.startswith(prefix) and ", mae " in line and line.endswith(" samples/s")
+
+
+def summed_up():
+    model = compiled("sgd")
+    x, y = data()
+    summary = dtk.callbacks.TrainingSummary()
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[summary]).history
+    assert summary.test_summary is None
+    epochs = [tuple(one) for one in summary.epoch_summaries]
+    assert epochs == [*zip(history["loss"], history["mae"], [37, 37], strict=True)]
+    given = {"validation_data": (x[:21], y[:21]), "callbacks": [summary], "verbose": 0}
+    validated = model.fit(x, y, batch_size=8, **given).history
+    assert len(summary.epoch_summaries) == 1, "of the last fit"
+    (loss,), (mae,) = validated["val_loss"], validated["val_mae"]
+    assert tuple(summary.test_summary) == (loss, mae, 21)
+    tested = model.evaluate(x[:5], y[:5], verbose=0, callbacks=[summary])
+    assert tuple(summary.test_summary) == (*tested, 5)
+    return summary.test_summary
+
+
+@two_ranks
+def test_a_summary_holds_what_history_and_evaluate_tell_on_every_rank(pool):
+    first, second = pool.run(summed_up)
+    assert first == second
