@@ -23,7 +23,7 @@ import abc
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
 import numpy as np
@@ -97,6 +97,8 @@ class Communicator(abc.ABC):
     """
 
     name: str = "abstract"
+    # The same ranks, from GPU to GPU; None where everything goes through the host.
+    cards: Communicator | None = None
     alike: bool = False
     environment: Environment | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
@@ -139,7 +141,9 @@ class Communicator(abc.ABC):
     def __init__(self, rank: int, hosts: Sequence[str], device: str | None = None) -> None:
         self.rank, self.size = rank, len(hosts)
         self.set_hosts(hosts)
-        self._device = device or placement.messages()
+        self.device = device or placement.messages()
+        # Who tells ranks how many rows the others send: this communicator, or the one it serves.
+        self.host = self
         self._costs: Costs | None = None
         # By the name of what runs concurrently; "" is the order of all others. Each is made when
         # it is needed: a world of one leaves TensorFlow alone until then.
@@ -179,7 +183,8 @@ class Communicator(abc.ABC):
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        return sum(sequencer.bytes for sequencer in self._sequencers.values())
+        cards = 0 if self.cards is None else self.cards.bytes_sent
+        return cards + sum(sequencer.bytes for sequencer in self._sequencers.values())
 
     @property
     def seconds_communicating(self) -> float:
@@ -188,7 +193,8 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        return self._sequencers[""].seconds if "" in self._sequencers else 0.0
+        cards = 0.0 if self.cards is None else self.cards.seconds_communicating
+        return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -233,6 +239,30 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, told))
         if self.size == 1:
             return results
+        if self.cards is not None:
+            return self._divided(results, lambda group, some: group._allreduce(some, op))
+        return self._allreduce(results, op)
+
+    def _divided(
+        self,
+        values: list[tf.Tensor | tf.IndexedSlices],
+        send: Callable[[Communicator, list[tf.Tensor]], list[tf.Tensor]],
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Send some values from GPU to GPU, and the others through the host."""
+        for group in (self.cards, self):
+            places = [i for i, value in enumerate(values) if self._way(value.dtype) is group]
+            sent = send(group, [values[i] for i in places]) if places else []
+            for i, value in zip(places, sent, strict=True):
+                values[i] = value
+        return values
+
+    def _way(self, dtype: tf.DType) -> Communicator:
+        """Return the communicator that sends values of a dtype: this one, or its `cards`."""
+        return self.cards if self.cards is not None and placement.is_on_card(dtype) else self
+
+    def _allreduce(
+        self, results: list[tf.Tensor | tf.IndexedSlices], op: str
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         tables = [i for i, item in enumerate(results) if _is_gathered(item)]
         dense = [i for i in range(len(results)) if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
@@ -276,9 +306,9 @@ class Communicator(abc.ABC):
     def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
         """Return the collective that gathers slices, and adds up aligned ones."""
         # The row numbers of a step are known long before the gradients of the rows.
-        with self.concurrent("rows"):
+        with self.host.concurrent("rows"):
             counts = self._count_rows(slices.indices)
-            indices = self.allgather(slices.indices, counts)
+            indices = self.host.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
@@ -337,7 +367,8 @@ class Communicator(abc.ABC):
             return tensor
         if counts is None:
             counts = self._count_rows(tensor)
-        return self._sequencer.run_together([self._gathering(tensor, counts)])[0]
+        way = self._way(tensor.dtype)
+        return way._sequencer.run_together([way._gathering(tensor, counts)])[0]
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
@@ -354,8 +385,9 @@ class Communicator(abc.ABC):
 
     def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         """Return every rank's small int64 vector: shape [size, n]."""
-        label = self._label(f"{kind}/sizes")
-        rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
+        host = self.host
+        label = host._label(f"{kind}/sizes")
+        rows = host._sequencer.run([mine], lambda flat: host._gather_sizes(flat[0], label))
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
@@ -385,6 +417,9 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         if self.size == 1:
             return value
+        return self._way(value.dtype)._reduce_scatter(value, op)
+
+    def _reduce_scatter(self, value: tf.Tensor, op: str) -> tf.Tensor:
         # Blocks go straight to their owner, which adds them in rank order: each rank sends
         # (size-1)/size of its bytes, and the result does not depend on timing.
         encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
@@ -424,9 +459,10 @@ class Communicator(abc.ABC):
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
         if matrix.shape.rank == 1:
             matrix = self._sizes(matrix, "alltoall")
-        rows = RowBlocks(value, self.moves)
+        rows = RowBlocks(value, self._way(value.dtype).moves)
         received = matrix[:, self.rank]
-        return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
+        parts = self._way(value.dtype)._exchanged(rows, matrix)
+        return rows.joined(parts, received), tf.cast(received, tf.int32)
 
     def _exchanged(self, rows: RowBlocks, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Send `matrix[rank, j]` rows to rank j; return each rank's part."""
@@ -468,6 +504,11 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
+        if self.cards is not None:
+            return self._divided(tensors, lambda group, some: group._broadcast_all(some, root))
+        return self._broadcast_all(tensors, root)
+
+    def _broadcast_all(self, tensors: list[tf.Tensor], root: int) -> list[tf.Tensor]:
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
@@ -498,8 +539,9 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
-        self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
+        way = self._way(value.dtype)
+        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), way.moves)
+        way._sequencer.run([encoded], lambda flat: [way._send(flat[0], dest, tag)])
 
     @unconverted
     def recv(
@@ -522,9 +564,10 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
-        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
-        received = self._sequencer.run(
-            [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
+        way = self._way(like.dtype)
+        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), way.moves)
+        received = way._sequencer.run(
+            [encoded], lambda flat: [way._receive(flat[0], source, tag)], sends=False
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
 
@@ -582,7 +625,7 @@ class Communicator(abc.ABC):
     def _sequencer(self) -> CollectiveSequencer:
         name = self._lane_name
         if name not in self._sequencers:
-            self._sequencers[name] = CollectiveSequencer(self._device, timed=not name)
+            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name)
         return self._sequencers[name]
 
     @contextlib.contextmanager
@@ -599,7 +642,8 @@ class Communicator(abc.ABC):
         outer = self._sequence
         self._sequence = (f"{outer[0]}/{name}" if outer else name), itertools.count()
         try:
-            yield
+            with contextlib.nullcontext() if self.cards is None else self.cards.sequence(name):
+                yield
         finally:
             self._sequence = outer
 
@@ -650,6 +694,8 @@ class Communicator(abc.ABC):
         """
         numbers = tf.constant([self._traced, self._last_number], tf.int64)
         self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
+        if self.cards is not None:
+            self.cards._traced = self._traced
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -716,6 +762,17 @@ class Communicator(abc.ABC):
             costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
+        if self.cards is not None:
+            self.cards.learn(alike, costs)
+
+    def link(self, device: str) -> None:  # noqa: B027
+        """Send floats of 16 and 32 bits from GPU to GPU from now on, if the backend can.
+
+        Every rank calls it, with a GPU of its own.
+
+        Args:
+            device: This rank's GPU, such as "/gpu:0".
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
