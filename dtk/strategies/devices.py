@@ -120,11 +120,11 @@ def link(communicator: Communicator, device: str) -> str:
         communicator.link(device)
     if communicator.cards is not None and shared:
         raise ValueError(at_rank(communicator.rank, f"{shared}. NCCL takes one rank for each GPU"))
-    told = shared
+    told = ""
     if without:
         told = f"rank {without[0]} has no GPU, so gradients of all ranks go through host memory"
     elif communicator.cards is None:
-        told = (
+        told = shared or (
             f"{communicator.name} sends gradients through host memory here. From GPU to GPU: start "
             "with `dtk run`, whose ranks use TensorFlow's collectives over NCCL; or build Horovod "
             "with NCCL (`dtk install-horovod`)"

@@ -12,6 +12,8 @@ import pytest
 import tensorflow as tf
 
 import dtk
+from dtk.communicators import collective
+from dtk.communicators.sequencer import CollectiveSequencer
 from dtk.strategies import devices
 
 from strategies import bodies
@@ -85,3 +87,31 @@ def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool):
         assert card not in {key for _, _, _, _, key, _ in others}
         ((_,),) = {tuple(tokens) for *_, tokens in floats}
         assert copies == []
+
+
+def test_replicas_of_one_process_sum_by_nccl():
+    first, _ = collective.replicas(["/gpu:0", "/gpu:1"], 0)
+
+    @tf.function(autograph=False)
+    def step():
+        return first.allreduce([tf.zeros(4), tf.zeros(1 << 20), tf.zeros(2, tf.bfloat16)])
+
+    graph = step.get_concrete_function().graph
+    sums = [one for one in graph.get_operations() if one.type.startswith("Collective")]
+    assert {one.type for one in sums} == {"CollectiveReduceV2"}
+    for one in sums:
+        assert one.device.endswith("GPU:0") and one.get_attr("communication_hint") == b"nccl"
+        assert one.get_attr("T") == tf.float32, "NCCL in TensorFlow adds no bfloat16"
+
+
+def eager():
+    """Run an eager message in a scope of another device; return where it was."""
+    bodies.strategy(2)
+    with tf.device("CPU:1"):
+        (told,) = CollectiveSequencer().run([tf.zeros(1)], lambda flat: [tf.identity(flat[0])])
+    return told.device
+
+
+@pytest.mark.worlds(("local", 1))
+def test_eager_messages_name_their_device(pool):
+    assert pool.run(eager)[0].endswith("CPU:0")
