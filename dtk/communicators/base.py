@@ -23,7 +23,7 @@ import abc
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
 import numpy as np
@@ -99,6 +99,8 @@ class Communicator(abc.ABC):
     name: str = "abstract"
     # The same ranks, from GPU to GPU; None where everything goes through the host.
     cards: Communicator | None = None
+    # The communicator of which this one is the `cards`.
+    host: Communicator | None = None
     alike: bool = False
     environment: Environment | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
@@ -142,8 +144,6 @@ class Communicator(abc.ABC):
         self.rank, self.size = rank, len(hosts)
         self.set_hosts(hosts)
         self.device = device or placement.messages()
-        # Who tells ranks how many rows the others send: this communicator, or the one it serves.
-        self.host = self
         self._costs: Costs | None = None
         # By the name of what runs concurrently; "" is the order of all others. Each is made when
         # it is needed: a world of one leaves TensorFlow alone until then.
@@ -239,32 +239,14 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, told))
         if self.size == 1:
             return results
-        if self.cards is not None:
-            return self._divided(results, lambda group, some: group._allreduce(some, op))
-        return self._allreduce(results, op)
-
-    def _divided(
-        self,
-        values: list[tf.Tensor | tf.IndexedSlices],
-        send: Callable[[Communicator, list[tf.Tensor]], list[tf.Tensor]],
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Send some values from GPU to GPU, and the others through the host."""
-        for group in (self.cards, self):
-            places = [i for i, value in enumerate(values) if self._way(value.dtype) is group]
-            sent = send(group, [values[i] for i in places]) if places else []
-            for i, value in zip(places, sent, strict=True):
-                values[i] = value
-        return values
-
-    def _way(self, dtype: tf.DType) -> Communicator:
-        """Return the communicator that sends values of a dtype: this one, or its `cards`."""
-        return self.cards if self.cards is not None and placement.is_on_card(dtype) else self
-
-    def _allreduce(
-        self, results: list[tf.Tensor | tf.IndexedSlices], op: str
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        tables = [i for i, item in enumerate(results) if _is_gathered(item)]
-        dense = [i for i in range(len(results)) if i not in tables]
+        on_card = self._places_on_card(results)
+        if on_card and self.cards is not None:
+            reduced = self.cards.allreduce([results[i] for i in on_card], op)
+            for i, value in zip(on_card, reduced, strict=True):
+                results[i] = value
+        others = [i for i in range(len(results)) if i not in on_card]
+        tables = [i for i in others if _is_gathered(results[i])]
+        dense = [i for i in others if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
@@ -276,6 +258,13 @@ class Communicator(abc.ABC):
         for i, slices in zip(tables, reduced, strict=True):
             results[i] = slices
         return results
+
+    def _places_on_card(self, values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[int]:
+        """Return the places of the values that go from GPU to GPU."""
+        return [i for i, value in enumerate(values) if self._is_on_card(value.dtype)]
+
+    def _is_on_card(self, dtype: tf.DType) -> bool:
+        return self.cards is not None and placement.is_on_card(dtype)
 
     def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
@@ -306,9 +295,10 @@ class Communicator(abc.ABC):
     def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
         """Return the collective that gathers slices, and adds up aligned ones."""
         # The row numbers of a step are known long before the gradients of the rows.
-        with self.host.concurrent("rows"):
+        host = self.host or self
+        with host.concurrent("rows"):
             counts = self._count_rows(slices.indices)
-            indices = self.host.allgather(slices.indices, counts)
+            indices = host.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
@@ -365,10 +355,11 @@ class Communicator(abc.ABC):
         counts = None if rows is None else checked_counts(tensor, rows, self.rank, self.size)
         if self.size == 1:
             return tensor
+        if self.cards is not None and self._is_on_card(tensor.dtype):
+            return self.cards.allgather(tensor, counts)
         if counts is None:
             counts = self._count_rows(tensor)
-        way = self._way(tensor.dtype)
-        return way._sequencer.run_together([way._gathering(tensor, counts)])[0]
+        return self._sequencer.run_together([self._gathering(tensor, counts)])[0]
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
@@ -381,13 +372,14 @@ class Communicator(abc.ABC):
         )
 
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
+        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-    def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
+    def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         """Return every rank's small int64 vector: shape [size, n]."""
-        host = self.host
-        label = host._label(f"{kind}/sizes")
-        rows = host._sequencer.run([mine], lambda flat: host._gather_sizes(flat[0], label))
+        if self.host is not None:
+            return self.host.sizes_of_ranks(mine, kind)
+        label = self._label(f"{kind}/sizes")
+        rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
@@ -417,9 +409,8 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         if self.size == 1:
             return value
-        return self._way(value.dtype)._reduce_scatter(value, op)
-
-    def _reduce_scatter(self, value: tf.Tensor, op: str) -> tf.Tensor:
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.reduce_scatter(value, op)
         # Blocks go straight to their owner, which adds them in rank order: each rank sends
         # (size-1)/size of its bytes, and the result does not depend on timing.
         encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
@@ -457,12 +448,13 @@ class Communicator(abc.ABC):
         matrix = checked_splits(value, splits, self.rank, self.size)
         if self.size == 1:
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.alltoall(value, matrix)
         if matrix.shape.rank == 1:
-            matrix = self._sizes(matrix, "alltoall")
-        rows = RowBlocks(value, self._way(value.dtype).moves)
+            matrix = self.sizes_of_ranks(matrix, "alltoall")
+        rows = RowBlocks(value, self.moves)
         received = matrix[:, self.rank]
-        parts = self._way(value.dtype)._exchanged(rows, matrix)
-        return rows.joined(parts, received), tf.cast(received, tf.int32)
+        return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
 
     def _exchanged(self, rows: RowBlocks, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Send `matrix[rank, j]` rows to rank j; return each rank's part."""
@@ -504,11 +496,13 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
-        if self.cards is not None:
-            return self._divided(tensors, lambda group, some: group._broadcast_all(some, root))
-        return self._broadcast_all(tensors, root)
-
-    def _broadcast_all(self, tensors: list[tf.Tensor], root: int) -> list[tf.Tensor]:
+        on_card = self._places_on_card(tensors)
+        if on_card and self.cards is not None:
+            received = self.cards.broadcast([tensors[i] for i in on_card], root)
+            others = [i for i in range(len(tensors)) if i not in on_card]
+            rest = self.broadcast([tensors[i] for i in others], root)
+            by_place = dict(zip([*on_card, *others], [*received, *rest], strict=True))
+            return [by_place[i] for i in range(len(tensors))]
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
@@ -539,9 +533,11 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        way = self._way(value.dtype)
-        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), way.moves)
-        way._sequencer.run([encoded], lambda flat: [way._send(flat[0], dest, tag)])
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.send(value, dest, tag)
+        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
+        self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
+        return None
 
     @unconverted
     def recv(
@@ -564,10 +560,11 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
-        way = self._way(like.dtype)
-        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), way.moves)
-        received = way._sequencer.run(
-            [encoded], lambda flat: [way._receive(flat[0], source, tag)], sends=False
+        if self.cards is not None and self._is_on_card(like.dtype):
+            return self.cards.recv(shape, dtype, source, tag)
+        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
+        received = self._sequencer.run(
+            [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
 
@@ -695,7 +692,7 @@ class Communicator(abc.ABC):
         numbers = tf.constant([self._traced, self._last_number], tf.int64)
         self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
         if self.cards is not None:
-            self.cards._traced = self._traced
+            self.cards.resynchronize()
 
     # Python values are sent as bytes by the tensor collectives.
 

@@ -210,10 +210,10 @@ class HorovodCommunicator(Communicator):
             return LocalCommunicator(hosts[0])
         members = [self._members[rank] for rank in ranks]
         prefix = f"{self._prefix}{self._splits}_"
-        group = HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
+        part = HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
         if self.cards is not None:
-            group.link(self.cards.device)
-        return group
+            part.link(self.cards.device)
+        return part
 
     def link(self, device: str) -> None:
         """See `Communicator.link`: if Horovod was built with NCCL."""

@@ -238,7 +238,7 @@ def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
 
 
 def test_gradients_that_go_through_the_host_are_told_with_the_way_around():
-    with pytest.warns(RuntimeWarning, match="two sends gradients through host memory here. .* NCCL"):
+    with pytest.warns(RuntimeWarning, match="two sends gradients through host memory .* NCCL"):
         devices.link(Two((True, None), (True, None)), "/gpu:0")
     world = Linked((True, None), (False, None))
     with pytest.warns(RuntimeWarning, match="rank 1 has no GPU, so gradients of all ranks go thr"):
