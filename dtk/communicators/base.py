@@ -97,6 +97,10 @@ class Communicator(abc.ABC):
     """
 
     name: str = "abstract"
+    # The same ranks, from GPU to GPU; None where everything goes through the host.
+    cards: Communicator | None = None
+    # The communicator of which this one is the `cards`.
+    host: Communicator | None = None
     alike: bool = False
     environment: Environment | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
@@ -139,7 +143,7 @@ class Communicator(abc.ABC):
     def __init__(self, rank: int, hosts: Sequence[str], device: str | None = None) -> None:
         self.rank, self.size = rank, len(hosts)
         self.set_hosts(hosts)
-        self._device = device or placement.messages()
+        self.device = device or placement.messages()
         self._costs: Costs | None = None
         # By the name of what runs concurrently; "" is the order of all others. Each is made when
         # it is needed: a world of one leaves TensorFlow alone until then.
@@ -179,7 +183,8 @@ class Communicator(abc.ABC):
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        return sum(sequencer.bytes for sequencer in self._sequencers.values())
+        cards = 0 if self.cards is None else self.cards.bytes_sent
+        return cards + sum(sequencer.bytes for sequencer in self._sequencers.values())
 
     @property
     def seconds_communicating(self) -> float:
@@ -188,7 +193,8 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        return self._sequencers[""].seconds if "" in self._sequencers else 0.0
+        cards = 0.0 if self.cards is None else self.cards.seconds_communicating
+        return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -233,8 +239,14 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, told))
         if self.size == 1:
             return results
-        tables = [i for i, item in enumerate(results) if _is_gathered(item)]
-        dense = [i for i in range(len(results)) if i not in tables]
+        on_card = self._places_on_card(results)
+        if on_card and self.cards is not None:
+            reduced = self.cards.allreduce([results[i] for i in on_card], op)
+            for i, value in zip(on_card, reduced, strict=True):
+                results[i] = value
+        others = [i for i in range(len(results)) if i not in on_card]
+        tables = [i for i in others if _is_gathered(results[i])]
+        dense = [i for i in others if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
@@ -246,6 +258,13 @@ class Communicator(abc.ABC):
         for i, slices in zip(tables, reduced, strict=True):
             results[i] = slices
         return results
+
+    def _places_on_card(self, values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[int]:
+        """Return the places of the values that go from GPU to GPU."""
+        return [i for i, value in enumerate(values) if self._is_on_card(value.dtype)]
+
+    def _is_on_card(self, dtype: tf.DType) -> bool:
+        return self.cards is not None and placement.is_on_card(dtype)
 
     def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
@@ -276,9 +295,10 @@ class Communicator(abc.ABC):
     def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
         """Return the collective that gathers slices, and adds up aligned ones."""
         # The row numbers of a step are known long before the gradients of the rows.
-        with self.concurrent("rows"):
+        host = self.host or self
+        with host.concurrent("rows"):
             counts = self._count_rows(slices.indices)
-            indices = self.allgather(slices.indices, counts)
+            indices = host.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
@@ -335,6 +355,8 @@ class Communicator(abc.ABC):
         counts = None if rows is None else checked_counts(tensor, rows, self.rank, self.size)
         if self.size == 1:
             return tensor
+        if self.cards is not None and self._is_on_card(tensor.dtype):
+            return self.cards.allgather(tensor, counts)
         if counts is None:
             counts = self._count_rows(tensor)
         return self._sequencer.run_together([self._gathering(tensor, counts)])[0]
@@ -350,10 +372,12 @@ class Communicator(abc.ABC):
         )
 
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
+        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-    def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
+    def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         """Return every rank's small int64 vector: shape [size, n]."""
+        if self.host is not None:
+            return self.host.sizes_of_ranks(mine, kind)
         label = self._label(f"{kind}/sizes")
         rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
@@ -385,6 +409,8 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         if self.size == 1:
             return value
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.reduce_scatter(value, op)
         # Blocks go straight to their owner, which adds them in rank order: each rank sends
         # (size-1)/size of its bytes, and the result does not depend on timing.
         encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
@@ -422,8 +448,10 @@ class Communicator(abc.ABC):
         matrix = checked_splits(value, splits, self.rank, self.size)
         if self.size == 1:
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.alltoall(value, matrix)
         if matrix.shape.rank == 1:
-            matrix = self._sizes(matrix, "alltoall")
+            matrix = self.sizes_of_ranks(matrix, "alltoall")
         rows = RowBlocks(value, self.moves)
         received = matrix[:, self.rank]
         return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
@@ -468,6 +496,13 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
+        on_card = self._places_on_card(tensors)
+        if on_card and self.cards is not None:
+            received = self.cards.broadcast([tensors[i] for i in on_card], root)
+            others = [i for i in range(len(tensors)) if i not in on_card]
+            rest = self.broadcast([tensors[i] for i in others], root)
+            by_place = dict(zip([*on_card, *others], [*received, *rest], strict=True))
+            return [by_place[i] for i in range(len(tensors))]
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
@@ -498,8 +533,11 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
+        return None
 
     @unconverted
     def recv(
@@ -522,6 +560,8 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
+        if self.cards is not None and self._is_on_card(like.dtype):
+            return self.cards.recv(shape, dtype, source, tag)
         encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
             [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
@@ -582,7 +622,7 @@ class Communicator(abc.ABC):
     def _sequencer(self) -> CollectiveSequencer:
         name = self._lane_name
         if name not in self._sequencers:
-            self._sequencers[name] = CollectiveSequencer(self._device, timed=not name)
+            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name)
         return self._sequencers[name]
 
     @contextlib.contextmanager
@@ -599,7 +639,8 @@ class Communicator(abc.ABC):
         outer = self._sequence
         self._sequence = (f"{outer[0]}/{name}" if outer else name), itertools.count()
         try:
-            yield
+            with contextlib.nullcontext() if self.cards is None else self.cards.sequence(name):
+                yield
         finally:
             self._sequence = outer
 
@@ -650,6 +691,8 @@ class Communicator(abc.ABC):
         """
         numbers = tf.constant([self._traced, self._last_number], tf.int64)
         self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
+        if self.cards is not None:
+            self.cards.resynchronize()
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -716,6 +759,17 @@ class Communicator(abc.ABC):
             costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
+        if self.cards is not None:
+            self.cards.learn(alike, costs)
+
+    def link(self, device: str) -> None:  # noqa: B027
+        """Send floats of 16 and 32 bits from GPU to GPU from now on, if the backend can.
+
+        Every rank calls it, with a GPU of its own.
+
+        Args:
+            device: This rank's GPU, such as "/gpu:0".
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""

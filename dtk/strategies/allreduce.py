@@ -127,7 +127,7 @@ def _joined(
 ) -> tuple[Communicator, str]:
     """Connect the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
-        return communicator, devices.pin(communicator, memory_growth)
+        return communicator, devices.link(communicator, devices.pin(communicator, memory_growth))
     place = cluster.detect() if communicator != "local" else None
     # If the launcher does not say which ranks share a host, the communicator finds out; but that
     # starts TensorFlow.
@@ -138,7 +138,7 @@ def _joined(
     # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
     patient = tf_replicas.let_tasks_be_silent if progress.is_launched() else None
     world = communicators.create(communicator, place, patient)
-    return world, device or devices.pin(world, memory_growth)
+    return world, devices.link(world, device or devices.pin(world, memory_growth))
 
 
 def _gather_ragged(rows: tf.RaggedTensor, communicator: Communicator) -> tf.RaggedTensor:

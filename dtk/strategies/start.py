@@ -25,7 +25,6 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
 from dtk.errors import ClusterError, advice_on_files
-from dtk.strategies import devices
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
@@ -46,9 +45,7 @@ def agree(
     _watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
-    gathered = communicator.allgather_object((processor(), devices.given(device)))
-    processors = [kind for kind, _ in gathered]
-    devices.warn_of_shared([name for _, name in gathered], communicator)
+    processors = communicator.allgather_object(processor())
     costs = communicator.costs
     # The null communicator sends nothing, so there is nothing to measure.
     measures = communicator.name != "null" and not determinism.is_asked_for()

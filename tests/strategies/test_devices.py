@@ -181,19 +181,54 @@ def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch, make):
     assert machine.calls == ["growth", "growth", "logical devices"]
 
 
+class Two(NullCommunicator):
+    """Claims two ranks of one host, which answer as told."""
+
+    name = "two"
+
+    def __init__(self, *answers):
+        super().__init__(0, 2)
+        self.answers = list(answers)
+
+    def allgather_object(self, value):
+        """Return what the ranks were said to answer."""
+        return self.answers
+
+
+class Linked(Two):
+    """Links the GPUs of its ranks."""
+
+    def link(self, device):
+        """Link them."""
+        self.cards = NullCommunicator(0, 2)
+
+
 def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
     machine = Machine(monkeypatch, gpus=1)
     machine.set(CUDA_VISIBLE_DEVICES="0")
-    assert devices.given("/gpu:0") == "0" and devices.given(placement.host()) is None
-    world = NullCommunicator(0, 2)
+    given = []
+    world = Two((True, "0"), (True, "0"))
+    monkeypatch.setattr(world, "allgather_object", lambda value: given.append(value) or [value] * 2)
     with pytest.warns(RuntimeWarning, match="ranks 0 and 1 on .* CUDA_VISIBLE_DEVICES=0; if that"):
-        devices.warn_of_shared(["0", "0"], world)
+        devices.link(world, "/gpu:0")
+    assert given == [(True, "0")]
+    with pytest.raises(ValueError, match="rank 0: ranks 0 and 1 .* NCCL takes one rank for each"):
+        devices.link(Linked((True, "0"), (True, "0")), "/gpu:0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        devices.warn_of_shared(["0", "1"], world)
-        devices.warn_of_shared([None, None], world)
+        for names in (("0", "1"), (None, None)):
+            devices.link(Linked(*((True, name) for name in names)), "/gpu:0")
         # Slurm numbers the GPUs of each task from 0.
+        world = Linked((True, "0"), (True, "0"))
         world.environment = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
-        devices.warn_of_shared(["0", "0"], world)
-    machine.physical.append(GPU("another", "GPU"))
-    assert devices.given("/gpu:0") is None, "there was a choice"
+        devices.link(world, "/gpu:0")
+        devices.link(Two((False, None), (False, None)), "CPU:0")
+
+
+def test_gradients_that_go_through_the_host_are_told_with_the_way_around():
+    with pytest.warns(RuntimeWarning, match="two sends gradients through host memory .* NCCL"):
+        devices.link(Two((True, None), (True, None)), "/gpu:0")
+    world = Linked((True, None), (False, None))
+    with pytest.warns(RuntimeWarning, match="rank 1 has no GPU, so gradients of all ranks go thr"):
+        devices.link(world, "/gpu:0")
+    assert world.cards is None
