@@ -7,7 +7,6 @@ import time
 from typing import NamedTuple, TextIO
 
 import keras
-
 import numpy as np
 
 from dtk.callbacks.strategy_callback import StrategyCallback
