@@ -236,6 +236,7 @@ class TrainingSummary(StrategyCallback):
         super().__init__()
         self.epoch_summaries: list[Summary] = []
         self.test_summary: Summary | None = None
+        self._first: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the epochs of an earlier `fit`."""

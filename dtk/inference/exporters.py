@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -21,7 +20,7 @@ class LatestExporter:
         name: The exporter's folder.
         format: As for `dtk.inference.export`.
         keep: Exports to keep; the oldest are removed.
-        options: More for `dtk.inference.export`, such as `verify=False`.
+        verify: As for `dtk.inference.export`.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -39,11 +38,11 @@ class LatestExporter:
         format: Format = "tf_saved_model",
         *,
         keep: int = 5,
-        **options: Any,
+        verify: bool = True,
     ):
         if keep < 1:
             raise ValueError(f"keep={keep!r}; expected 1 export or more")
-        self.name, self.format, self.keep, self.options = name, format, keep, options
+        self.name, self.format, self.keep, self.verify = name, format, keep, verify
 
     def __call__(
         self,
@@ -56,7 +55,7 @@ class LatestExporter:
         """Export the model of a checkpoint; return where it is."""
         folder = directory / "export" / self.name
         target = folder / f"{checkpoint}{ENDINGS[self.format]}"
-        export(model, target, self.format, **self.options)
+        export(model, target, self.format, verify=self.verify)
         for old in sorted(folder.glob("checkpoint-*"))[: -self.keep]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         print(f"evaluator: exported {target}", flush=True)
@@ -74,7 +73,7 @@ class BestExporter(LatestExporter):
         monitor: The number that decides, such as "loss" or "accuracy".
         mode: "min" or "max": whether smaller or larger is better.
         keep: Exports to keep; the oldest are removed.
-        options: More for `dtk.inference.export`.
+        verify: As for `dtk.inference.export`.
 
     Raises:
         ValueError: `mode` is another word; or, after the first evaluation, there is no such number.
@@ -94,9 +93,9 @@ class BestExporter(LatestExporter):
         monitor: str = "loss",
         mode: str = "min",
         keep: int = 5,
-        **options: Any,
+        verify: bool = True,
     ):
-        super().__init__(name, format, keep=keep, **options)
+        super().__init__(name, format, keep=keep, verify=verify)
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r}; expected 'min' or 'max'")
         self.monitor, self.mode = monitor, mode
