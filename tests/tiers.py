@@ -133,7 +133,6 @@ FULL = (
     r"cluster/test_mpi_installs.py::test_a_script_that_imports",
     r"launch/test_mpi_places.py::test_(a_launcher_that_is\S+\[with|mpis_server\S+\[cat)",
     r"launch/test_save_grace.py::test_it_says_that_nothing_was_saved\[write",
-    r"callbacks/test_checkpoint_background.py::test_a_job_with_servers",
     r"communicators/test_create.py::test_(two_ranks_come_up|a_peer_that_dies)",
     r"communicators/test_measuring_once.py::test_(measured|a_strategy)\S+\[horovod",
     r"callbacks/test_batch_size.py::test_a_trial_leaves",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dtk.bench.results import TELLING
 from dtk.communicators import buckets, costs
-from dtk.communicators.collective import _round_up
+from dtk.communicators.collective import _longest
 from dtk.communicators.costs import FLOPS_PER_BYTE, ONE_HOP_MOST, Costs
 from dtk.communicators.local import NullCommunicator
 from dtk.exchange import factors, parse
@@ -122,7 +122,7 @@ def test_bytes_are_those_that_the_communicator_counts(exchange, workers):
 @given(st.integers(1, 10**9))
 def test_padding_is_the_communicators(size):
     words = -(-size // 4)
-    assert costs.padded(size) == 4 * int(_round_up(tf.constant(words, tf.int64)))
+    assert costs.padded(size) == 4 * int(_longest(tf.constant(words, tf.int64)))
     assert min(TELLING) > ONE_HOP_MOST  # what calibrates goes round a ring
 
 
