@@ -11,10 +11,12 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from typing import TypedDict
 
 import click
 import psutil
@@ -24,6 +26,7 @@ import rich.table
 
 from dtk import cluster, communicators
 from dtk.cluster import mpi_installs
+from dtk.cluster.environment import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
@@ -49,6 +52,26 @@ try:
     found["backend"] = keras.backend.backend()
 except Exception as error:
     found["keras_error"] = f"{type(error).__name__}: {error}"
+"""
+_GPUS = """
+if "gpus" in found:
+    import ctypes, importlib.util
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    found["gpus"] = [one["device_name"] for one in details]
+    found["capabilities"] = [one["compute_capability"] for one in details]
+    built = tf.sysconfig.get_build_info()
+    found["cuda"], found["cudnn"] = built["cuda_version"], built["cudnn_version"]
+    found["kinds"] = [int(one.split("_")[1]) for one in built["cuda_compute_capabilities"]]
+    wheel = importlib.util.find_spec("nvidia")
+    places = [] if wheel is None else wheel.submodule_search_locations
+    for folder in ["", *(f"{one}/nccl/lib/" for one in places)]:
+        try:
+            version = ctypes.c_int()
+            ctypes.CDLL(f"{folder}libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+            found["nccl"] = version.value
+        except OSError:
+            pass
 """
 _PRIVATE_NAMES = """
 if found.get("backend") == "tensorflow":
@@ -126,15 +149,15 @@ def probe(script: str) -> tuple[bool, str]:
 
 def libraries() -> list[Finding]:
     """Import TensorFlow and Keras in a subprocess; list the GPUs that TensorFlow sees."""
-    good, said = probe(f"{_LIBRARIES}{_PRIVATE_NAMES}\nprint(json.dumps(found))")
+    about_gpus = _GPUS if DRIVER.exists() else ""
+    good, said = probe(f"{_LIBRARIES}{about_gpus}{_PRIVATE_NAMES}\nprint(json.dumps(found))")
     if not good:  # died without an exception, by a signal for example
         return [Finding("TensorFlow", f"importing it ends Python: {said}", BROKEN)]
     answer = json.loads(said)
     findings = [tested("TensorFlow", answer)]
     if "tensorflow_error" in answer:
         return findings
-    gpus = ", ".join(answer["gpus"]) or "none that TensorFlow sees"
-    findings += [Finding("GPUs", gpus), tested("Keras", answer)]
+    findings += [*gpus(answer), tested("Keras", answer)]
     if answer.get("backend", "tensorflow") != "tensorflow":
         found = f"{answer['keras']} on the {answer['backend']} backend, dtk needs tensorflow. "
         found += "Next: export KERAS_BACKEND=tensorflow"
@@ -142,6 +165,53 @@ def libraries() -> list[Finding]:
     if "names_error" in answer:
         findings.append(Finding("Private names", answer["names_error"], BROKEN))
     return findings
+
+
+class GPUAnswer(TypedDict, total=False):
+    """TensorFlow's answer about GPUs; all but the names only where NVIDIA's driver is loaded."""
+
+    tensorflow: str
+    gpus: list[str]
+    capabilities: list[tuple[int, int]]  # compute capability of each
+    kinds: list[int]  # compute capabilities that TensorFlow was compiled for, times 10
+    cuda: str
+    cudnn: str
+    nccl: int  # such as 22304 for 2.23.4; missing without NCCL
+
+
+def gpus(answer: GPUAnswer) -> list[Finding]:
+    """Return what TensorFlow and NVIDIA's driver say of the GPUs, and what cures what they lack."""
+    cure = f"Next: pip install 'tensorflow[and-cuda]=={answer['tensorflow']}'"
+    seen = answer["gpus"]
+    if not DRIVER.exists():
+        return [Finding("GPUs", ", ".join(seen) or "none that TensorFlow sees")]
+    driver = re.search(r"Module +(?:for \S+ +)?([\d.]+)", DRIVER.read_text())
+    found = [Finding("NVIDIA's driver", driver[1] if driver else "of an unknown version")]
+    if not seen:
+        told = f"the driver is here, but TensorFlow sees none, for want of CUDA's libraries. {cure}"
+        return [*found, Finding("GPUs", told, BROKEN)]
+    oldest, newest = min(answer["kinds"]) / 10, max(answer["kinds"]) / 10
+    for place, (name, version) in enumerate(zip(seen, answer["capabilities"], strict=True)):
+        has = version[0] + version[1] / 10
+        told, state = f"{name}, compute capability {has}", OK
+        if has < oldest:
+            told, state = f"{told}: too old for this TensorFlow, from {oldest}", BROKEN
+        elif has > newest:
+            told += f": newer than this TensorFlow's {newest}, so it compiles first"
+            state = NOTE
+        found.append(Finding(f"GPU {place}", told, state))
+    told = f"TensorFlow was built for CUDA {answer['cuda']} and cuDNN {answer['cudnn']}"
+    found.append(Finding("CUDA", told))
+    if nccl := answer.get("nccl"):
+        found.append(Finding("NCCL", f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}"))
+    else:
+        found.append(Finding("NCCL", f"not found: gradients between GPUs need it. {cure}", NOTE))
+    if len(seen) > 1:
+        matrix = ask(["nvidia-smi", "topo", "-p2p", "r"]).stdout.partition("Legend")[0]
+        apart = len(re.findall(r"\b(NS|CNS|GNS|TNS|DR)\b", matrix))
+        told = "between all GPUs" if not apart else f"{apart} pairs of GPUs have none, and are slow"
+        found.append(Finding("P2P", told, NOTE if apart else OK))
+    return found
 
 
 def tested(what: str, answer: Mapping[str, str]) -> Finding:
@@ -181,8 +251,10 @@ def joined_by() -> Finding:
     """Return the transport by which `dtk run` joins all-reduce ranks, and the reason."""
     if told := os.environ.get(COMMUNICATOR):
         return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
-    if path := mpi_installs.mpirun():
+    if path := mpi_installs.unasked():
         return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
+    if has_gpu():
+        return Finding("dtk run", "joins ranks by TensorFlow's collectives, over NCCL on GPUs")
     found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
     return Finding("dtk run", found, NOTE)
 

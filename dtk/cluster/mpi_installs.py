@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dtk.cluster.environment import has_gpu
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -41,6 +42,14 @@ def required_mpirun() -> Path:
             f"`{pip_install('mpi')}`"
         )
     return found
+
+
+def unasked() -> Path | None:
+    """Return the mpirun by which `dtk run` joins ranks that nobody told how.
+
+    None where they may have GPUs: MPI sends their gradients through host memory.
+    """
+    return None if has_gpu() else mpirun()
 
 
 def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:

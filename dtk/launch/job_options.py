@@ -135,7 +135,7 @@ def installed() -> list[str]:
     """Return the communicators that a job can use here; `dtk run` takes the first by itself."""
     found = ["collective"]
     if mpi_installs.mpirun() is not None:
-        found.insert(0, "mpi")
+        found.insert(0 if mpi_installs.unasked() else 1, "mpi")
     if importlib.util.find_spec("horovod") is not None:
         found.append("horovod")
     return found

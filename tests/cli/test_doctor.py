@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from dtk.cli import doctor as module
 from dtk.cli.doctor import doctor
+from dtk.cluster import environment, mpi_installs
+from dtk.launch import job_options
 from dtk.version import pip_install, requirement
 
 GOOD = {
@@ -216,3 +218,69 @@ def test_rules_are_printed_alone_and_refused_for_nobody(options, said):
     assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
     result = CliRunner().invoke(doctor, ["--firewall", *options])
     assert result.exit_code != 0 and said in result.output
+
+
+H100 = {
+    "tensorflow": "2.21.0",
+    "gpus": ["NVIDIA H100", "NVIDIA H100"],
+    "capabilities": [[9, 0], [9, 0]],
+    "kinds": [60, 90],
+    "cuda": "12.5.1",
+    "cudnn": "9",
+    "nccl": 22304,
+}
+PEERS = " \tGPU0\tGPU1\n GPU0\tX\t{0}\n GPU1\t{0}\tX\n\nLegend:\n  NS = Not supported\n"
+CUDA = ["ok", "CUDA", "TensorFlow was built for CUDA 12.5.1 and cuDNN 9"]
+
+
+@pytest.mark.parametrize(
+    "changed, peers, wanted",
+    [
+        (
+            {},
+            "OK",
+            [
+                ["ok", "GPU 0", "NVIDIA H100, compute capability 9.0"],
+                ["ok", "GPU 1", "NVIDIA H100, compute capability 9.0"],
+                CUDA,
+                ["ok", "NCCL", "2.23.4"],
+                ["ok", "P2P", "between all GPUs"],
+            ],
+        ),
+        (
+            {"capabilities": [[5, 2], [10, 0]], "nccl": 0},
+            "NS",
+            [
+                ["broken", "GPU 0", "5.2: too old for this TensorFlow, from 6.0"],
+                ["note", "GPU 1", "10.0: newer than this TensorFlow's 9.0, so it compiles first"],
+                CUDA,
+                ["note", "NCCL", "not found: gradients between GPUs need it. Next: pip install"],
+                ["note", "P2P", "2 pairs of GPUs have none, and are slow"],
+            ],
+        ),
+        ({"gpus": []}, "", [["broken", "GPUs", "sees none, for want of CUDA's libraries. Next:"]]),
+    ],
+)
+def test_gpus_are_reported_with_what_they_lack(tmp_path, monkeypatch, changed, peers, wanted):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5 2024\n")
+    monkeypatch.setattr(module, "DRIVER", driver)
+    told = subprocess.CompletedProcess([], 0, PEERS.format(peers), "")
+    monkeypatch.setattr(module, "ask", lambda command: told)
+    first, *found = module.gpus({**H100, **changed})
+    assert (first.what, first.found) == ("NVIDIA's driver", "550.54.15")
+    for finding, (state, what, said) in zip(found, wanted, strict=True):
+        assert (finding.state, finding.what) == (state, what)
+        assert said in finding.found
+
+
+def test_ranks_with_gpus_are_not_joined_by_mpi_unasked(tmp_path, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "DTK_COMMUNICATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "DRIVER", tmp_path)
+    monkeypatch.setattr(mpi_installs, "mpirun", lambda: tmp_path / "mpirun")
+    assert job_options.installed()[:2] == ["collective", "mpi"]
+    assert "over NCCL on GPUs" in module.joined_by().found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert job_options.installed()[:2] == ["mpi", "collective"]
+    assert "by MPI" in module.joined_by().found
