@@ -7,17 +7,8 @@ from typing import TypeVar
 
 import click
 
-from dtk.bench import bench_jobs, page, report
-from dtk.bench.results import (
-    BLOCK,
-    EXCHANGES,
-    MODELS,
-    TELLING,
-    BenchError,
-    Setting,
-    parse_size,
-    read,
-)
+from dtk.bench import bench_jobs, page, report, results
+from dtk.bench.results import BenchError, Setting
 from dtk.bench.turns import BenchRun
 from dtk.cluster import Host
 from dtk.errors import ClusterError
@@ -70,7 +61,7 @@ _PEER_HELP = (
     "models",
     metavar="NAME",
     multiple=True,
-    help=f"One of {', '.join(MODELS)}; may be repeated. Default: all, without --allreduce.",
+    help=f"One of {', '.join(results.MODELS)}; may be repeated. Default: all, without --allreduce.",
 )
 @click.option(
     "--allreduce",
@@ -84,9 +75,9 @@ _PEER_HELP = (
     metavar="NAME",
     multiple=True,
     default=Setting.exchanges,
-    help=f"One of {', '.join(EXCHANGES)}, or {BLOCK}: block momentum, with so many rows of all "
-    "workers in a block; a turn of it is of whole blocks, of --steps steps or more. May be "
-    "repeated.",
+    help=f"One of {', '.join(results.EXCHANGES)}, or {results.BLOCK}: block momentum, with so many "
+    "rows of all workers in a block; a turn of it is of whole blocks, of --steps steps or more. "
+    "May be repeated.",
 )
 @click.option("--peer", "peers", metavar="NAME", multiple=True, help=_PEER_HELP)
 @click.option(
@@ -136,10 +127,10 @@ def bench(
 
     Times are per step, without the work that `fit` does once per epoch (the samples include it).
     """
-    models = _once(models) or (() if allreduce else MODELS)
-    sizes = tuple(map(parse_size, allreduce))
+    models = _once(models) or (() if allreduce else results.MODELS)
+    sizes = tuple(map(results.parse_size, allreduce))
     if json_file is not None and models:
-        sizes += TELLING
+        sizes += results.TELLING
     setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
     job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
@@ -148,7 +139,7 @@ def bench(
         setting.steps_with(name, count)
     communicators = _once(communicators) or (job_options.installed()[0],)
     chosen = bench_jobs.choose(_once(peers), _BASELINES)
-    saved = None if compare is None else read(compare)
+    saved = None if compare is None else results.read(compare)
     page.check_writable(json_file, markdown_file, plot_file)
     for name in communicators:
         bench_jobs.check(name, where)
@@ -157,16 +148,16 @@ def bench(
     places = bench_jobs.Places(count, where, remote_shell)
     run = BenchRun(setting, places, dict(map(_variable, tuned)))
     code = run.measure(communicators, chosen)
-    results = run.results
+    found = run.results
     if code:
-        results = results.ended_early(setting.tasks, f"ended with exit code {code}")
-        if not results.turns:
+        found = found.ended_early(setting.tasks, f"ended with exit code {code}")
+        if not found.turns:
             sys.exit(code)
     if json_file is not None:
-        results.save(json_file)
+        found.save(json_file)
     if plot_file is not None:
-        report.save_plot(results, plot_file)
-    page.show(report.tables(results, saved), report.notes(results, saved), markdown_file)
+        report.save_plot(found, plot_file)
+    page.show(report.tables(found, saved), report.notes(found, saved), markdown_file)
     sys.exit(code)
 
 

@@ -170,48 +170,38 @@ def heard_again():
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def played(found, monkeypatch):
-    """Runs whose jobs need no library."""
+def test_an_interrupt_ends_every_job_and_shows_and_saves_what_was_measured_also_of_what_is_tuned(
+    heard_again, found, monkeypatch, tmp_path
+):
+    """Its jobs need no library. Of the second size nothing is measured: they do not answer."""
+    runs, build = [], turns.BenchRun._build
+
+    def interrupted(run, task):
+        runs.append(run)
+        if task == "allreduce 4000":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return build(run, task)
+
     monkeypatch.setattr(turns, "command", lambda *_: command("bench_worker:Worker", Setting()))
-
-
-def test_an_interrupt_ends_every_job_at_once(heard_again, played, capfd):
-    run = turns.BenchRun(Setting(models=(), allreduce=(4000,)), Places(2))
-    # They have been asked by then, and do not answer.
-    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
-    assert run.measure(("collective", "collective"), ()) == 128 + signal.SIGINT
-    assert time.monotonic() - began < 20
-    assert "dtk bench: SIGINT: every process was ended" in capfd.readouterr().err
-    assert [job.name for job in run.jobs] == ["collective"] * 2
-    assert [job_processes.members(job.job.job_id) for job in run.jobs] == [[], []]
-
-
-def test_what_was_measured_before_an_interrupt_is_shown_and_saved(heard_again, played, tmp_path):
-    # Of the second size nothing is ever measured: its jobs do not answer.
-    sizes = ["--communicator", "collective", "--allreduce", "8kB", "--allreduce", "4kB"]
-    file = tmp_path / "run.json"
-    threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    done = CliRunner().invoke(main, ["bench", *sizes, "--rounds", "3", "--json", str(file)])
-    assert done.exit_code == 128 + signal.SIGINT
-    assert "all-reduce of 8.00 kB" in done.output and "all-reduce of 4.00 kB" not in done.output
-    assert "Not measured: allreduce 4000: ended with exit code 130." in done.output
-    (taken,) = read(file).turns["allreduce 8000"].values()
-    assert len(taken) == 3
-
-
-def test_what_is_tuned_is_measured_beside_with_its_variable(played, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns.BenchRun, "_build", interrupted)
     monkeypatch.delenv("OF_MINE", raising=False)
     file = tmp_path / "run.json"
-    given = ["--communicator", "collective", "--allreduce", "12kB", "--tuned", "OF_MINE=3"]
-    done = CliRunner().invoke(main, ["bench", *given, "--rounds", "1", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    found = read(file)
-    sent = {name: taken[0][0].sent for name, taken in found.turns["allreduce 12000"].items()}
-    assert sent == {"collective mine": 0, "tuned collective mine": 3}
-    assert found.setting["tuned"] == ["OF_MINE=3"]
+    given = ["--communicator", "collective", "--allreduce", "12kB", "--allreduce", "4kB"]
+    given += ["--tuned", "OF_MINE=3", "--rounds", "3", "--json", str(file)]
+    began = time.monotonic()
+    done = CliRunner().invoke(main, ["bench", *given])
+    assert done.exit_code == 128 + signal.SIGINT and time.monotonic() - began < 40
+    assert "dtk bench: SIGINT: every process was ended" in done.stderr
+    assert [job.name for job in runs[0].jobs] == ["collective", "tuned collective"]
+    assert [job_processes.members(job.job.job_id) for job in runs[0].jobs] == [[], []]
+    assert "all-reduce of 12.0 kB" in done.output and "all-reduce of 4.00 kB" not in done.output
+    assert "Not measured: allreduce 4000: ended with exit code 130." in done.output
     assert "tuned: under OF_MINE=3." in done.output
+    saved = read(file)
+    taken = saved.turns["allreduce 12000"].items()
+    sent = {name: [turn[0].sent for turn in of] for name, of in taken}
+    assert sent == {"collective mine": [0] * 3, "tuned collective mine": [3] * 3}
+    assert saved.setting["tuned"] == ["OF_MINE=3"]
 
 
 def test_how_long_it_will_take_is_said_once_and_not_of_seconds(capfd, monkeypatch):
