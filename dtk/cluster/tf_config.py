@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 
 from dtk.cluster.environment import Environment
 from dtk.errors import ClusterError
@@ -192,14 +191,11 @@ def _show_message_alone() -> None:
     The mistake is in the environment, and not in the lines of the script that led to it.
     """
     before = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, ClusterError):
-            print(f"dtk: {error}", file=sys.stderr)
-        else:
-            before(kind, error, trace)
-
-    sys.excepthook = show
+    sys.excepthook = lambda kind, error, trace: (
+        print(f"dtk: {error}", file=sys.stderr)
+        if isinstance(error, ClusterError)
+        else before(kind, error, trace)
+    )
 
 
 def _wrong(what: str) -> ClusterError:

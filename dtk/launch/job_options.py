@@ -73,15 +73,14 @@ class JobCommand(click.Command):
         """Parse the arguments."""
         try:
             return super().make_context(info_name, args, parent, **extra)
-        except click.NoSuchOption as error:
-            close = " or ".join(error.possibilities or ())
-            if _OTHERS_NUMBER.fullmatch(error.option_name):
-                close = "-n"
-            told = f"no such option: {error.option_name}"
-            told += f", did you mean {close}?" if close else ""
-            raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
         except click.UsageError as error:
             told = error.format_message().rstrip(".")
+            if isinstance(error, click.NoSuchOption):
+                close = " or ".join(error.possibilities or ())
+                if _OTHERS_NUMBER.fullmatch(error.option_name):
+                    close = "-n"
+                told = f"no such option: {error.option_name}"
+                told += f", did you mean {close}?" if close else ""
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
 
     def invoke(self, ctx: click.Context) -> object:
@@ -133,12 +132,10 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
 
 def installed() -> list[str]:
     """Return the communicators that a job can use here; `dtk run` takes the first by itself."""
-    found = ["collective"]
-    if mpi_installs.mpirun() is not None:
-        found.insert(0 if mpi_installs.unasked() else 1, "mpi")
-    if importlib.util.find_spec("horovod") is not None:
-        found.append("horovod")
-    return found
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    mpi = ["mpi"] if mpi_installs.mpirun() else []
+    first = [*mpi, "collective"] if mpi_installs.unasked() else ["collective", *mpi]
+    return [*first, *(["horovod"] if has_horovod else [])]
 
 
 def check_installed(name: str) -> None:

@@ -148,8 +148,8 @@ class Screen:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
-        drawn = [sink for sink in sinks if sink.is_terminal and not dumb]
-        self.terminal = drawn[0] if drawn else None
+        drawn = (sink for sink in sinks if sink.is_terminal and not dumb)
+        self.terminal = next(drawn, None)
         self._rows: dict[Hashable, list[str]] = {}
         self._drawn = 0
         self._stale = False
