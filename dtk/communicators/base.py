@@ -608,12 +608,9 @@ class Communicator(abc.ABC):
         """
         self._splits += 1
         wishes = self.allgather_object((color, self.rank if key is None else key))
-        groups = {
-            one: sorted(
-                (r for r, w in enumerate(wishes) if w[0] == one), key=lambda r: wishes[r][1]
-            )
-            for one in dict.fromkeys(wanted for wanted, _ in wishes)
-        }
+        groups: dict[int, list[int]] = {}
+        for rank in sorted(range(len(wishes)), key=lambda rank: wishes[rank][1]):
+            groups.setdefault(wishes[rank][0], []).append(rank)
         return self._group(groups[color], list(groups.values()))
 
     # Order and names of collectives.

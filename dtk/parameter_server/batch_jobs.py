@@ -157,11 +157,11 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     # Tracing, on the chief.
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         """Trace the function that workers call for such batches."""
         share = tf.TensorSpec([], tf.float64)
         function = tf.function(self.step, autograph=False)
-        return function.get_concrete_function(spec, share, rng_states)
+        return function.get_concrete_function(spec, share, rng_states, *more)
 
     def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
         """Compute one slice: its share of the rows; traced."""

@@ -95,11 +95,8 @@ class EvaluatorTrainer(DistributedTrainer):
             verbose=0,
             return_dict=True,
         )
-        boards = [
-            callback
-            for callback in keras.tree.flatten(asked["callbacks"])
-            if isinstance(callback, keras.callbacks.TensorBoard)
-        ]
+        listed = keras.tree.flatten(asked["callbacks"])
+        boards = [one for one in listed if isinstance(one, keras.callbacks.TensorBoard)]
         events = Path(boards[0].log_dir) / "evaluation" if boards else None
         log = EvaluationLog(source.directory / _FILE, events)
         if not model.built:

@@ -122,22 +122,16 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
             self._dispatcher.loosen(self.serial_phase.tau)
         super().submit(batch)
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        share = tf.TensorSpec([], tf.float64)
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         while True:
             layout = self.commit.layout
             handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
-            function = tf.function(self.step_into, autograph=False)
-            traced = function.get_concrete_function(spec, share, rng_states, handles)
+            traced = super().trace(spec, rng_states, handles)
             if self.commit.layout is layout:  # else it found sparse gradients: trace again
                 return traced
 
-    def step_into(
-        self,
-        data: Nest,
-        share: tf.Tensor,
-        rng_states: tf.Tensor,
-        handles: list[tf.Tensor],
+    def step(
+        self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor, handles: Handles = ()
     ) -> tf.Tensor:
         """Take Keras's step on one slice, and fill a buffer; traced, runs on a worker."""
         layout = self.commit.layout
@@ -304,7 +298,7 @@ class DownpourJob(TrainJob):
         function = tf.function(push, autograph=False)
         return function.get_concrete_function(gradients, gradients, rate, handles)
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         """Trace the step for such batches, and before the first step the other functions."""
         _ = self._push
         function = tf.function(self.local_step, autograph=False)

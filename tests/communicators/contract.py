@@ -188,7 +188,7 @@ def allreduce_single_and_constant(comm, graph):
 
 
 def allreduce_large(comm, graph):
-    # Several buckets, of which each is cut into pieces.
+    # A bucket by itself, which is cut into pieces.
     numbers = np.resize(np.arange(1000, dtype=np.float32), 20 * 2**20 // 4)
     value = tf.constant(numbers + np.float32(comm.rank))
     allreduce = tf.function(comm.allreduce) if graph else comm.allreduce

@@ -44,8 +44,6 @@ def addresses_of_memory():
     return distinct, used_by_tensor, again, used_by_graph
 
 
-
-
 def late_results():
     from dtk.communicators.mpi.communicator import _Site
 

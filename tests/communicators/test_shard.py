@@ -32,7 +32,7 @@ def test_parts_of_all_ranks_follow_each_other(size, length, axis):
 
 def gathers(graph):
     comm = communicator()
-    for axis in range(3):
+    for axis in (1,) if graph else range(3):
         shape = [3, 3, 3]
         shape[axis] = 5
         whole = tf.random.stateless_normal(shape, [1, 2], dtype=tf.float64)
