@@ -10,6 +10,7 @@ is imported here; what must be asked of it is asked in a subprocess.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import pathlib
 import platform
@@ -21,7 +22,7 @@ import sysconfig
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dtk import cache
@@ -49,6 +50,8 @@ BUILD_REQUIREMENTS = (
     "packaging==25.0",
 )
 CMAKE = "cmake==3.31.10"
+# Horovod's own switch for what sums on GPUs; it makes another library.
+_GPU_OPERATIONS = "HOROVOD_GPU_OPERATIONS"
 
 _MPI_PROBE = """
 #include <mpi.h>
@@ -178,10 +181,29 @@ def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
         f"{mpi.vendor}{mpi.version}" if mpi else "nompi",
         re.sub(r"[^\w.]", "_", sysconfig.get_platform()),
         "".join(platform.libc_ver()) or "libc",
-        # Horovod's own switch for reducing on GPUs (NCCL) makes another library
-        re.sub(r"\W", "_", os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower()),
+        re.sub(r"\W", "_", gpu_switches().get(_GPU_OPERATIONS, "").lower()),
     ]
     return "-".join(filter(None, parts))
+
+
+def gpu_switches() -> dict[str, str]:
+    """Return the switches for sums between GPUs: the user's, or NCCL where its parts are here."""
+    if _GPU_OPERATIONS in os.environ:
+        return {_GPU_OPERATIONS: os.environ[_GPU_OPERATIONS]}
+    told = [os.environ.get(f"{name}_HOME") for name in ("HOROVOD_CUDA", "CUDA", "HOROVOD_NCCL")]
+    wheel = importlib.util.find_spec("nvidia")
+    wheels = (wheel and wheel.submodule_search_locations) or []
+    cuda = _folder_with("bin/nvcc", [*told[:2], "/usr/local/cuda"])
+    places = [told[2], cuda, "/usr", *(f"{one}/nccl" for one in wheels)]
+    nccl = _folder_with("include/nccl.h", places)
+    if cuda is None or nccl is None:
+        return {}
+    named = {"HOROVOD_CUDA_HOME": cuda, "HOROVOD_NCCL_HOME": nccl}
+    return {_GPU_OPERATIONS: "NCCL", "HOROVOD_NCCL_LINK": "SHARED", **named}
+
+
+def _folder_with(file: str, folders: Iterable[str | None]) -> str | None:
+    return next((one for one in folders if one and pathlib.Path(one, file).is_file()), None)
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
@@ -261,7 +283,14 @@ class Build:
         folder, failed = self.scratch / "wheel", "Horovod did not compile"
         command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
         command += ["--wheel-dir", str(folder), str(source)]
-        self.run(command, failed, {**self.environ(), **build_variables(mpi)})
+        switches = {**self.environ(), **build_variables(mpi), **gpu_switches()}
+        # The wheel of NCCL has its library under the name that programs load, not the linker's.
+        library = pathlib.Path(switches.get("HOROVOD_NCCL_HOME", ""), "lib", "libnccl.so.2")
+        if library.is_file() and not library.with_name("libnccl.so").exists():
+            (links := self.scratch / "nccl").mkdir(exist_ok=True)
+            (links / "libnccl.so").symlink_to(library)
+            switches |= {"HOROVOD_NCCL_LIB": str(links), "LDFLAGS": f"-Wl,-rpath,{library.parent}"}
+        self.run(command, failed, switches)
         wheel = next(folder.glob("horovod-*.whl"))
         if not has_tensorflow_ops(wheel):
             raise HorovodBuildError(f"{failed}: {wheel.name} holds no TensorFlow library")

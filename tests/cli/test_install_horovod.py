@@ -339,6 +339,33 @@ def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
         assert "/" not in key and " " not in key
 
 
+def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypatch):
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "HOROVOD_NCCL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert build.gpu_switches() == {}
+    cuda, wheel = tmp_path / "cuda", tmp_path / "site" / "nvidia" / "nccl"
+    library = wheel / "lib" / "libnccl.so.2"
+    for file in (cuda / "bin" / "nvcc", wheel / "include" / "nccl.h", library):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setenv("CUDA_HOME", str(cuda))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    given = {}
+    one = build.Build(tmp_path, tmp_path / "log")
+    one.run = lambda command, failed, env: given.update(env)
+    (tmp_path / "wheel").mkdir()
+    with pytest.raises(StopIteration):  # nothing was built
+        one.compile(tmp_path, None)
+    assert given["HOROVOD_GPU_OPERATIONS"] == "NCCL" and given["HOROVOD_NCCL_LINK"] == "SHARED"
+    assert (given["HOROVOD_CUDA_HOME"], given["HOROVOD_NCCL_HOME"]) == (str(cuda), str(wheel))
+    link = pathlib.Path(given["HOROVOD_NCCL_LIB"], "libnccl.so")
+    assert link.resolve() == library.resolve()
+    assert given["LDFLAGS"] == f"-Wl,-rpath,{library.parent}"
+    assert "nccl" in build.cache_key("2.21.0", None)
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "")
+    assert build.gpu_switches() == {"HOROVOD_GPU_OPERATIONS": ""}, "the user decides"
+
+
 def test_broken_wheels_are_not_taken_from_the_cache(tmp_path):
     assert build.cached_wheel(tmp_path / "nothing") is None
     whole = wheel(tmp_path)
