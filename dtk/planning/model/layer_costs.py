@@ -200,9 +200,8 @@ class RankGroup(NamedTuple):
         """
         if self.size == 1 or not nbytes:
             return Traffic()
-        ring, hop = (
-            way(self.size, nbytes) for way in (costs.ring_allreduce, costs.one_hop_allreduce)
-        )
+        ring = costs.ring_allreduce(self.size, nbytes)
+        hop = costs.one_hop_allreduce(self.size, nbytes)
         return ring if nbytes > ONE_HOP_MOST else min(ring, hop, key=self.seconds)
 
 
@@ -222,11 +221,8 @@ class RankGrid(NamedTuple):
         inside = self.model if cluster.per_host % self.model == 0 else size
         link = replace(cluster.network, bandwidth=cluster.network.bandwidth / rings)
         shared = replace(cluster, network=link)
-        one = Traffic(1, 1)
-        return (
-            RankGroup(self.model, *cluster.parts(one, inside)),
-            RankGroup(self.data, *shared.parts(one, size)),
-        )
+        own, others = cluster.parts(Traffic(1, 1), inside), shared.parts(Traffic(1, 1), size)
+        return RankGroup(self.model, *own), RankGroup(self.data, *others)
 
     def __str__(self) -> str:
         """Return "replicas x ranks of a model", as in tables."""
