@@ -20,10 +20,10 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import tf_datasets
+from dtk.compat.keras_data import as_tensors
 from dtk.even_division import even_sizes
 from dtk.input import digests, slicing
 from dtk.nests import Array, Nest
-from dtk.trainer.feed import as_tensors
 
 # Whatever can be predicted to disk.
 Data: TypeAlias = "Nest | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Nest]"

@@ -22,7 +22,6 @@ from dtk.parameter_server.chief_trial import ChiefTrial
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
-from dtk.trainer import feed
 from dtk.trainer.strategy import Loop, StepFunction
 
 # The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
@@ -56,7 +55,7 @@ class ParameterServerTrainer(JobTrainer):
 
     # Data.
 
-    def cut(self, dataset: feed.Dataset) -> feed.Dataset:
+    def cut(self, dataset: keras_data.Dataset) -> keras_data.Dataset:
         """Cut every global batch into the slices of a step; keep workers' own pipelines."""
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset

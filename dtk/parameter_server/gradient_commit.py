@@ -17,7 +17,7 @@ from dtk.parameter_server import functional_step, gradient_buffers
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.gradient_buffers import Gradient, GradientBuffer, Weight
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.tracing import lookups, traced_step
 
 
@@ -120,7 +120,7 @@ class GradientCommit:
                 "no trainable weight of the model, so workers have no place to send it to; make "
                 "the layer that has it an attribute of the model"
             )
-        variable_parts.check_parts(optimizer, variable, parts)
+        shared_optimizer.check_parts(optimizer, variable, parts)
         return parts
 
     def moved_by(self, traced: FunctionalStep) -> list[tf.Tensor]:

@@ -7,9 +7,9 @@ import math
 import keras
 
 from dtk.callbacks.strategy_callback import count_rows
+from dtk.compat.keras_data import Feed
 from dtk.nests import Logs
 from dtk.schedules.runs import is_count
-from dtk.trainer.feed import Feed
 
 _BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
 _BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
