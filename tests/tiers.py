@@ -85,7 +85,7 @@ FULL = (
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
-    r"input/test_row_maps.py::test_(what_a_rank_gets_is_the_same_in_many|a_rank_needs_only)",
+    r"input/test_row_maps.py::test_(what_a_rank_gets_is_the_same\[60|a_rank_needs_only)",
     # what networks are made of is counted without training them
     r"test_networks.py::test_(a_step_of_two|networks_have\S*\[resnet110)",
     # worlds of four and three, and the way back of a checkpoint

@@ -16,11 +16,11 @@ from dtk.callbacks.checkpointing.contents import Background, TrainingProgress, o
 from dtk.callbacks.checkpointing.directory_lock import DirectoryLock
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.strategy_callback import StrategyCallback, count_rows
+from dtk.compat.keras_data import Feed
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
 from dtk.schedules.runs import check_count, is_count
-from dtk.trainer.feed import Feed
 from dtk.trainer.replica.step_metrics import metric_variables
 
 

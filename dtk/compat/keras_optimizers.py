@@ -64,11 +64,6 @@ def patch_clip(
     optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
 
 
-def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return a gradient's sum of squares, computed as optimizers do for its norm."""
-    return keras.ops.sum(keras.ops.square(gradient))
-
-
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and the optimizers it wraps, outermost first."""
     found = [optimizer]
@@ -77,16 +72,25 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return found
 
 
+def is_multi(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
+    return isinstance(optimizer, _MULTI)
+
+
+def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return an optimizer and all optimizers inside it, outermost first."""
+    found = chain(optimizer)
+    for one in found:  # it grows meanwhile
+        if is_multi(one):
+            found += [inside for member in one.optimizers for inside in chain(member)]
+    return found
+
+
 def is_linear(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer does the same with two slices as with their sum."""
     if type(optimizer) is not keras.optimizers.SGD:
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
-
-
-def is_multi(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
-    return isinstance(optimizer, _MULTI)
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -129,24 +133,26 @@ def patch_apply(
 
 
 def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
-    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on."""
+    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on.
 
-    def checked(original: Function[Nest]) -> Function[Nest]:
-        @tf.autograph.experimental.do_not_convert
-        @functools.wraps(original)
-        def apply(
-            self: keras.Optimizer,
-            grads: Gradients,
-            trainable_variables: Sequence[keras.Variable] | None = None,
-        ) -> Nest:
-            check(self, trainable_variables or [])
-            return original(self, grads, trainable_variables)
+    Not where a replica applies it, inside `strategy.run`.
+    """
 
-        return apply
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        optimizer: keras.Optimizer,
+        grads: Gradients,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        *,
+        original: Function[Nest],
+    ) -> Nest:
+        if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
+            check(optimizer, trainable_variables or [])
+        return original(optimizer, grads, trainable_variables)
 
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        patch_for_good(kind, "apply", checked)
+        patch_for_good(kind, "apply", apply)
 
 
 def patch_scale_loss(optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -209,6 +215,15 @@ def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
     """Return the schedule or function of an optimizer's learning rate, if it has one."""
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, keras.Variable) else None
+
+
+def is_replaced(variable: keras.Variable) -> bool:
+    """Return whether an optimizer replaces a variable by its gradient.
+
+    Keras's float8 layers have it do this for their scales and for the largest values they have
+    seen.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:

@@ -88,6 +88,12 @@ def shard_of(variable: keras.Variable) -> Shard | None:
     return mark if isinstance(mark, Shard) else None
 
 
+def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """Return the shape of a variable; of the whole where each rank holds a part."""
+    shard = shard_of(variable)
+    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
+
+
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:
     """Mark a variable that only this rank of a group holds."""
     setattr(variable, _MARK, owner)

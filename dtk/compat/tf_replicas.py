@@ -92,12 +92,17 @@ def if_present(value: _Structure) -> _Structure:
             lambda: [tf.zeros_like(v) for v in given],
         )
     remaining = iter(counted)
-    flat = [None if v is None else _with(v, next(remaining)) for v in flat]
+    flat = [None if v is None else on_values(v, lambda _: next(remaining)) for v in flat]
     return tf.nest.pack_sequence_as(value, flat)
 
 
-def _with(value: tf.Tensor | tf.IndexedSlices, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    return with_values(value, counted) if isinstance(value, tf.IndexedSlices) else counted
+def on_values(
+    gradient: tf.Tensor | tf.IndexedSlices, function: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor | tf.IndexedSlices:
+    """Apply a function to a tensor, or to the values of slices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return with_values(gradient, function(gradient.values))
+    return function(gradient)
 
 
 def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:

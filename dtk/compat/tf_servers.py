@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2, sharded_variable
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 
+from dtk.communicators.base import Communicator
 from dtk.compat.tf_datasets import MakesDataset
 from dtk.nests import Function, Nest
 
@@ -57,6 +58,10 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     @property
     def _container(self) -> tf.distribute.Strategy:
         return self._container_strategy()
+
+    def replica_communicator(self) -> Communicator:
+        """Return the communicator of this process, which computes alone."""
+        return self._container.communicator
 
     def _use_merge_call(self) -> bool:
         return False

@@ -33,6 +33,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.compat import tf_datasets
+from dtk.compat.keras_data import as_tensors
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
 from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
@@ -40,7 +41,6 @@ from dtk.inference.weights import check_ready, ranks_of, strategy_of
 from dtk.input import digests, slicing
 from dtk.nests import Array, Leaf, Nest
 from dtk.strategies.dtk_strategy import DtkStrategy
-from dtk.trainer.feed import as_tensors
 from dtk.trainer.ranks.rank_checks import compare
 
 # Whatever can be predicted to disk.

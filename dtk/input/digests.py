@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -27,18 +27,6 @@ FIRST_BATCHES = "dtk_first_batches"
 
 # Odd, so that multiplication by it loses no bits.
 _FACTOR = 0x5851F42D4C957F2D
-
-
-def with_digest(
-    cut: Callable[[Nest], Nest],
-) -> Callable[[tf.Tensor, Nest], tuple[Nest, tf.Tensor]]:
-    """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest."""
-
-    @tf.autograph.experimental.do_not_convert
-    def cut_with_digest(number: tf.Tensor, batch: Nest) -> tuple[Nest, tf.Tensor]:
-        return cut(batch), digest_of(number, batch)
-
-    return cut_with_digest
 
 
 def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
@@ -99,7 +87,7 @@ def first_of(
         return tf.nest.map_structure(_of_shape, slices, spec)
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # see `pipelines`
+    options.autotune.enabled = False  # see `slicing`
     options.dataset_name = FIRST_BATCHES
     return elements[0], iter(dataset.map(as_before).with_options(options))
 

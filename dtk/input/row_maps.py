@@ -55,7 +55,6 @@ def cut_dataset(
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank, before its rows are mapped."""
 
-    @tf.autograph.experimental.do_not_convert
     def as_slices(about: tf.Tensor, part: Nest) -> slicing.Slices:
         rows, count, found = tf.unstack(about[0])
         return slicing.Slices((part,), (count,), rows, found)
@@ -68,7 +67,6 @@ def cut_dataset_exactly(
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank without padding rows, before its rows are mapped."""
 
-    @tf.autograph.experimental.do_not_convert
     def without_padding(about: tf.Tensor, part: Nest) -> Nest:
         _, count, found = tf.unstack(about[0])
         if about.shape[0] is not None:  # all batches have the same size

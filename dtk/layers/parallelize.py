@@ -17,7 +17,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_models, keras_optimizers
-from dtk.compat.keras_variables import group_of, is_of_all, shard_of
+from dtk.compat.keras_variables import group_of, is_of_all, shard_of, whole_shape
 from dtk.errors import at_rank
 from dtk.layers import channel_parallel, spatial
 from dtk.layers.pipeline import Pipeline
@@ -301,7 +301,7 @@ class ModelInParts:
         self.whole: keras.Model | None = None
         self._of_whole: Mapping[str, keras.Variable] = {}
         described = [
-            Entry(key, _whole_shape(variable), variable.dtype, group.rank)
+            Entry(key, whole_shape(variable), variable.dtype, group.rank)
             for key, variable in self._mine.items()
         ]
         found: dict[str, Entry] = {}
@@ -373,11 +373,6 @@ def _value_or_room(variable: keras.Variable | None, entry: Entry) -> tf.Tensor:
     if variable is None:
         return tf.zeros(entry.shape, entry.dtype)
     return keras.ops.convert_to_tensor(variable)
-
-
-def _whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    shard = shard_of(variable)
-    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def _keyed(model: keras.Model) -> dict[str, keras.Variable]:

@@ -30,7 +30,6 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
-from dtk.trainer import feed
 from dtk.trainer.replica import step_metrics, step_trial
 from dtk.trainer.strategy import Loop, StepFunction
 from dtk.trainer.tracing import lookups
@@ -66,7 +65,7 @@ class ParameterServerTrainer(JobTrainer):
 
     # Data.
 
-    def cut(self, dataset: feed.Dataset) -> feed.Dataset:
+    def cut(self, dataset: keras_data.Dataset) -> keras_data.Dataset:
         """Cut every global batch into the slices of a step; keep workers' own pipelines."""
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset

@@ -28,7 +28,7 @@ from dtk.nests import Array
 from dtk.parameter_server import functional_step
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobTrainer, Weight
-from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.tracing import lookups, traced_step
 
 # None if a weight has no gradient.
@@ -449,7 +449,7 @@ class GradientCommit:
                 "no trainable weight of the model, so workers have no place to send it to; make "
                 "the layer that has it an attribute of the model"
             )
-        variable_parts.check_parts(optimizer, variable, parts)
+        shared_optimizer.check_parts(optimizer, variable, parts)
         return parts
 
     def moved_by(self, traced: FunctionalStep) -> list[tf.Tensor]:

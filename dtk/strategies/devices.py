@@ -23,6 +23,11 @@ _STARTED = "TensorFlow had started before the strategy was made, so "
 _FIRST = "; make the strategy first, at the top of the script"
 
 
+def warn(rank: int, text: str, stacklevel: int) -> None:
+    """Warn, with the rank, of what a script does; `stacklevel` as seen by the caller."""
+    warnings.warn(at_rank(rank, text), RuntimeWarning, stacklevel=stacklevel + 1)
+
+
 def pin(place: Environment | Communicator, memory_growth: bool | None = None) -> str:
     """Take the GPU of this rank, and hide the others from TensorFlow."""
     gpus = tf.config.get_visible_devices("GPU")
@@ -38,15 +43,8 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
         try:
             tf.config.set_visible_devices([gpus[index]], "GPU")
         except RuntimeError:
-            warnings.warn(
-                at_rank(
-                    place.rank,
-                    f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
-                    f"computes on {names[index]} alone{_FIRST}",
-                ),
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            told = f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
+            warn(place.rank, f"{told}computes on {names[index]} alone{_FIRST}", 5)
         else:
             gpus, index = [gpus[index]], 0
     set_memory_growth(gpus, memory_growth, place.rank)
@@ -97,11 +95,7 @@ def set_memory_growth(
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, memory_growth)
     except RuntimeError:
-        warnings.warn(
-            at_rank(rank, f"{_STARTED}memory_growth={memory_growth} has no effect{_FIRST}"),
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(rank, f"{_STARTED}memory_growth={memory_growth} has no effect{_FIRST}", 4)
 
 
 def link(communicator: Communicator, device: str) -> str:
@@ -130,7 +124,7 @@ def link(communicator: Communicator, device: str) -> str:
             "with NCCL (`dtk install-horovod`)"
         )
     if told and communicator.rank == 0:
-        warnings.warn(at_rank(0, told), RuntimeWarning, stacklevel=4)
+        warn(0, told, 4)
     return device
 
 

@@ -6,7 +6,7 @@ import keras
 
 from dtk.compat import keras_models
 from dtk.exchange.contract import SavedItem
-from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
 
 
@@ -84,7 +84,7 @@ class ModelState:
         """Return every variable that ranks must agree on: weights and optimizer state."""
         optimizers = shared_optimizer.optimizers_of(self.model)
         for optimizer in optimizers:
-            variable_parts.mark_slots(optimizer)
+            shared_optimizer.mark_slots(optimizer)
         own = {
             id(a) for optimizer in optimizers for a in shared_optimizer.accumulators_of(optimizer)
         }

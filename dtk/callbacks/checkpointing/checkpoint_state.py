@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.compat.keras_data import FeedPosition
 from dtk.exchange.contract import SavedItem
 from dtk.nests import Array, Logs
-from dtk.trainer.feed import FeedPosition
 
 # What Keras's own callbacks learn while training. Everything else about them is in the script.
 KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (

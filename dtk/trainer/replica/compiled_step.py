@@ -1,4 +1,11 @@
-"""Compile the forward and backward pass of one replica's step with XLA.
+"""XLA: whether it compiles a model's steps, and the part of a replica's step that it compiles.
+
+The `jit_compile` given to `compile` decides:
+
+    True     always; a model that XLA cannot compile is refused, here or by XLA at the first step
+    "auto"   if Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk tune`
+             may have found), unless the model communicates in its forward pass, which no compiled
+             function can
 
 XLA compiles a function as one cluster, which cannot communicate with other replicas. So the step is
 traced inside a cluster, where optimizers only note their gradients; the rest follows outside:
@@ -12,18 +19,92 @@ The cluster returns all gradients at once, so communication does not overlap wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_variables
+from dtk.cluster.variables import JIT_COMPILE
+from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
+from dtk.errors import at_rank
 from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Nest
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
-from dtk.trainer.strategy import StepFunction
+from dtk.trainer.strategy import StepFunction, Strategy, tell
 from dtk.trainer.tracing import lookups, loss_terms, traced_step
+
+
+def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
+    """Decide whether XLA compiles a model's steps; refuse `True` if it cannot."""
+    auto = asked == "auto"
+    if auto:
+        layers = keras_models.layers_of(model)
+        wished = os.environ.get(JIT_COMPILE) == "1" and all(one.supports_jit for one in layers)
+        asked = strategy.supports_jit and (keras_models.auto_jit(model) or wished)
+    keras_models.note_auto_jit(model, auto and bool(asked))
+    why = asked and _why_not(model, strategy)
+    if why:
+        _say_or_refuse(model, strategy, why, why)
+    return asked and not why
+
+
+def settle_built(model: keras.Model, strategy: Strategy) -> None:
+    """Decide again once a model is built: it may have new layers or another `jit_compile`."""
+    why = model.jit_compile and _why_not(model, strategy)
+    if why:
+        leave(model, strategy, why, why)
+
+
+def leave(model: keras.Model, strategy: Strategy, why: str, refused: str | None = None) -> None:
+    """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
+    of_step = f"XLA cannot compile model {model.name!r} under several replicas: {why}; leave "
+    _say_or_refuse(model, strategy, why, refused or of_step + "jit_compile out")
+    model.jit_compile = False
+
+
+def _say_or_refuse(model: keras.Model, strategy: Strategy, why: str, refused: str) -> None:
+    """Print why a model is not compiled, if Keras has chosen that; else raise."""
+    if not keras_models.is_auto_jit(model):
+        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {refused}"))
+    tell(strategy, f"model {model.name!r} is not compiled by XLA (jit_compile='auto'): {why}")
+
+
+def compile_updates(model: keras.Model, wished: bool) -> None:
+    """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
+    for optimizer in shared_optimizer.optimizers_of(model):
+        for member in keras_optimizers.members(optimizer):
+            fused_kernels.compile_updates(member, wished)
+
+
+def _why_not(model: keras.Model, strategy: Strategy) -> str | None:
+    """Return why XLA cannot compile a model's steps under a strategy; None if it may."""
+    if not strategy.supports_jit:
+        return (
+            f"{type(strategy).__name__} sends steps to workers, which dtk does not compile with "
+            "XLA; leave jit_compile out"
+        )
+    if strategy.num_replicas_in_sync == 1 and strategy.world.size == 1:
+        return None
+    for layer in keras_models.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            return (
+                f"layer {layer.name!r} has synchronized=True, so it adds up moments over all "
+                "replicas within the forward pass, and XLA can compile no communication; leave "
+                "jit_compile out, or make the layer with synchronized=False"
+            )
+        if getattr(layer, "communicates", False):
+            return (
+                f"layer {layer.name!r} ({type(layer).__name__}) is one part of a layer and "
+                "communicates within the forward pass, and XLA can compile no communication; "
+                "leave jit_compile out"
+            )
+    return None
+
+
+# The compiled part of a step.
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
 # in the step's logs.

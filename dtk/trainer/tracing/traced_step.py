@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from dtk.communicators.base import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.nests import Function, Gradients, Nest
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
@@ -110,7 +111,7 @@ class Step:
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.weighed(value.values), value.indices, value.dense_shape)
+            return with_values(value, self.weighed(value.values))
         value = tf.convert_to_tensor(value)
         # multiply_no_nan: a mean over no rows may be 0/0, and must count as zero.
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
@@ -148,7 +149,7 @@ def in_shares() -> Iterator[None]:
     """
     with (
         keras_steps.patch_losses(_scale, _unscale, _weigh),
-        keras_steps.patch_assign(_note_assign),
+        keras_steps.patch_assign(_assign),
         keras_steps.patch_means(_update_mean),
         keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
@@ -313,9 +314,13 @@ def _update_mean(
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
-def _note_assign(variable: keras.Variable) -> None:
+def _assign(
+    variable: keras.Variable, value: tf.Tensor, original: Function[tf.Tensor]
+) -> tf.Tensor:
+    """Note that a step assigns a variable."""
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
+    return original(variable, value)
