@@ -39,14 +39,14 @@ from dtk.even_division import even_sizes
 from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
 from dtk.inference.weights import check_ready, ranks_of, strategy_of
 from dtk.input import digests, slicing
-from dtk.nests import Array, Leaf, Nest
+from dtk.nests import Array, Leaf, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
 
 # Whatever can be predicted to disk.
-Data: TypeAlias = "Nest | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Nest]"
+Data: TypeAlias = "Tree | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Tree]"
 # The parts that a rank predicts: number -> batches.
-Parts: TypeAlias = "Iterator[tuple[int, Iterator[Nest]]]"
+Parts: TypeAlias = "Iterator[tuple[int, Iterator[Tree]]]"
 
 # Batch size of arrays when nothing is said, as Keras's.
 _BATCH_SIZE = 32
@@ -61,14 +61,14 @@ class IndexedSource:
         self,
         kind: str,
         steps: int,
-        batch: Callable[[int], Nest],
+        batch: Callable[[int], Tree],
         batch_size: int | None = None,
         rows: int | None = None,
     ):
         self.kind, self.steps, self.rows, self.batch_size = kind, steps, rows, batch_size
         self.batch = lambda index: as_tensors(batch(index))
 
-    def first(self) -> Nest:
+    def first(self) -> Tree:
         return self.batch(0)
 
     def digest(self) -> int:
@@ -99,7 +99,7 @@ class StreamSource:
         self.steps = count if count >= 0 else None  # None where only reading tells
         self.read = (0, 0)  # batches that `parts_of` has read, and their digest
 
-    def first(self) -> Nest:
+    def first(self) -> Tree:
         return next(iter(self._dataset))
 
     def digest(self) -> int:
@@ -115,7 +115,7 @@ class StreamSource:
                     yield part, (batch for _, batch in group)
                 turn += 1
 
-    def _observed(self) -> Iterator[tuple[int, Nest]]:
+    def _observed(self) -> Iterator[tuple[int, Tree]]:
         digest = tf.constant(0, tf.int64)
         for number, batch in enumerate(self._dataset):
             found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
@@ -128,7 +128,7 @@ class StreamSource:
 Source: TypeAlias = IndexedSource | StreamSource
 
 
-def _inputs(batch: Nest) -> Nest:
+def _inputs(batch: Tree) -> Tree:
     """Return what a batch is predicted from: targets and weights may change."""
     return keras.utils.unpack_x_y_sample_weight(batch)[0]
 
@@ -176,7 +176,7 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
     return IndexedSource(kind, steps, batch)
 
 
-def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
+def _of_arrays(arrays: Tree | Array, batch_size: int) -> IndexedSource:
     leaves = tf.nest.flatten(arrays)
     if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
         names = sorted({type(leaf).__name__ for leaf in leaves})
@@ -192,7 +192,7 @@ def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
             "them the same number of rows, 1 or more, and batches of 1 or more"
         )
 
-    def batch(index: int) -> Nest:
+    def batch(index: int) -> Tree:
         rows = slice(index * batch_size, (index + 1) * batch_size)
         return (tf.nest.map_structure(lambda leaf: leaf[rows], arrays),)
 
@@ -317,7 +317,7 @@ def predict_to_disk(
     return Predictions(files.directory)
 
 
-def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
+def _predictor(model: keras.Model) -> Callable[[Tree], Tree]:
     """Make a function that predicts a batch without asking other processes.
 
     `Model.predict` of a distributed model is a collective of all ranks. This is not: each rank may
@@ -331,7 +331,7 @@ def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
         return lambda data: model.predict_on_batch(keras.utils.unpack_x_y_sample_weight(data)[0])
 
     @tf.autograph.experimental.do_not_convert
-    def predict(data: Nest) -> Nest:
+    def predict(data: Tree) -> Tree:
         return model.predict_step(data)
 
     compiled = predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
@@ -374,7 +374,7 @@ def _batches_of(rows_per_file: int | None, source: Source) -> int:
 
 
 def _planned(
-    asked: Manifest, source: Source, predict: Callable[[Nest], Nest], size: int
+    asked: Manifest, source: Source, predict: Callable[[Tree], Tree], size: int
 ) -> Manifest:
     """Predict the first batch, and plan by what comes out."""
     structure, arrays = outputs_of(predict(source.first()))
@@ -399,8 +399,8 @@ def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
 
 
 def _predict_part(
-    predict: Callable[[Nest], Nest],
-    batches: Iterator[Nest],
+    predict: Callable[[Tree], Tree],
+    batches: Iterator[Tree],
     manifest: Manifest,
     rank: int,
     part: int,

@@ -31,7 +31,7 @@ from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.layers.collectives import with_gradient
 from dtk.layers.regions import model_group
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.schedules.runs import is_count
 
 # A stage, or a function without arguments that builds it.
@@ -72,7 +72,7 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     return order + [(BACKWARD, m) for m in range(microbatches - ahead, microbatches)]
 
 
-def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
+def microbatch(inputs: Tree, part: int, parts: int) -> Tree:
     """Cut the rows of one microbatch, as even as can be."""
 
     def rows(value: tf.Tensor) -> tf.Tensor:
@@ -84,12 +84,12 @@ def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
     return tf.nest.map_structure(rows, inputs)
 
 
-def rows_of(inputs: Nest) -> tf.Tensor:
+def rows_of(inputs: Tree) -> tf.Tensor:
     """Return the number of rows of a batch."""
     return tf.shape(tf.nest.flatten(inputs)[0])[0]
 
 
-def inputs_of(received: list[tf.Tensor], given: Nest) -> Nest:
+def inputs_of(received: list[tf.Tensor], given: Tree) -> Tree:
     """Return what a stage takes: outputs of other stages, or else the model's inputs."""
     return received if len(received) > 1 else (received or [given])[0]
 
@@ -132,7 +132,7 @@ class StageTransfer:
         self._forwards: list[tf.Tensor] = []
         self._backwards: list[tf.Tensor] = []
 
-    def begin(self, inputs: Nest) -> Nest:
+    def begin(self, inputs: Tree) -> Tree:
         """Return inputs of a microbatch that are there once the one before is computed."""
         with tf.control_dependencies(self._forwards):
             return tf.nest.map_structure(tf.identity, inputs)
@@ -232,7 +232,7 @@ class InterleavedStep:
         self.gradients: list[Gradient] = [None] * len(stage.trainable_variables)
 
     def run(
-        self, parts: Sequence[Nest], gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
+        self, parts: Sequence[Tree], gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
         """Compute outputs and gradients of the microbatches.
 
@@ -248,7 +248,7 @@ class InterleavedStep:
                 self._backward(number)
 
     def _forward(
-        self, number: int, given: Nest, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
+        self, number: int, given: Tree, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
         received = []
         for source in self._sources:
@@ -508,7 +508,7 @@ class Pipeline(keras.Model):
             for variable in stage.variables:
                 set_owner(variable, OneRanks(number, self._group))
 
-    def call(self, inputs: Nest, training: bool | None = None) -> tf.Tensor:
+    def call(self, inputs: Tree, training: bool | None = None) -> tf.Tensor:
         """Compute the outputs of the last stage, on every rank of the group."""
         if self.stage is None:
             return self._alone(inputs, training)
@@ -540,7 +540,7 @@ class Pipeline(keras.Model):
                 "a loss of the outputs"
             )
 
-    def _nothing(self, inputs: Nest) -> tf.Tensor:
+    def _nothing(self, inputs: Tree) -> tf.Tensor:
         """Return zeros in place of outputs, on a rank without the last stage."""
         output = self._outputs[-1]
         value = tf.zeros([rows_of(inputs), *output.shape[1:]], output.dtype)
@@ -554,7 +554,7 @@ class Pipeline(keras.Model):
             )
         return tf.convert_to_tensor(stage.trainable_variables[0])
 
-    def _alone(self, inputs: Nest, training: bool | None) -> tf.Tensor:
+    def _alone(self, inputs: Tree, training: bool | None) -> tf.Tensor:
         """Compute all stages in this process, with the same microbatches."""
         outputs = []
         for part in range(self._microbatches):
@@ -570,7 +570,7 @@ class Pipeline(keras.Model):
 class InterleavedPipeline(Pipeline):
     """Pipeline with schedule "1f1b": one microbatch forwards and one backwards in turn."""
 
-    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+    def train_step(self, data: Tree) -> dict[str, tf.Tensor]:
         """Train on one batch; replaces Keras's train step."""
         if self.stage is None:
             return super().train_step(data)
@@ -606,7 +606,7 @@ class InterleavedPipeline(Pipeline):
         return self.compute_metrics(x, y, predicted, sample_weight=weight)
 
     def _loss_of_rows(
-        self, x: Nest, y: Nest, output: tf.Tensor, weight: tf.Tensor | None
+        self, x: Tree, y: Tree, output: tf.Tensor, weight: tf.Tensor | None
     ) -> tf.Tensor:
         """Compute the loss of a microbatch without penalties: these would need communication."""
         self._counts_penalties = False

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 from dtk.parameter_server import consistency_models
 from dtk.parameter_server.batch_jobs import Batch, BatchJob, ConcreteFunction
 from dtk.parameter_server.dispatcher import Result, Task
@@ -102,7 +102,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         self.non_finite: NonFiniteStep | None = None
 
     @property
-    def logs(self) -> dict[str, Nest]:
+    def logs(self) -> dict[str, Tree]:
         return self._metrics.logs
 
     @property
@@ -131,7 +131,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
                 return traced
 
     def step(
-        self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor, handles: Handles = ()
+        self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor, handles: Handles = ()
     ) -> tf.Tensor:
         """Take Keras's step on one slice, and fill a buffer; traced, runs on a worker."""
         layout = self.commit.layout
@@ -306,7 +306,7 @@ class DownpourJob(TrainJob):
 
     def local_step(
         self,
-        data: Nest,
+        data: Tree,
         rng_states: tf.Tensor,
         values: list[tf.Tensor],
         rate: tf.Tensor,
