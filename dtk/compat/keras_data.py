@@ -29,7 +29,7 @@ from dtk.cluster import progress
 from dtk.compat import keras_models, names, tf_datasets
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.input import digests, row_maps, slicing
-from dtk.nests import Logs, Nest, Specs
+from dtk.nests import Logs, Specs, Tree
 from dtk.patches import patch
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
@@ -39,7 +39,7 @@ Dataset: TypeAlias = "tf.data.Dataset | PerRankDataset"
 
 # The steps of an epoch: numbers of an execution's first and last step, and the iterator over the
 # data that it reads.
-Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
+Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Tree]]]
 
 
 # Batches, cut by rank.
@@ -67,19 +67,19 @@ def _cut(
 
 
 @tf.autograph.experimental.do_not_convert
-def _own_rows(number: tf.Tensor, batch: Nest) -> slicing.Slices:
+def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
     return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
 
 
 def cut_batches(
-    batches: Iterable[Nest], strategy: tf.distribute.Strategy
+    batches: Iterable[Tree], strategy: tf.distribute.Strategy
 ) -> list[slicing.Slices]:
     """Cut single global batches, of tensors or arrays."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     return [slicing.cut(as_tensors(batch), ranks, size) for batch in batches]
 
 
-def as_tensors(batch: Nest) -> Nest:
+def as_tensors(batch: Tree) -> Tree:
     """Convert every leaf of a batch to a tensor."""
     return tf.nest.map_structure(
         lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
@@ -98,7 +98,7 @@ class EpochDataset:
     def _pipeline(self) -> Dataset:
         return _tuned_for(self._adapter, self._cut(self.given))
 
-    def __iter__(self) -> Iterator[Nest]:
+    def __iter__(self) -> Iterator[Tree]:
         return iter(self._pipeline)
 
 
@@ -398,7 +398,7 @@ class Feed:
         whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
         return TFDatasetAdapter(whole.rebatch(size))
 
-    def peek(self, size: int, rows: int) -> tuple[Iterator[Nest], int]:
+    def peek(self, size: int, rows: int) -> tuple[Iterator[Tree], int]:
         """Return a separate iterator over the first rows in batches of `size`, and its steps."""
         adapter = self._adapter(size)
         steps = -(-rows // size)
@@ -475,6 +475,6 @@ def _is_shuffled(adapter: DataAdapter) -> bool:
     return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
 
 
-def _pass_over(batches: Iterator[Nest], count: int) -> None:
+def _pass_over(batches: Iterator[Tree], count: int) -> None:
     for _ in range(count):
         next(batches, None)

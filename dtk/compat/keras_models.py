@@ -26,7 +26,7 @@ from keras.src.saving import saving_lib
 from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
-from dtk.nests import Args, Function, Kwargs, Logs, Nest, Specs
+from dtk.nests import Args, Function, Kwargs, Logs, Specs, Tree
 from dtk.patches import definer, patch, patch_for_good
 
 # What models, losses and metrics raise when a part of a batch is not what they take.
@@ -280,7 +280,7 @@ def counted_elsewhere(model: keras.Model) -> list[str]:
     return [one.name for one in metrics if any(np.any(np.asarray(v)) for v in one.variables)]
 
 
-def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
+def build_from(model: keras.Model, data_batch: Tree | Specs) -> None:
     """Build a model, its metrics and its optimizer from a batch or its specification.
 
     A model with a train step and without `call` is left out: its step builds what it uses.
@@ -294,7 +294,7 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
         _build(model, data_batch)
 
 
-def _build(model: keras.Model, data_batch: Nest | Specs) -> None:
+def _build(model: keras.Model, data_batch: Tree | Specs) -> None:
     if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
         return

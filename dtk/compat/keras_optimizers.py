@@ -22,7 +22,7 @@ from typing import TypeAlias, TypeVar
 import keras
 import tensorflow as tf
 
-from dtk.nests import Function, Gradients, Nest
+from dtk.nests import Function, Gradients, Tree
 from dtk.patches import patch_for_good
 
 _Note = TypeVar("_Note")
@@ -30,7 +30,7 @@ _Note = TypeVar("_Note")
 _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
 # An optimizer's own `apply`, and its function that clips gradients.
-Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
+Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Tree]
 Clip: TypeAlias = Callable[[Gradients], Gradients]
 
 
@@ -56,7 +56,7 @@ def patch_clip(
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
     running = threading.local()  # replicas may be threads
 
-    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Nest:
+    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Tree:
         running.variables = trainable_variables
         return update(grads, trainable_variables)
 
@@ -115,7 +115,7 @@ def slots_by_variable(
 
 def patch_apply(
     optimizer: keras.Optimizer,
-    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
+    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Tree],
 ) -> Apply:
     """Make `apply` call `around(gradients, variables, apply)`; return the old `apply`."""
     apply = optimizer.apply
@@ -125,7 +125,7 @@ def patch_apply(
     def applied(
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> Nest:
+    ) -> Tree:
         return around(list(grads), trainable_variables, apply)
 
     optimizer.apply = applied
@@ -144,8 +144,8 @@ def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]
         grads: Gradients,
         trainable_variables: Sequence[keras.Variable] | None = None,
         *,
-        original: Function[Nest],
-    ) -> Nest:
+        original: Function[Tree],
+    ) -> Tree:
         if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
             check(optimizer, trainable_variables or [])
         return original(optimizer, grads, trainable_variables)

@@ -29,7 +29,7 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, functio
 
 from dtk.compat import names
 from dtk.compat.keras_models import layers_of
-from dtk.nests import Args, Function, Kwargs, Nest
+from dtk.nests import Args, Function, Kwargs, Tree
 from dtk.patches import definer, patch, patch_around
 
 _BACKEND = "keras.src.backend.tensorflow"
@@ -39,7 +39,7 @@ _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
 
 # Computes gradients from target, sources and output gradients; in a list, if the sources are one.
-Gradient: TypeAlias = Callable[[Nest, Nest, Nest], list[Nest]]
+Gradient: TypeAlias = Callable[[Tree, Tree, Tree], list[Tree]]
 
 
 # Losses and metrics.
@@ -105,7 +105,7 @@ def patch_metrics(
 
 
 def patch_tapes(
-    differentiate: Callable[[Gradient, Values, Nest, Nest, Nest], Nest],
+    differentiate: Callable[[Gradient, Values, Tree, Tree, Tree], Tree],
     watched: Callable[[], Values] | None = None,
 ) -> AbstractContextManager[None]:
     """Return a context in which a function replaces `tf.GradientTape.gradient`.
@@ -123,14 +123,14 @@ def patch_tapes(
 
     def gradient(
         tape: tf.GradientTape,
-        target: Nest,
-        sources: Nest,
-        output_gradients: Nest = None,
+        target: Tree,
+        sources: Tree,
+        output_gradients: Tree = None,
         *args: object,
-        original: Function[list[Nest]],
+        original: Function[list[Tree]],
         **more: object,
-    ) -> Nest:
-        def own(target: Nest, sources: Nest, output_gradients: Nest) -> list[Nest]:
+    ) -> Tree:
+        def own(target: Tree, sources: Tree, output_gradients: Tree) -> list[Tree]:
             return original(tape, target, sources, output_gradients, *args, **more)
 
         values = getattr(tape, _WATCHED, {})
@@ -152,9 +152,9 @@ def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[Non
     def call(
         self: tf.types.experimental.PolymorphicFunction,
         *args: object,
-        original: Function[Nest],
+        original: Function[Tree],
         **kwargs: object,
-    ) -> Nest:
+    ) -> Tree:
         python = self.python_function
         package = (getattr(python, "__module__", None) or "").partition(".")[0]
         if not wanted() or package in _LIBRARIES:

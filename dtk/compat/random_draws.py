@@ -36,7 +36,7 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops_v2,
 )
 
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.patches import patch_around
 
 BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
@@ -121,7 +121,7 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
 
 def _replacements(
     layouts: Mapping[int, str], of_rows: list[int]
-) -> Iterator[tuple[ModuleType, str, Function[Nest]]]:
+) -> Iterator[tuple[ModuleType, str, Function[Tree]]]:
     """Yield every function of TensorFlow and Keras that draws, and what takes its place."""
     for module in _GENERATED:
         for name, original in [*vars(module).items()]:
@@ -164,22 +164,22 @@ def _with_own_numbers(
 
 
 def _unless_building(
-    draw: Function[Nest], *args: object, original: Function[Nest], **kwargs: object
-) -> Nest:
+    draw: Function[Tree], *args: object, original: Function[Tree], **kwargs: object
+) -> Tree:
     return (original if _drawn.building else draw)(*args, **kwargs)
 
 
 def _call_anew(
     self: tf.types.experimental.PolymorphicFunction,
     *args: object,
-    original: Function[Nest],
+    original: Function[Tree],
     **kwargs: object,
-) -> Nest:
+) -> Tree:
     """Call a copy of a `tf.function` object, without its traces."""
     return original(self._clone(None), *args, **kwargs)
 
 
-def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:
+def _seeded(sampler: Function[Tree], *args: object, **kwargs: object) -> Tree:
     return sampler(*args, **kwargs | {"seed": 1, "seed2": 1})
 
 

@@ -28,9 +28,9 @@ from dtk.compat import keras_variables, tf_replicas
 from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_in_order, take_apart
 from dtk.input import digests, row_maps, slicing
 from dtk.input.row_maps import RowMaps
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
-_Reduced = TypeVar("_Reduced", bound=Nest)
+_Reduced = TypeVar("_Reduced", bound=Tree)
 
 
 class _Collective(tf.distribute.StrategyExtended):
@@ -45,8 +45,8 @@ class _Collective(tf.distribute.StrategyExtended):
         return False
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
         del options
         if tf_replicas.is_whole():
             return value
@@ -64,9 +64,9 @@ class _Collective(tf.distribute.StrategyExtended):
     def _batch_reduce_to(
         self,
         reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Sequence[tuple[Nest, object]],
+        value_destination_pairs: Sequence[tuple[Tree, object]],
         options: object,
-    ) -> Nest:
+    ) -> Tree:
         return self._reduce_to(reduce_op, [v for v, _ in value_destination_pairs], None, options)
 
 
@@ -148,15 +148,15 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     # Running and reducing.
 
     def _call_for_each_replica(
-        self, fn: Function[Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]
-    ) -> Nest:
+        self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
             return fn(*args, **kwargs)
 
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, destinations: object, options: object
+    ) -> Tree:
         del destinations, options
         value = tf.nest.map_structure(keras_variables.local_value, value)
         if self._reads_are_local:
@@ -205,7 +205,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
                 return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
             return slicing.mapped(given.enumerate(), own, ahead)
 
-        def own(number: tf.Tensor, batch: Nest) -> Nest:
+        def own(number: tf.Tensor, batch: Tree) -> Tree:
             (rows,) = slicing.cut_exactly(batch, (rank,), size)
             return rows if digest is None else (rows, digest(number, batch))
 
@@ -247,8 +247,8 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         return PerRankDataset(slicing.in_time(dataset_fn(input_context)), whole=None)
 
     def _experimental_distribute_values_from_function(
-        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
-    ) -> Nest:
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Tree]
+    ) -> Tree:
         return value_fn(
             tf.distribute.experimental.ValueContext(
                 self._communicator.rank, self._communicator.size
@@ -284,8 +284,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         return 1 if tf_replicas.is_whole() else super()._num_replicas_in_sync
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
         if tf.executing_eagerly() and not tf_replicas.is_whole():
             return self._merge(reduce_op, tf_replicas.if_present(value))
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
@@ -323,8 +323,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         return made
 
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, destinations: object, options: object
+    ) -> Tree:
         # Outside replicas this process has all values: add them up here, without collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
@@ -364,7 +364,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
 
 
 def _reduce_components(
-    reduce_op: tf.distribute.ReduceOp, value: Nest, extended: tf.distribute.StrategyExtended
+    reduce_op: tf.distribute.ReduceOp, value: Tree, extended: tf.distribute.StrategyExtended
 ) -> tf.Tensor | tf.IndexedSlices:
     if isinstance(value, tf.distribute.DistributedValues) and isinstance(
         value.values[0], tf.IndexedSlices
@@ -390,7 +390,7 @@ def _add_slices(parts: Sequence[tf.IndexedSlices], op: str) -> tf.IndexedSlices:
     )
 
 
-def _refuse_per_replica_batches(function: Function[Nest]) -> NoReturn:
+def _refuse_per_replica_batches(function: Function[Tree]) -> NoReturn:
     raise ValueError(
         "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
         "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "

@@ -12,7 +12,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator, coordi
 
 from dtk.communicators.base import Communicator
 from dtk.compat.tf_datasets import MakesDataset
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -117,8 +117,8 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return variable
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
         del reduce_op, options
         self._container.check_whole_step("a reduction over workers inside a step")
         return value

@@ -16,7 +16,7 @@ from dtk.compat import keras_data, tf_datasets
 from dtk.data.rows import Data, are_arrays
 from dtk.even_division import even_bounds
 from dtk.input import slicing
-from dtk.nests import Nest
+from dtk.nests import Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -86,7 +86,7 @@ class _Rereadable(NamedTuple):
 
     what: str  # kind of data, in words
     batches: float | None  # see `Share`
-    read: Callable[[], Iterable[Nest]]  # returns global batches, or this rank's own
+    read: Callable[[], Iterable[Tree]]  # returns global batches, or this rank's own
     own: bool = False  # whether the batches are this rank's own
 
 
@@ -212,7 +212,7 @@ def _count(dataset: tf.data.Dataset) -> float | None:
 
 
 def _parts(
-    batch: Nest, strategy: DtkStrategy, own: bool
+    batch: Tree, strategy: DtkStrategy, own: bool
 ) -> list[tuple[BatchPartRead, tuple[str, ...]]]:
     """Return the part of a batch, and the types of its rows, for each replica of this process."""
     batch = tf.nest.map_structure(
@@ -279,7 +279,7 @@ def _notes(shares: Sequence[Share]) -> Iterable[str]:
                 return
 
 
-def _hash(batch: Nest) -> str:
+def _hash(batch: Tree) -> str:
     digest = hashlib.blake2b(digest_size=4)
     for leaf in _dense(batch):
         array = leaf.numpy()
@@ -288,12 +288,12 @@ def _hash(batch: Nest) -> str:
     return digest.hexdigest()
 
 
-def _dense(batch: Nest) -> list[tf.Tensor]:
+def _dense(batch: Tree) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(batch, expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
-def _sample(batch: Nest) -> str:
+def _sample(batch: Tree) -> str:
     leaf = tf.nest.flatten(batch)[0]
     if not isinstance(leaf, tf.Tensor) or not leaf.shape[0]:
         return ""
@@ -305,7 +305,7 @@ def _sample(batch: Nest) -> str:
     return " ".join([*shown, *(["..."] if len(values) > _VALUES else [])])
 
 
-def _types(batch: Nest) -> tuple[str, ...]:
+def _types(batch: Tree) -> tuple[str, ...]:
     return tuple(
         f"{leaf.dtype.name}{list(leaf.shape[1:])}"
         for leaf in tf.nest.flatten(batch)

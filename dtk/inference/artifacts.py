@@ -25,7 +25,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.errors import at_rank
 from dtk.inference.weights import check_ready, quantized_layers, ranks_of
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer import model_files
 from dtk.version import pip_install
@@ -34,7 +34,7 @@ from dtk.version import pip_install
 _ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 # Runs an exported model: inputs -> outputs, see `load`.
-Run: TypeAlias = Callable[[Nest], Nest]
+Run: TypeAlias = Callable[[Tree], Tree]
 
 
 class ExportError(RuntimeError):
@@ -47,7 +47,7 @@ def export(
     format: Format = "tf_saved_model",
     *,
     strategy: DtkStrategy | Communicator | None = None,
-    sample: Nest | Array = None,
+    sample: Tree | Array = None,
     verify: bool = True,
     tolerance: float | None = None,
     **options: object,
@@ -196,7 +196,7 @@ def _gist(error: Exception) -> str:
 
 
 def _verify(
-    model: keras.Model, place: Path, format: str, x: Nest | Array, tolerance: float
+    model: keras.Model, place: Path, format: str, x: Tree | Array, tolerance: float
 ) -> None:
     """Run artifact and model on the same rows."""
     wanted, leaves = model(x, training=False), keras.tree.flatten(x)
@@ -227,7 +227,7 @@ def _verify(
         )
 
 
-def _drawn(model: keras.Model) -> Nest:
+def _drawn(model: keras.Model) -> Tree:
     """Return two rows of a model's inputs: random numbers from 0 to 1, or zeros."""
     specs = _specs_of(model)
     if specs is None:
@@ -341,7 +341,7 @@ def _onnx(path: Path) -> Run:
 _RUNTIMES = {".keras": _keras, ".tflite": _litert, ".onnx": _onnx}
 
 
-def _named(x: Nest, names: Sequence[str]) -> dict[str, Array]:
+def _named(x: Tree, names: Sequence[str]) -> dict[str, Array]:
     if not isinstance(x, Mapping):
         leaves = keras.tree.flatten(x)
         if len(leaves) != 1 or len(names) != 1:
@@ -356,7 +356,7 @@ def _named(x: Nest, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.asarray(x[name]) for name in names}
 
 
-def _unnamed(outputs: dict[str, Array]) -> Nest:
+def _unnamed(outputs: dict[str, Array]) -> Tree:
     """Return outputs without the names that TensorFlow makes up for those that have none."""
     made_up = [re.fullmatch(r"(?:output|Identity)(?:_(\d+))?(?::0)?", name) for name in outputs]
     if not all(made_up):

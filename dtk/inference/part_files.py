@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.files import DRAFT, written
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 
 _FORMAT = "dtk predictions, 1"
 # How outputs are nested, written to JSON: the name of a folder, or ["list" or "tuple", parts], or
@@ -131,7 +131,7 @@ class PartFiles:
         return frozenset(n for n in numbers if self.rows(manifest, n) is not None)
 
 
-def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[str, Array]]:
+def outputs_of(predicted: Tree, name: str = "output") -> tuple[Structure, dict[str, Array]]:
     """Name the arrays of a structure.
 
     Example:
@@ -141,7 +141,7 @@ def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[s
     """
     arrays: dict[str, Array] = {}
 
-    def of(part: Nest, name: str) -> Structure:
+    def of(part: Tree, name: str) -> Structure:
         if isinstance(part, dict):
             return ["dict", {key: of(each, f"{name}.{key}") for key, each in part.items()}]
         if isinstance(part, list | tuple):
@@ -171,8 +171,8 @@ def _storable(array: Array, name: str) -> Array:
     )
 
 
-def _structured(structure: Structure, arrays: Mapping[str, Array | Rows]) -> Nest:
-    """Nest arrays as a model returned them."""
+def _structured(structure: Structure, arrays: Mapping[str, Array | Rows]) -> Tree:
+    """Tree arrays as a model returned them."""
     if isinstance(structure, str):
         return arrays[structure]
     kind, parts = structure
@@ -223,7 +223,7 @@ class Predictions:
     def __len__(self) -> int:
         return len(next(iter(self._rows.values())))
 
-    def __getitem__(self, index: Index) -> Nest:
+    def __getitem__(self, index: Index) -> Tree:
         return _structured(
             self._structure, {name: rows[index] for name, rows in self._rows.items()}
         )
@@ -231,7 +231,7 @@ class Predictions:
     def __repr__(self) -> str:
         return f"Predictions({str(self.directory)!r}, {self.outputs})"
 
-    def batches(self, size: int) -> Iterator[Nest]:
+    def batches(self, size: int) -> Iterator[Tree]:
         """Read all rows in order, a few at a time.
 
         Args:

@@ -25,7 +25,7 @@ from dtk.errors import at_rank
 from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
 from dtk.inference.sources import Data, Source, source_of
 from dtk.inference.weights import check_ready, ranks_of, strategy_of
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
 
@@ -149,7 +149,7 @@ def predict_to_disk(
     return Predictions(files.directory)
 
 
-def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
+def _predictor(model: keras.Model) -> Callable[[Tree], Tree]:
     """Make a function that predicts a batch without asking other processes.
 
     `Model.predict` of a distributed model is a collective of all ranks. This is not: each rank may
@@ -163,7 +163,7 @@ def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
         return lambda data: model.predict_on_batch(keras.utils.unpack_x_y_sample_weight(data)[0])
 
     @tf.autograph.experimental.do_not_convert
-    def predict(data: Nest) -> Nest:
+    def predict(data: Tree) -> Tree:
         return model.predict_step(data)
 
     compiled = predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
@@ -206,7 +206,7 @@ def _batches_of(rows_per_file: int | None, source: Source) -> int:
 
 
 def _planned(
-    asked: Manifest, source: Source, predict: Callable[[Nest], Nest], size: int
+    asked: Manifest, source: Source, predict: Callable[[Tree], Tree], size: int
 ) -> Manifest:
     """Predict the first batch, and plan by what comes out."""
     structure, arrays = outputs_of(predict(source.first()))
@@ -232,8 +232,8 @@ def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
 
 
 def _predict_part(
-    predict: Callable[[Nest], Nest],
-    batches: Iterator[Nest],
+    predict: Callable[[Tree], Tree],
+    batches: Iterator[Tree],
     manifest: Manifest,
     rank: int,
     part: int,

@@ -23,12 +23,12 @@ from dtk.compat import tf_datasets
 from dtk.compat.keras_data import as_tensors
 from dtk.even_division import even_sizes
 from dtk.input import digests, slicing
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 
 # Whatever can be predicted to disk.
-Data: TypeAlias = "Nest | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Nest]"
+Data: TypeAlias = "Tree | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Tree]"
 # The parts that a rank predicts: number -> batches.
-Parts: TypeAlias = "Iterator[tuple[int, Iterator[Nest]]]"
+Parts: TypeAlias = "Iterator[tuple[int, Iterator[Tree]]]"
 
 # Batch size of arrays when nothing is said, as Keras's.
 _BATCH_SIZE = 32
@@ -43,14 +43,14 @@ class IndexedSource:
         self,
         kind: str,
         steps: int,
-        batch: Callable[[int], Nest],
+        batch: Callable[[int], Tree],
         batch_size: int | None = None,
         rows: int | None = None,
     ):
         self.kind, self.steps, self.rows, self.batch_size = kind, steps, rows, batch_size
         self.batch = lambda index: as_tensors(batch(index))
 
-    def first(self) -> Nest:
+    def first(self) -> Tree:
         return self.batch(0)
 
     def digest(self) -> int:
@@ -81,7 +81,7 @@ class StreamSource:
         self.steps = count if count >= 0 else None  # None where only reading tells
         self.read = (0, 0)  # batches that `parts_of` has read, and their digest
 
-    def first(self) -> Nest:
+    def first(self) -> Tree:
         return next(iter(self._dataset))
 
     def digest(self) -> int:
@@ -97,7 +97,7 @@ class StreamSource:
                     yield part, (batch for _, batch in group)
                 turn += 1
 
-    def _observed(self) -> Iterator[tuple[int, Nest]]:
+    def _observed(self) -> Iterator[tuple[int, Tree]]:
         digest = tf.constant(0, tf.int64)
         for number, batch in enumerate(self._dataset):
             found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
@@ -110,7 +110,7 @@ class StreamSource:
 Source: TypeAlias = IndexedSource | StreamSource
 
 
-def _inputs(batch: Nest) -> Nest:
+def _inputs(batch: Tree) -> Tree:
     """Return what a batch is predicted from: targets and weights may change."""
     return keras.utils.unpack_x_y_sample_weight(batch)[0]
 
@@ -159,7 +159,7 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
     return IndexedSource(kind, steps, batch)
 
 
-def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
+def _of_arrays(arrays: Tree | Array, batch_size: int) -> IndexedSource:
     leaves = tf.nest.flatten(arrays)
     if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
         names = sorted({type(leaf).__name__ for leaf in leaves})
@@ -177,7 +177,7 @@ def _of_arrays(arrays: Nest | Array, batch_size: int) -> IndexedSource:
         raise ValueError(f"batch_size={batch_size}, but a batch has 1 row or more")
     rows = counts[0]
 
-    def batch(index: int) -> Nest:
+    def batch(index: int) -> Tree:
         begin, end = index * batch_size, min((index + 1) * batch_size, rows)
         return (tf.nest.map_structure(lambda leaf: leaf[begin:end], arrays),)
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.input import slicing
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 
 # Number of first batches digested with all bytes, and of entries digested in later ones.
 _WHOLE_BATCHES = 4
@@ -29,12 +29,12 @@ FIRST_BATCHES = "dtk_first_batches"
 _FACTOR = 0x5851F42D4C957F2D
 
 
-def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
+def digest_of(number: tf.Tensor, batch: Tree) -> tf.Tensor:
     """Compute the digest of a pipeline's batch with this number."""
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
+def digest(batch: Tree, whole: bool | tf.Tensor = True) -> tf.Tensor:
     """Compute a number that differs between different batches.
 
     Example:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from dtk.even_division import even_bounds
-from dtk.nests import Leaf, Nest, Specs
+from dtk.nests import Leaf, Specs, Tree
 
 
 class Slices(NamedTuple):
@@ -29,7 +29,7 @@ class Slices(NamedTuple):
 
     # one structure per replica of this process, in rank order; None marks an absent part of a
     # structure, as in Keras. A slice without rows holds a padding row
-    parts: tuple[Nest, ...]
+    parts: tuple[Tree, ...]
     # number of each part's own rows, int64 scalars; 0 for a padding row
     counts: tuple[tf.Tensor, ...]
     # rows of the whole global batch, int64 scalar; () if it is known only as a sum over ranks. ()
@@ -40,7 +40,7 @@ class Slices(NamedTuple):
     digest: tf.Tensor = ()
 
 
-def _leaves(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
+def _leaves(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
     return [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
 
 
@@ -48,7 +48,7 @@ def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 
-def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
+def check_rows(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
     """Refuse data that is not batched."""
     leaves = _leaves(batch)
     if not leaves:
@@ -62,7 +62,7 @@ def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
     return leaves
 
 
-def count_rows(batch: Nest) -> tf.Tensor:
+def count_rows(batch: Tree) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
     Zipped datasets may differ: 24 rows beside 8 are 8 rows, each with three of the 24.
@@ -87,7 +87,7 @@ def _rows_are_equal(leaves: Sequence[Leaf]) -> bool:
     return len(leaves) == 1 or (len(known) == 1 and None not in known)
 
 
-def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
+def _multiples(batch: Tree, rows: tf.Tensor) -> Tree:
     """Return how many rows of each leaf belong to one row of the batch; None means one."""
     leaves = check_rows(batch)
     if _rows_are_equal(leaves):
@@ -130,7 +130,7 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
 
-def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
+def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
     bounds = [even_bounds(rows, rank, size) for rank in ranks]
@@ -139,21 +139,21 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
-def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
+def cut_exactly(batch: Tree, ranks: Sequence[int], size: int) -> tuple[Tree, ...]:
     """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
     return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
 
 
-def rows_of(batch: Nest, begin: int, end: int) -> Nest:
+def rows_of(batch: Tree, begin: int, end: int) -> Tree:
     """Take some rows of a batch."""
     bounds = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
     return _parts(batch, count_rows(batch), [bounds])[0]
 
 
 def _parts(
-    batch: Nest, rows: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
-) -> tuple[Nest, ...]:
+    batch: Tree, rows: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
+) -> tuple[Tree, ...]:
     """Take the rows between each pair of bounds."""
     leaves, multiples = tf.nest.flatten(batch), tf.nest.flatten(_multiples(batch, rows))
     parts = []
@@ -163,7 +163,7 @@ def _parts(
     return tuple(parts)
 
 
-def padding_row(batch: Nest) -> Nest:
+def padding_row(batch: Tree) -> Tree:
     """Append a row of zeros to the dense parts of a batch that has no rows."""
     missing = tf.cast(count_rows(batch) == 0, tf.int32)
     return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
@@ -176,7 +176,7 @@ def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
     return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
 
 
-def forget_rows(batch: Nest) -> Nest:
+def forget_rows(batch: Tree) -> Tree:
     """Hide the number of rows from tracing, so that every rank traces the same ops.
 
     Slices differ by a row, and a static row count changes the graph: a constant has no gradient, so
@@ -201,7 +201,7 @@ def _forget(leaf: Leaf | None) -> Leaf | None:
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
 
-def spec_of(data: Nest | Specs) -> Specs:
+def spec_of(data: Tree | Specs) -> Specs:
     """Return the specification of a batch with any number of rows."""
     return tf.nest.map_structure(_without_rows, data)
 
@@ -224,12 +224,12 @@ def cut_dataset(
     dataset: tf.data.Dataset,
     ranks: Sequence[int],
     size: int,
-    digest: Callable[[tf.Tensor, Nest], tf.Tensor] | None = None,
+    digest: Callable[[tf.Tensor, Tree], tf.Tensor] | None = None,
     ahead: bool = True,
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset for the given ranks."""
 
-    def cut_one(number: tf.Tensor, batch: Nest) -> Slices:
+    def cut_one(number: tf.Tensor, batch: Tree) -> Slices:
         slices = cut(batch, ranks, size)
         return slices if digest is None else slices._replace(digest=digest(number, batch))
 
@@ -246,7 +246,7 @@ def cut_dataset_exactly(
 
 
 def mapped(
-    pairs: tf.data.Dataset, function: Callable[[tf.Tensor, Nest], Nest], ahead: bool = True
+    pairs: tf.data.Dataset, function: Callable[[tf.Tensor, Tree], Tree], ahead: bool = True
 ) -> tf.data.Dataset:
     """Apply a function to every pair, in order; in parallel and ahead if allowed."""
     # AutoGraph would take half a second and find nothing to convert in this file.

@@ -26,7 +26,7 @@ from dtk.layers.stages import (
     rows_of,
     sources_of,
 )
-from dtk.nests import Nest
+from dtk.nests import Tree
 
 
 class PipelineConfig(TypedDict):
@@ -210,7 +210,7 @@ class Pipeline(keras.Model):
             for variable in stage.variables:
                 set_owner(variable, OneRanks(number, self._group))
 
-    def call(self, inputs: Nest, training: bool | None = None) -> tf.Tensor:
+    def call(self, inputs: Tree, training: bool | None = None) -> tf.Tensor:
         """Compute the outputs of the last stage, on every rank of the group."""
         if self.stage is None:
             return self._alone(inputs, training)
@@ -242,7 +242,7 @@ class Pipeline(keras.Model):
                 "a loss of the outputs"
             )
 
-    def _nothing(self, inputs: Nest) -> tf.Tensor:
+    def _nothing(self, inputs: Tree) -> tf.Tensor:
         """Return zeros in place of outputs, on a rank without the last stage."""
         output = self._outputs[-1]
         value = tf.zeros([rows_of(inputs), *output.shape[1:]], output.dtype)
@@ -256,7 +256,7 @@ class Pipeline(keras.Model):
             )
         return tf.convert_to_tensor(stage.trainable_variables[0])
 
-    def _alone(self, inputs: Nest, training: bool | None) -> tf.Tensor:
+    def _alone(self, inputs: Tree, training: bool | None) -> tf.Tensor:
         """Compute all stages in this process, with the same microbatches."""
         outputs = []
         for part in range(self._microbatches):
@@ -273,7 +273,7 @@ class Pipeline(keras.Model):
 class InterleavedPipeline(Pipeline):
     """Pipeline with schedule "1f1b": one microbatch forwards and one backwards in turn."""
 
-    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+    def train_step(self, data: Tree) -> dict[str, tf.Tensor]:
         """Train on one batch; replaces Keras's train step."""
         if self.stage is None:
             return super().train_step(data)
@@ -309,7 +309,7 @@ class InterleavedPipeline(Pipeline):
         return self.compute_metrics(x, y, predicted, sample_weight=weight)
 
     def _loss_of_rows(
-        self, x: Nest, y: Nest, output: tf.Tensor, weight: tf.Tensor | None
+        self, x: Tree, y: Tree, output: tf.Tensor, weight: tf.Tensor | None
     ) -> tf.Tensor:
         """Compute the loss of a microbatch without penalties: these would need communication."""
         self._counts_penalties = False

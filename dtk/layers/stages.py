@@ -28,7 +28,7 @@ from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.layers.collectives import with_gradient
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
 # A stage, or a function without arguments that builds it.
 Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
@@ -68,7 +68,7 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     return order + [(BACKWARD, m) for m in range(microbatches - ahead, microbatches)]
 
 
-def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
+def microbatch(inputs: Tree, part: int, parts: int) -> Tree:
     """Cut the rows of one microbatch, as even as can be."""
 
     def rows(value: tf.Tensor) -> tf.Tensor:
@@ -80,7 +80,7 @@ def microbatch(inputs: Nest, part: int, parts: int) -> Nest:
     return tf.nest.map_structure(rows, inputs)
 
 
-def rows_of(inputs: Nest) -> tf.Tensor:
+def rows_of(inputs: Tree) -> tf.Tensor:
     """Return the number of rows of a batch."""
     return tf.shape(tf.nest.flatten(inputs)[0])[0]
 
@@ -178,7 +178,7 @@ class StageTransfer:
         self._forwards: list[tf.Tensor] = []
         self._backwards: list[tf.Tensor] = []
 
-    def begin(self, inputs: Nest) -> Nest:
+    def begin(self, inputs: Tree) -> Tree:
         """Return inputs of a microbatch that are there once the one before is computed."""
         with tf.control_dependencies(self._forwards):
             return tf.nest.map_structure(tf.identity, inputs)
@@ -278,7 +278,7 @@ class InterleavedStep:
         self.gradients: list[Gradient] = [None] * len(stage.trainable_variables)
 
     def run(
-        self, parts: Sequence[Nest], gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
+        self, parts: Sequence[Tree], gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
         """Compute outputs and gradients of the microbatches.
 
@@ -294,7 +294,7 @@ class InterleavedStep:
                 self._backward(number)
 
     def _forward(
-        self, number: int, given: Nest, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
+        self, number: int, given: Tree, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
         received = []
         for source in self._sources:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_data, tf_datasets
 from dtk.input import slicing
-from dtk.nests import Nest, Specs
+from dtk.nests import Specs, Tree
 from dtk.parameter_server import evaluator, worker_data
 from dtk.parameter_server.batch_jobs import Batch, PredictJob, TestJob
 from dtk.parameter_server.chief_trial import ChiefTrial
@@ -26,7 +26,7 @@ from dtk.trainer.strategy import Loop, StepFunction
 
 # The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
 # workers read, or single batches.
-_Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Nest]"
+_Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Tree]"
 
 
 class ParameterServerTrainer(JobTrainer):
@@ -66,7 +66,7 @@ class ParameterServerTrainer(JobTrainer):
         )
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Do as the base class, and let the workers finish when the data of an epoch ends."""
         if iterator is not None:
@@ -154,7 +154,7 @@ class ParameterServerTrainer(JobTrainer):
                 "start the script without parameter servers, with dtk.auto_strategy()"
             )
 
-        def run(iterator: _Batches) -> dict[str, Nest]:
+        def run(iterator: _Batches) -> dict[str, Tree]:
             done = 0
             for batch, spec in self._read(iterator):
                 if isinstance(batch, slicing.Slices):
@@ -176,13 +176,13 @@ class ParameterServerTrainer(JobTrainer):
 
         return run
 
-    def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
+    def make_predict_function(self, force: bool = False) -> Callable[[list[Tree]], Tree]:
         if self.model.predict_function is not None and not force:
             return self.model.predict_function
         job, workers = PredictJob(self), self.strategy.workers
         self._others["predict"] = job
 
-        def run(batches: list[Nest]) -> Nest:
+        def run(batches: list[Tree]) -> Tree:
             for data in batches:
                 if isinstance(data, worker_data.Pipelines):
                     raise ValueError(
@@ -197,7 +197,7 @@ class ParameterServerTrainer(JobTrainer):
         self.model.predict_function = run
         return run
 
-    def predict_on_batch(self, x: Nest) -> Nest:
+    def predict_on_batch(self, x: Tree) -> Tree:
         batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
         outputs = self.make_predict_function()([batch])
         return keras.tree.map_structure(

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, random_draws, tf_replicas, tf_servers
 from dtk.input import slicing
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.parameter_server.batch_jobs import whole_batch
 from dtk.parameter_server.functional_step import (
     FunctionalStep,
@@ -76,7 +76,7 @@ class ChiefTrial(step_trial.Trial):
         return trace
 
     def _traced(
-        self, data: Nest, rows: int, first: int, size: int, kinds: Mapping[str, str]
+        self, data: Tree, rows: int, first: int, size: int, kinds: Mapping[str, str]
     ) -> FunctionalStep:
         """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy

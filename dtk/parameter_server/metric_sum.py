@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_variables
 from dtk.input import slicing
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.tracing.traced_step import Path
@@ -61,7 +61,7 @@ class MetricSum:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self.logs: dict[str, Nest] = {}
+        self.logs: dict[str, Tree] = {}
         self._logged: list[tuple[Path, keras.Metric, Path]] = []
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 

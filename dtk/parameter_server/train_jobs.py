@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 from dtk.parameter_server import consistency_models
 from dtk.parameter_server.batch_jobs import Batch, BatchJob, ConcreteFunction
 from dtk.parameter_server.dispatcher import Result, Task
@@ -104,7 +104,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         self.non_finite: NonFiniteStep | None = None
 
     @property
-    def logs(self) -> dict[str, Nest]:
+    def logs(self) -> dict[str, Tree]:
         return self._metrics.logs
 
     @property
@@ -136,7 +136,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
 
     def step_into(
         self,
-        data: Nest,
+        data: Tree,
         share: tf.Tensor,
         rng_states: tf.Tensor,
         handles: list[tf.Tensor],
@@ -313,7 +313,7 @@ class DownpourJob(TrainJob):
 
     def local_step(
         self,
-        data: Nest,
+        data: Tree,
         rng_states: tf.Tensor,
         values: list[tf.Tensor],
         rate: tf.Tensor,

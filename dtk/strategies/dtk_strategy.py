@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat import tf_replicas
 from dtk.errors import at_rank
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
@@ -74,8 +74,8 @@ class DtkStrategy(Strategy):
     def run(
         self,
         fn: Function[_Made],
-        args: tuple[Nest, ...] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_datasets, tf_extended, tf_replicas
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.strategies.devices import set_memory_growth, warn
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.replica.self_test import is_wanted
@@ -69,7 +69,7 @@ class MirroredStrategy(DtkStrategy):
 
         # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
         @tf.autograph.experimental.do_not_convert
-        def call(*args: Nest, **kwargs: Nest) -> _Made:
+        def call(*args: Tree, **kwargs: Tree) -> _Made:
             return function(*args, **kwargs)
 
         return call
@@ -82,7 +82,7 @@ class MirroredStrategy(DtkStrategy):
         """Return the index of the running replica."""
         return tf_replicas.replica_index()
 
-    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
+    def per_replica(self, parts: tuple[Tree, ...]) -> Tree:
         """Return per-replica values of one part per device."""
         return tf_datasets.regroup(parts)
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
-from dtk.nests import Args, Function, Kwargs, Nest, Specs
+from dtk.nests import Args, Function, Kwargs, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
@@ -71,7 +71,7 @@ class DistributedTrainer(ModelState):
         return keras_data.cut(dataset, self.strategy)
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:
@@ -118,7 +118,7 @@ class DistributedTrainer(ModelState):
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         @tf.autograph.experimental.do_not_convert
-        def step(batch: slicing.Slices) -> Nest:
+        def step(batch: slicing.Slices) -> Tree:
             if not isinstance(batch.digest, tuple):
                 read.assign(digests.add(read, batch.digest))
             with strategy.sequence(sequence):
@@ -127,11 +127,11 @@ class DistributedTrainer(ModelState):
 
         function = keras_models.make_function(model, step)
 
-        def call(iterator: tf.data.Iterator) -> Nest:
+        def call(iterator: tf.data.Iterator) -> Tree:
             with replica_step.running(model, name, self.gathered):
                 return function(iterator)
 
-        def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
+        def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
             if not isinstance(iterator, tf.data.Iterator):
                 slices = keras_data.cut_batches(iterator, strategy)
                 self.try_step(name, step_function, slices[0])
@@ -232,14 +232,14 @@ class DistributedTrainer(ModelState):
             model.test_function = self.make_step_function(model.test_step, "test")
         return model.test_function
 
-    def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
+    def make_predict_function(self, force: bool = False) -> Callable[[list[Tree]], Tree]:
         """Make the model's predict function: every rank gets every row, in order."""
         model = self.model
         if model.predict_function is None or force:
             model.predict_function = replica_step.make_predict_function(model, self.strategy)
         return model.predict_function
 
-    def predict_on_batch(self, x: Nest) -> Nest:
+    def predict_on_batch(self, x: Tree) -> Tree:
         """Predict a global batch, in place of `Model.predict_on_batch`."""
         return replica_step.predict_on_batch(self.make_predict_function(), x, self.strategy)
 
@@ -274,7 +274,7 @@ class DistributedTrainer(ModelState):
         """Release the resources of `fit`, `evaluate`, `predict` or a single step."""
 
 
-def _has_shapes(data_batch: Nest | Specs) -> bool:
+def _has_shapes(data_batch: Tree | Specs) -> bool:
     """Return whether a batch has the shapes to build a model; else the first step builds it."""
     leaves = tf.nest.flatten(data_batch)
     return all(getattr(getattr(leaf, "shape", None), "rank", 0) is not None for leaf in leaves)

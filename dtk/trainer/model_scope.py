@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import compiled_step
@@ -94,7 +94,7 @@ def check_and_own(
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
-def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
+def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
     """Refuse to run the step of a model that was compiled outside the strategy's scope."""
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:

@@ -14,15 +14,15 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
-from dtk.nests import Nest
+from dtk.nests import Tree
 
 _Made = TypeVar("_Made")
 
 # A model's `train_step` or `test_step`: takes a batch, returns logs.
-StepFunction: TypeAlias = Callable[[Nest], Nest]
+StepFunction: TypeAlias = Callable[[Tree], Tree]
 
 # A model's train or test function: takes an iterator over batches, returns logs.
-Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
+Loop: TypeAlias = Callable[[tf.data.Iterator], Tree]
 
 
 def tell(strategy: tf.distribute.Strategy, text: str) -> None:
@@ -183,7 +183,7 @@ class Strategy(tf.distribute.Strategy):
         """Return the index in `local_ranks` of the running replica; call in a replica context."""
         return 0
 
-    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
+    def per_replica(self, parts: tuple[Tree, ...]) -> Tree:
         """Return an argument for `run` that gives `parts[i]` to replica i.
 
         Args:

@@ -21,7 +21,7 @@ from dtk.compat.keras_variables import copy_mark, is_of_all, shard_of
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
-from dtk.nests import Gradients, Nest
+from dtk.nests import Gradients, Tree
 from dtk.optimizers.layerwise import LayerwiseOptimizer
 from dtk.placement import outside_graph
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
@@ -154,7 +154,7 @@ def note_applies(
     keras_optimizers.patch_scale_loss(optimizer, weighed_in_scale)
     built_for: list[keras.Variable] = []
 
-    def note(grads: Gradients, variables: Variables | None, apply: Apply) -> Nest:
+    def note(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         step = traced_step.current()
         if step is None or step.noted is None:
             return apply(grads, variables)

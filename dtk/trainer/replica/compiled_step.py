@@ -30,7 +30,7 @@ from dtk.cluster.variables import JIT_COMPILE
 from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
 from dtk.errors import at_rank
 from dtk.exchange.factors import Factored, factored
-from dtk.nests import Gradients, Nest
+from dtk.nests import Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction, Strategy, tell
@@ -108,7 +108,7 @@ def _why_not(model: keras.Model, strategy: Strategy) -> str | None:
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
 # in the step's logs.
-_Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
+_Found: TypeAlias = tuple[list[list[Tree]], list[tf.Tensor]]
 
 
 class _Noted(traced_step.NotedGradients):
@@ -154,9 +154,9 @@ class CompiledStep:
         self._inside: traced_step.Step
         self._counts = _Counts(())
         self._pieces: list[list[lookups.LookupSlices]] = []
-        self._logs: Nest = None
+        self._logs: Tree = None
 
-    def trace(self, data: Nest) -> Callable[[], Nest]:
+    def trace(self, data: Tree) -> Callable[[], Tree]:
         """Trace the cluster, check that it may hold the step, and return the whole step."""
         step = self._step
         totals: list[tf.Tensor] = []
@@ -173,7 +173,7 @@ class CompiledStep:
             totals = list(step.world_sum(counts(data, step.share)))
             concrete = self._compiled(data, totals)
 
-        def run() -> Nest:
+        def run() -> Tree:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
             for applied, given in zip(self._noted.applied, gradients, strict=True):
@@ -183,14 +183,14 @@ class CompiledStep:
         return run
 
     def _compiled(
-        self, data: Nest, totals: list[tf.Tensor]
+        self, data: Tree, totals: list[tf.Tensor]
     ) -> tf.types.experimental.ConcreteFunction:
         function = tf.function(
             self._compute, autograph=False, jit_compile=True, reduce_retracing=True
         )
         return function.get_concrete_function(data, self._step.share, totals)
 
-    def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
+    def _compute(self, data: Tree, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
         """Compute the step up to its first communication; traced into the cluster."""
         self._noted, self._counts, self._pieces = _Noted(), _Counts(totals), []
         outside = self._step
@@ -211,7 +211,7 @@ class CompiledStep:
             found = [[factored(gradient) for gradient in gradients] for gradients in found]
         return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
-    def _divided(self, gradient: Nest) -> Nest:
+    def _divided(self, gradient: Tree) -> Tree:
         """Divide slices by their origin, which only the graph inside the cluster shows."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -219,7 +219,7 @@ class CompiledStep:
         self._pieces.append(pieces)
         return lookups.parts_of(gradient, pieces)
 
-    def _whole(self, gradients: list[Nest]) -> Gradients:
+    def _whole(self, gradients: list[Tree]) -> Gradients:
         """Multiply factors and join slices; the exchange finds the factors in the graph again."""
         products = [g.product() if isinstance(g, Factored) else g for g in gradients]
         return [self._joined(g) if isinstance(g, list) else g for g in products]
@@ -230,12 +230,12 @@ class CompiledStep:
             self._step.origins[part.indices.ref()] = piece.kind, piece.sure
         return lookups.concatenated(parts)
 
-    def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
+    def _count(self, data: Tree, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():
             self._compute(data, share, [])
         return self._counts.own
 
-    def _logged(self, tensors: Sequence[tf.Tensor]) -> Nest:
+    def _logged(self, tensors: Sequence[tf.Tensor]) -> Tree:
         """Return the step's logs, with metric results over all replicas."""
         results: dict[int, dict[traced_step.Path, tf.Tensor]] = {}
         remaining = iter(tensors)

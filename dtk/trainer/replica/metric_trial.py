@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_steps
-from dtk.nests import Args, Array, Function, Kwargs, Nest
+from dtk.nests import Args, Array, Function, Kwargs, Tree
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
 
@@ -88,7 +88,7 @@ class Calls:
             self._seen.setdefault(id(metric), Call(metric, args, kwargs))
         return original(*args, **kwargs)
 
-    def tensors(self) -> list[Nest]:
+    def tensors(self) -> list[Tree]:
         """Return the arguments that are tensors, for `arrays`."""
         calls = self._seen.values()
         return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in calls]

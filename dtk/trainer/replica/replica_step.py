@@ -21,7 +21,7 @@ from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart
 from dtk.input import slicing
-from dtk.nests import Gradients, Leaf, Nest
+from dtk.nests import Gradients, Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 from dtk.trainer.gradients.shared_optimizer import Variables
@@ -51,7 +51,7 @@ def run_step(
     strategy: Strategy,
     kinds: Mapping[str, str],
     tried: bool = False,
-) -> Nest:
+) -> Tree:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
     This Python runs while the step is traced, or eagerly, and waits for no rank by itself: code
@@ -83,7 +83,7 @@ def begin_step(
     model: keras.Model,
     strategy: Strategy,
     kinds: Mapping[str, str],
-) -> tuple[Nest, traced_step.Step]:
+) -> tuple[Tree, traced_step.Step]:
     """Return this replica's rows, and its step."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
@@ -102,8 +102,8 @@ def begin_step(
 
 
 def _compute(
-    step_function: StepFunction, data: Nest, step: traced_step.Step, strategy: Strategy
-) -> Nest:
+    step_function: StepFunction, data: Tree, step: traced_step.Step, strategy: Strategy
+) -> Tree:
     """Run Keras's own step, compiled by XLA where the model asks for it."""
     compiles = bool(step.model.jit_compile) and not tf.executing_eagerly()
     compiled_step.compile_updates(step.model, compiles)
@@ -133,7 +133,7 @@ def check_reduced(step: traced_step.Step, strategy: Strategy) -> None:
     raise NotDistributedError(at_rank(strategy.rank, told))
 
 
-def without_optionals(data: Nest) -> Nest:
+def without_optionals(data: Tree) -> Tree:
     """Replace values that Keras marks as absent (`Optional`) by None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
@@ -157,7 +157,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     bond.exchange = exchange = GradientExchange(outer, inner, strategy)
     accumulates = bool(inner.gradient_accumulation_steps)
 
-    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Nest:
+    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:
             shared_optimizer.build_outside_step(outer, variables, strategy)
@@ -230,7 +230,7 @@ def _replacements(
     return dict(zip(mine, largest, strict=True))
 
 
-def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
+def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Tree]) -> Tree:
     if condition is None:
         return apply()
 
@@ -249,19 +249,19 @@ def _everywhere(flag: tf.Tensor) -> tf.Tensor:
 # Prediction: every rank gets every row, in order.
 
 
-def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Nest]], Nest]:
+def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Tree]], Tree]:
     """Make a function that predicts batches; each replica predicts its part."""
     sequence = strategy.new_sequence("predict")
 
     @tf.autograph.experimental.do_not_convert
-    def one_step(data: Nest) -> Nest:
+    def one_step(data: Tree) -> Tree:
         with strategy.sequence(sequence):
             with progress.alone("the Python of"):
                 outputs = predict_rows(data, model)
             return strategy.gather_outputs(outputs)
 
     @tf.autograph.experimental.do_not_convert
-    def every_step(batches: list[Nest]) -> Nest:
+    def every_step(batches: list[Tree]) -> Tree:
         with lookups.in_place():
             outputs = [
                 strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches
@@ -271,14 +271,14 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
     predict = every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
 
     @functools.wraps(every_step)
-    def watched(batches: list[Nest]) -> Nest:
+    def watched(batches: list[Tree]) -> Tree:
         with progress.inside("predict step"):
             return predict(batches)
 
     return watched
 
 
-def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: Strategy) -> Nest:
+def predict_on_batch(predict: Callable[[list[Tree]], Tree], x: Tree, strategy: Strategy) -> Tree:
     """Predict one global batch."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     batch = slicing.cut_exactly(keras_data.as_tensors((x,)), ranks, size)
@@ -288,7 +288,7 @@ def predict_on_batch(predict: Callable[[list[Nest]], Nest], x: Nest, strategy: S
     )
 
 
-def predict_rows(data: Nest, model: keras.Model) -> Nest:
+def predict_rows(data: Tree, model: keras.Model) -> Tree:
     """Run Keras's predict step on this replica's rows; there may be none."""
     data = slicing.forget_rows(without_optionals(data))
     predict = model.predict_step

@@ -18,12 +18,12 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, tf_replicas
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 
-_Summed = TypeVar("_Summed", bound=Nest)
+_Summed = TypeVar("_Summed", bound=Tree)
 
 
 def sum_over_replicas(value: _Summed) -> _Summed:
@@ -74,7 +74,7 @@ class WorldState:
         before = self._before.get(id(variable))
         return tf.zeros_like(variable) if before is None else before
 
-    def result_of(self, original: Callable[[], Nest]) -> Nest:
+    def result_of(self, original: Callable[[], Tree]) -> Tree:
         """Compute a metric's `result` from the state of all replicas."""
         if self._inside:
             return original()
@@ -116,7 +116,7 @@ def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
     return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
 
 
-def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
+def result_of(metric: keras.Metric, original: Callable[[], Tree]) -> Tree:
     """Compute a metric's result from the state of all replicas, in place of `Metric.result`."""
     step = traced_step.current()
     if step is None:
@@ -171,7 +171,7 @@ def average_after_block(step: traced_step.Step) -> bool:
 # Logs.
 
 
-def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
+def numbers_of(step: traced_step.Step, logs: Tree) -> list[tuple[str, tf.Tensor]]:
     """Find the numbers in a step's logs that are not metric results."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
@@ -185,7 +185,7 @@ def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]
 
 
 def results_in(
-    step: traced_step.Step, logs: Nest
+    step: traced_step.Step, logs: Tree
 ) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
     """Find the metric results in a step's logs."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
@@ -200,14 +200,14 @@ def _name_of(path: traced_step.Path) -> str:
     return "/".join(map(str, path))
 
 
-def with_numbers(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
+def with_numbers(logs: Tree, found: Mapping[str, tf.Tensor]) -> Tree:
     """Replace numbers in a step's logs, by name."""
     paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
     values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)
 
 
-def of_all_replicas(step: traced_step.Step, logs: Nest) -> Nest:
+def of_all_replicas(step: traced_step.Step, logs: Tree) -> Tree:
     """Sum over replicas the numbers that a step logs besides metric results."""
     numbers = numbers_of(step, logs)
     if not numbers:

@@ -22,7 +22,7 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import slicing
-from dtk.nests import Array, Leaf, Nest, Specs
+from dtk.nests import Array, Leaf, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics
@@ -36,7 +36,7 @@ _ROWS = 2
 _FAR = 1e-2
 
 # What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
-Found: TypeAlias = dict[str, Nest]
+Found: TypeAlias = dict[str, Tree]
 
 
 class Outcome(NamedTuple):
@@ -280,7 +280,7 @@ class Trial:
     def _observed(
         self,
         step: traced_step.Step,
-        logs: Nest,
+        logs: Tree,
         assigned: list[keras.Variable],
         of_replicas: bool = False,
     ) -> Found:
@@ -375,11 +375,11 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
 
 
-def _tensors_of(part: Nest) -> list[tf.Tensor | None]:
+def _tensors_of(part: Tree) -> list[tf.Tensor | None]:
     return tf.nest.flatten(part, expand_composites=True)
 
 
-def _part_of(arrays: list[Array | None], like: Specs) -> Nest:
+def _part_of(arrays: list[Array | None], like: Specs) -> Tree:
     tensors = [None if array is None else tf.convert_to_tensor(array) for array in arrays]
     return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
 
