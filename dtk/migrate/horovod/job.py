@@ -257,94 +257,33 @@ def is_homogeneous() -> bool:
     return len(set(_hosts().values())) == 1
 
 
-# What moves the bytes: Horovod itself says it of its own build; without it there is none of these.
+# What moves the bytes. Horovod tells of its own build; without it there is only mpi4py.
 
 
-def _of_horovod(name: str) -> bool:
-    if strategy().world.name != "horovod":
-        return name in ("mpi_enabled", "mpi_built") and strategy().world.name == "mpi"
-    import horovod.tensorflow
+def _flag(name: str, what: str) -> Callable[[], bool]:
+    def flag() -> bool:
+        world = strategy().world
+        if world.name != "horovod":
+            return world.name == "mpi" and name in ("mpi_enabled", "mpi_built")
+        import horovod.tensorflow
 
-    return bool(getattr(horovod.tensorflow, name)())
+        return bool(getattr(horovod.tensorflow, name)())
 
-
-def mpi_threads_supported() -> bool:
-    """Return whether the communicator is Horovod on an MPI that supports threads."""
-    return _of_horovod("mpi_threads_supported")
-
-
-def mpi_enabled() -> bool:
-    """Return whether messages go by MPI in this job."""
-    return _of_horovod("mpi_enabled")
+    flag.__name__ = flag.__qualname__ = name
+    flag.__doc__ = f"Return whether the communicator {what}."
+    return flag
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return whether the communicator can use MPI.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("mpi_built")
-
-
-def gloo_enabled() -> bool:
-    """Return whether messages go by Horovod's Gloo in this job."""
-    return _of_horovod("gloo_enabled")
-
-
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with Gloo.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("gloo_built")
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with NCCL.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("nccl_built")
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with DDL.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("ddl_built")
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with oneCCL.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("ccl_built")
-
-
-def cuda_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with CUDA.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("cuda_built")
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Return whether the communicator is a Horovod with ROCm.
-
-    Args:
-        verbose: Must be False or True; there is nothing more to print.
-    """
-    return _of_horovod("rocm_built")
-
+mpi_threads_supported = _flag("mpi_threads_supported", "is a Horovod whose MPI supports threads")
+mpi_enabled = _flag("mpi_enabled", "sends by MPI")
+mpi_built = _flag("mpi_built", "can send by MPI")
+gloo_enabled = _flag("gloo_enabled", "is a Horovod that sends by Gloo")
+gloo_built = _flag("gloo_built", "is a Horovod built with Gloo")
+nccl_built = _flag("nccl_built", "is a Horovod built with NCCL")
+ddl_built = _flag("ddl_built", "is a Horovod built with DDL")
+ccl_built = _flag("ccl_built", "is a Horovod built with oneCCL")
+cuda_built = _flag("cuda_built", "is a Horovod built with CUDA")
+rocm_built = _flag("rocm_built", "is a Horovod built with ROCm")
 
 _PROFILE = (
     "give fit keras.callbacks.TensorBoard(log_dir, profile_batch=(10, 20)), which writes rank 0's "
