@@ -5,7 +5,6 @@
     cards       what ranks send from GPU to GPU, if their backend links the GPUs: gradients,
                 weights, statistics and layers' activations, which are floats of 16 and 32 bits.
                 Counts, sizes, shares of a batch and Python values are others, and stay on the host
-    reduction   what is computed of messages that have come: sums of blocks and of rows
     computing   a replica's step: the replica's GPU if it has one
     keeping     what an exchange remembers between steps: beside the gradients
 
@@ -50,11 +49,6 @@ def is_gpu(device: str) -> bool:
         (True, False)
     """
     return "gpu:" in device.lower()
-
-
-def reduction() -> str:
-    """Return the device that adds up what messages bring."""
-    return messages()
 
 
 def computing(strategy: tf.distribute.Strategy) -> str:
