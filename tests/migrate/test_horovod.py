@@ -267,7 +267,7 @@ def test_two_ranks_end_as_one_process_with_all_their_batches(world, backend, siz
 
 
 def different(seeded):
-    """What ranks are given that shuffle for themselves, and draw, in scripts with and without seed."""
+    """What ranks are given that shuffle and draw for themselves, with and without a seed."""
     tf.random.set_seed(None)  # this world's
     with initialized():
         if seeded:
