@@ -384,14 +384,10 @@ def test_what_dtk_does_in_another_way_says_so():
             hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd()))
         with pytest.raises(ValueError, match="backward_passes_per_step"):
             hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0)
-        with pytest.raises(ReplacedError, match="local_layers"):
-            hvd.PartialDistributedOptimizer(sgd(), local_layers=[keras.layers.Dense(1)])
         with pytest.raises(ReplacedError, match="local_variables"):
             callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[tf.Variable(1.0)])
         with pytest.raises(ReplacedError, match="legacy"):
             hvd.load_model("there.keras", legacy_opts=True)
-        with pytest.raises(ReplacedError, match="split"):
-            hvd.ProcessSet([0])
     with pytest.raises(ReplacedError, match="dtk run"):
         hvd.init(comm=[0])
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dtk.errors import ReplacedError
@@ -38,7 +37,7 @@ Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
-class Compression(enum.Enum):
+class Compression:
     """What gradients and tensors are sent as.
 
     Attributes:
@@ -50,14 +49,14 @@ class Compression(enum.Enum):
     fp16 = "fp16"
 
 
-def check_compression(compression: object) -> Compression:
+def check_compression(compression: object) -> str:
     """Refuse a compressor that is not one of `Compression`."""
-    if not isinstance(compression, Compression):
+    if compression not in (Compression.none, Compression.fp16):
         raise ReplacedError(
             f"compression={compression!r}: expected hvd.Compression.none or hvd.Compression.fp16 "
             "of dtk.migrate.horovod; an exchange of dtk.exchange compresses in other ways"
         )
-    return compression
+    return str(compression)
 
 
 def check_op(op: object) -> ReduceOp:
@@ -85,7 +84,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: ReduceOp | None = None,
-    compression: Compression = Compression.none,
+    compression: str = Compression.none,
 ) -> tf.Tensor:
     """Combine a value over all ranks.
 
@@ -117,7 +116,7 @@ def allreduce(
     chosen = check_op(op or (Sum if average is False else Average))
     tensor = _tensor(value, chosen)
     tensor = tensor * tf.cast(prescale_factor, tensor.dtype) if prescale_factor != 1.0 else tensor
-    halved = check_compression(compression) is Compression.fp16 and tensor.dtype.is_floating
+    halved = check_compression(compression) == Compression.fp16 and tensor.dtype.is_floating
     sent = tf.cast(tensor, tf.float16) if halved else tensor
     reduced = tf.cast(job.strategy().world.allreduce(sent, chosen.value), tensor.dtype)
     return reduced * tf.cast(postscale_factor, tensor.dtype) if postscale_factor != 1.0 else reduced
@@ -226,26 +225,18 @@ add_process_set = replaced("add_process_set", _GROUPS)
 remove_process_set = replaced("remove_process_set", _GROUPS)
 
 
-class ProcessSet:
-    """The ranks that do something together; only `global_process_set`, of all, can be used.
+ProcessSet = replaced("ProcessSet", _GROUPS)
 
-    Args:
-        ranks_or_comm: Ranks of a smaller set.
 
-    Raises:
-        ReplacedError: Always.
-    """
+class _AllRanks:
+    """The only process set, as Horovod's classes have them."""
 
-    process_set_id: int | None = None
-
-    def __init__(self, ranks_or_comm: object) -> None:
-        del ranks_or_comm
-        replaced("ProcessSet", _GROUPS)()
+    process_set_id = 0
 
     @property
     def ranks(self) -> list[int]:
         """All ranks."""
-        return np.arange(job.size()).tolist()
+        return list(range(job.size()))
 
     def rank(self) -> int:
         """Return the rank of this process."""
@@ -258,13 +249,6 @@ class ProcessSet:
     def included(self) -> bool:
         """Return whether this process is one of them: it is."""
         return True
-
-
-class _AllRanks(ProcessSet):
-    process_set_id = 0
-
-    def __init__(self) -> None:
-        pass
 
 
 global_process_set = _AllRanks()

@@ -14,13 +14,13 @@ from dtk.migrate.horovod import job
 from dtk.migrate.horovod.collectives import (
     Average,
     Compression,
-    ProcessSet,
     ReduceOp,
     Sum,
     check_compression,
     check_op,
     global_process_set,
 )
+from dtk.migrate.horovod.replaced import replaced
 from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.model_scope import trainer_of
 
@@ -32,7 +32,7 @@ def DistributedOptimizer(  # noqa: N802
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compression = Compression.none,
+    compression: str = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
@@ -40,7 +40,7 @@ def DistributedOptimizer(  # noqa: N802
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[object] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: object = global_process_set,
     scale_local_gradients: bool = True,
 ) -> keras.Optimizer:
     """Let an optimizer apply the gradients of all ranks, in models compiled with it.
@@ -125,7 +125,7 @@ def DistributedOptimizer(  # noqa: N802
         factor *= 1 if average_aggregated_gradients else passes
     if factor != 1:
         keras_optimizers.patch_apply(optimizer, _times(float(factor)))
-    job.mark(optimizer, check_compression(compression).value)
+    job.mark(optimizer, check_compression(compression))
     return optimizer
 
 
@@ -144,67 +144,18 @@ def _times(factor: float) -> Function[Tree]:
     return apply_scaled
 
 
-def PartialDistributedOptimizer(  # noqa: N802
-    optimizer: keras.Optimizer,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compression = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: ReduceOp = Average,
-    groups: int | Sequence[object] | None = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Sequence[keras.Layer] | keras.Layer | None = None,
-    scale_local_gradients: bool = True,
-) -> keras.Optimizer:
-    """Let an optimizer apply the gradients of all ranks: `DistributedOptimizer`.
-
-    Args:
-        optimizer: See `DistributedOptimizer`, also for the arguments after it.
-        name: See there.
-        device_dense: See there.
-        device_sparse: See there.
-        compression: See there.
-        sparse_as_dense: See there.
-        gradient_predivide_factor: See there.
-        op: See there.
-        groups: See there.
-        process_set: See there.
-        local_layers: Must be empty: dtk keeps all weights equal on all ranks.
-        scale_local_gradients: See there.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ReplacedError: There are local layers.
-    """
-    if local_layers:
-        raise ReplacedError(
-            "local_layers: dtk keeps all weights equal on all ranks; dtk.layers holds a part of a "
-            "layer on each rank"
-        )
-    return DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+PartialDistributedOptimizer = replaced(
+    "PartialDistributedOptimizer",
+    "dtk keeps all weights equal on all ranks; write hvd.DistributedOptimizer(optimizer), and hold "
+    "parts of a large model by dtk.layers",
+)
 
 
 def load_model(
     filepath: object,
     custom_optimizers: Sequence[type[keras.Optimizer]] | None = None,
     custom_objects: Mapping[str, object] | None = None,
-    compression: Compression = Compression.none,
+    compression: str = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
     """Load a saved model, its optimizer as a `DistributedOptimizer` with its state.
