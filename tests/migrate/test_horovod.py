@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import dtk.migrate.horovod as hvd
-from dtk.errors import NotDistributedError, ReplacedError
+from dtk.errors import DisagreementError, NotDistributedError, ReplacedError
 from dtk.migrate.horovod import callbacks, job
 
 from once import once
@@ -295,6 +295,13 @@ def collectives():
         rank = hvd.rank()
         variable = tf.Variable(float(rank))
         hvd.broadcast_variables([variable], root_rank=1)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+        unequal = ""
+        try:
+            model.fit(np.ones((8 + 4 * rank, 1)), np.ones((8 + 4 * rank, 1)), batch_size=4)
+        except DisagreementError as error:
+            unequal = str(error)
         plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         plain.compile("sgd", "mse")
         refused = ""
@@ -320,6 +327,7 @@ def collectives():
             "variable": float(variable.numpy()),
             "set": [hvd.global_process_set.size(), hvd.global_process_set.included()],
             "refused": refused,
+            "unequal": unequal,
         }
 
 
@@ -329,6 +337,7 @@ def test_collectives(world, backend, size):
     assert "hvd.DistributedOptimizer(optimizer)" in first.pop("refused")
     assert second.pop("refused") == ""
     for rank, mine in enumerate((first, second)):
+        assert "steps_per_epoch everywhere" in mine["unequal"]
         assert mine["place"] == [2, rank, 2, 0, 1]
         assert mine["counts"] == 0.5, "an average of integers is no integer"
         assert mine["list"] == [2.0, 1.0]

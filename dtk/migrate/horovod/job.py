@@ -61,8 +61,8 @@ class RankTrainer(DistributedTrainer):
             told = (
                 f"{name} of model {self.model.name!r}, whose optimizer is no "
                 "DistributedOptimizer: each rank would train a model of its own. Write "
-                "optimizer = hvd.DistributedOptimizer(optimizer) before model.compile, and load "
-                "models by hvd.load_model"
+                "optimizer = hvd.DistributedOptimizer(optimizer), after hvd.init() and before "
+                "model.compile, and load models by hvd.load_model"
             )
             raise NotDistributedError(at_rank(self.strategy.rank, told))
         return False

@@ -34,6 +34,11 @@ _SAME_DATA = (
     "num_parallel_calls out. A dataset that shuffles and was read before goes on in the order that "
     "each rank's read-ahead came to: make it anew for each fit, on all ranks"
 )
+# Of ranks that bring data of their own.
+_SAME_STEPS = (
+    "every rank must take as many steps, with whatever data: give fit the same epochs and "
+    "steps_per_epoch everywhere"
+)
 
 # What a rank compares with other ranks: pairs of a description and a value.
 Facts: TypeAlias = Sequence[tuple[str, object]]
@@ -193,7 +198,7 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
         mine += [("random seed (every rank must shuffle alike)", tf_replicas.global_seed())]
     shapes, strategy = shapes_of(trainer, trainer.shared_variables()), trainer.strategy
     if strategy.model_communicator.size == 1:
-        compare([*mine, *shapes], strategy.world)
+        compare([*mine, *shapes], strategy.world, SAME_SCRIPT if trainer.same_data else _SAME_STEPS)
         return
     compare(mine, strategy.world)
     compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
