@@ -6,8 +6,10 @@ Each class also derives from the matching built-in error, so `except ValueError`
     True
 """
 
+import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -54,6 +56,14 @@ class CheckpointSaveError(DtkError, OSError):
 
 class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
+
+
+def script_line() -> str:
+    """Return the place in the script, file:line, from which dtk was called."""
+    frame, library = inspect.currentframe(), (os.path.dirname(__file__) + os.sep, "site-packages")
+    while frame.f_back and any(part in frame.f_code.co_filename for part in library):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:

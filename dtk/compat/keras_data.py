@@ -11,13 +11,16 @@ of one epoch iterator      _get_iterator                    on_opening
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+from keras.utils import PyDataset
 
 from dtk.compat import names
 from dtk.nests import Nest
@@ -72,6 +75,31 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     if not asked:
         raise names.gone("keras.Model.fit's call of a shuffle of tf.random", "the order of rows")
     return dataset
+
+
+class _TimedItems:
+    """A `PyDataset` that measures how long its items take."""
+
+    def __init__(self, source: PyDataset, count: int, tell: Callable[[float], None]):
+        self._source, self._left, self._count, self._tell = source, count, count, tell
+        self._seconds = 0.0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def __getitem__(self, index: int) -> Nest:
+        begin = time.perf_counter()
+        item = self._source[index]
+        self._seconds += time.perf_counter() - begin
+        self._left -= 1
+        if self._left == 0:
+            self._tell(self._seconds / self._count)
+        return item
+
+
+def on_items(adapter: PyDatasetAdapter, count: int, tell: Callable[[float], None]) -> None:
+    """Call a function with the mean seconds of the first items that a `PyDataset` makes."""
+    adapter.py_dataset = _TimedItems(adapter.py_dataset, count, tell)
 
 
 def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:

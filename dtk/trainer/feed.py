@@ -7,6 +7,7 @@ anew, in batches of another size, or starting where a checkpoint was saved.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypedDict
 
@@ -14,12 +15,17 @@ import keras
 import tensorflow as tf
 
 from dtk import placement
+from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_data, keras_models, tf_datasets
 from dtk.compat.tf_datasets import PerRankDataset
+from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
 from dtk.input.pipelines import read_ahead, untuned
 from dtk.nests import Logs, Nest, Specs
 from dtk.trainer.strategy import Strategy
+
+# Items of a `PyDataset` that are timed, and from how many seconds on rank 0 says what they cost.
+_ITEMS, _LONG_ITEM = 20, 0.005
 
 # A dataset that a script gives to `fit`, or that Keras reads in its place.
 Dataset: TypeAlias = "tf.data.Dataset | PerRankDataset"
@@ -146,6 +152,26 @@ class Feed:
         self._order = None
         keras_data.on_opening(iterator, self._count_opening)
         self._tell_steps(iterator.num_batches)
+        if isinstance(self._given_adapter, keras_data.PyDatasetAdapter):
+            self._time_items(self._given_adapter)
+
+    def _time_items(self, adapter: keras_data.PyDatasetAdapter) -> None:
+        """Say once what a `PyDataset` costs every rank, if that is much."""
+        world, at = self.strategy.world, script_line()
+
+        def tell(seconds: float) -> None:
+            if seconds >= _LONG_ITEM:
+                saved = seconds * (world.size - 1) / world.size
+                print(
+                    f"dtk: every worker makes every item of the PyDataset at {at}, {seconds:.3f} s "
+                    "each; dtk.data.shard(dataset, strategy), with items of batch_size / "
+                    f"{world.size} rows, saves {saved:.3f} s a step",
+                    flush=True,
+                )
+
+        if world.size > 1 and world.rank == 0:
+            only_checks = os.environ.get(SELF_TEST) == "only"
+            keras_data.on_items(adapter, 1 if only_checks else _ITEMS, tell)
 
     def end(self) -> None:
         """Forget the data of a `fit` that is over, or was left by an exception."""
