@@ -273,7 +273,7 @@ def _apart(node: tf.data.Dataset) -> _Apart:
             return _Apart(node, [], "shuffle is given arrays of more than 256 MB")
         alike = _shuffled_alike(rows, node)
         if alike is None:
-            return _Apart(node, [], "this TensorFlow does not show where shuffle keeps its seeds")
+            return _Apart(node, [], "TensorFlow does not show where shuffle keeps its seeds")
         return _Apart(alike, steps, why)
     if _kind(rows) == "Shuffle" and _kind(node._input_dataset) != "Shuffle":
         # TensorFlow makes one operation of shuffle and repeat, which has another order.
@@ -353,7 +353,12 @@ def _shuffled_alike(rows: tf.data.Dataset, node: tf.data.Dataset) -> tf.data.Dat
     A dataset that shuffles holds a generator, which gives each iterator its seeds. Both share it,
     so the order is right however often a script has read the dataset before.
     """
-    text = tf.raw_ops.DatasetToGraphV2(input_dataset=node._variant_tensor, external_state_policy=1)
+    try:
+        text = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=node._variant_tensor, external_state_policy=1
+        )
+    except tf.errors.OpError:  # a kind of dataset that TensorFlow cannot write
+        return None
     graph = tf.compat.v1.GraphDef.FromString(text.numpy())
     nodes = {one.name: one for one in graph.node}
     (end,) = (one for one in graph.node if one.op == "_Retval")

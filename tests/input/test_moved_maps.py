@@ -45,7 +45,22 @@ def layered():
     return images().map(untouched(lambda row: {**row, "x": flip(tf.reshape(row["x"], [1, 2, 1]))}))
 
 
+@untouched
+def called(row):
+    """A function of Python, which every rank calls for all rows."""
+    return tf.ensure_shape(tf.numpy_function(lambda x: x + 1, [row], tf.int64), [])
+
+
+def generated():
+    return Dataset.from_generator(
+        lambda: iter(range(23)), output_signature=tf.TensorSpec([], "int64")
+    )
+
+
 MADE = {
+    "generator": lambda: generated().map(pair).shuffle(8).batch(4),
+    "a function of Python": lambda: Dataset.range(23).map(called).map(pair).shuffle(8).batch(4),
+    "cache": lambda: images().cache().map(flipped).shuffle(8).batch(4),
     "shuffle": lambda: images().shuffle(8).batch(4),
     "shuffle once": lambda: images().shuffle(8, reshuffle_each_iteration=False).batch(4),
     "shuffle, repeat": lambda: images().shuffle(8).repeat(2).batch(4),
@@ -88,7 +103,7 @@ def test_rows_are_the_same(name):
 
 def test_a_random_layer_draws_as_it_does_in_one_process():
     """Its state goes on from epoch to epoch. A peek reads ahead, and leaves any state."""
-    check_one_rank(lambda: layered().batch(4), peek=False)
+    check_one_rank(lambda: layered().shuffle(8).map(named).batch(4), peek=False)
 
 
 def test_of_any_order_ranks_take_that_of_the_rows():
