@@ -60,10 +60,10 @@ class NonFiniteError(DtkError, FloatingPointError):
 
 def script_line() -> str:
     """Return the place in the script, file:line, from which dtk was called."""
-    frame, library = inspect.currentframe(), (os.path.dirname(__file__) + os.sep, "site-packages")
-    while frame.f_back and any(part in frame.f_code.co_filename for part in library):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    library = os.path.dirname(__file__) + os.sep, "site-packages"
+    places = [(frame.filename, frame.lineno) for frame in inspect.stack(0)]
+    own = [place for place in places if not any(part in place[0] for part in library)]
+    return "{}:{}".format(*(own or places)[0])
 
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:

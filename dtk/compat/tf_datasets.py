@@ -200,8 +200,8 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
         salt=row_maps.salt_of(
             [
                 one._map_func.function
-                for one in [step.node for step in steps] + behind
-                if _kind(one) in _MAPS
+                for one in [*(step.node for step in steps), *behind]
+                if one is not None and _kind(one) in _MAPS
             ]
         ),
         why=why,
@@ -304,14 +304,18 @@ def _call_of(node: tf.data.Dataset, halves: drawn_maps.Halves | None = None) -> 
     """Return a map's function: from row to row, or from a pair of row and draws."""
     wrapped, spec = node._map_func, node._input_dataset.element_spec
 
-    def call(given: Nest) -> Nest:
-        if halves is None:
-            made = wrapped.function(*structure.to_tensor_list(spec, given))
-        else:
-            made = halves.rest(structure.to_tensor_list(spec, given[0]), given[1])
+    def call(row: Nest) -> Nest:
+        made = wrapped.function(*structure.to_tensor_list(spec, row))
         return structure.from_compatible_tensor_list(wrapped.output_structure, made)
 
-    return call
+    if halves is None:
+        return call
+
+    def call_with_draws(given: tuple[Nest, tuple[tf.Tensor, ...]]) -> Nest:
+        made = halves.rest(structure.to_tensor_list(spec, given[0]), given[1])
+        return structure.from_compatible_tensor_list(wrapped.output_structure, made)
+
+    return call_with_draws
 
 
 def _zip_apart(node: tf.data.Dataset) -> _Apart:
@@ -438,7 +442,7 @@ def _rebuilt(given: tf.data.Dataset, steps: Sequence[_Step]) -> tf.data.Dataset:
     before: Function[Nest] | None = None
     for node, call in steps:
         if call is None:
-            if _kind(node) == "Prefetch":
+            if node is not None and _kind(node) == "Prefetch":
                 given = given.prefetch(_number(node._buffer_size), name=node._name)
             continue
         call, before = _chained(before, call), None

@@ -61,11 +61,11 @@ def shard(
         A dataset for `model.fit`, which does not cut it again.
 
     Raises:
-        ValueError: The batch is smaller than the number of workers, or is given for a `PyDataset`
-            or missing for anything else; `read` is missing; or a rank
-            has too few elements for `steps`, or for a single step. If TensorFlow does not know the
-            number of elements, `steps` is not checked, and a rank that runs out of data raises
-            TensorFlow's error in that step.
+        ValueError: The batch is smaller than the number of workers, given for a `PyDataset`, or
+            missing for anything else; `read` is missing; or a rank has too few elements for
+            `steps`, or for a single step. If TensorFlow does not know the number of elements,
+            `steps` is not checked, and a rank that runs out of data raises TensorFlow's error in
+            that step.
 
     Example:
         >>> import dtk, tensorflow as tf
@@ -81,7 +81,9 @@ def shard(
             "shard divides data between processes, and a mirrored strategy has one; give its fit "
             "the whole dataset"
         )
-    if isinstance(source, keras.utils.PyDataset) != (batch_size is None):
+    if isinstance(source, keras.utils.PyDataset) and batch_size is None:
+        return _shared_items(source, strategy, steps)
+    if isinstance(source, keras.utils.PyDataset) or batch_size is None:
         raise ValueError(
             at_rank(
                 rank,
@@ -89,8 +91,6 @@ def shard(
                 "batch of files and elements, and none for a PyDataset, whose items are batches",
             )
         )
-    if isinstance(source, keras.utils.PyDataset):
-        return _shared_items(source, strategy, steps)
     if batch_size < size:
         raise ValueError(
             at_rank(rank, f"batch_size={batch_size} is smaller than {size} workers; use {size} up")
