@@ -81,6 +81,7 @@ pipelines whose rows are mapped by one rank:
     tensorflow.python.data.ops.zip_op  _ZipDataset._datasets
     tensorflow.python.data.ops.from_tensor_slices_op  _TensorSliceDataset._tensors
     tensorflow.python.data.ops.dataset_ops  _OptionsDataset._name UnaryDataset._input_dataset
+        DatasetV2._variant_tensor
     tensorflow.python.data.ops.structured_function.StructuredFunctionWrapper  function
         output_structure _func
 random numbers that belong to rows:

@@ -335,7 +335,7 @@ def _on_part(steps: Sequence[_Step], i: int) -> list[_Step]:
     def on_part(call: Function[Nest]) -> Function[Nest]:
         return lambda row: (*row[:i], call(row[i]), *row[i + 1 :])
 
-    return [step._replace(call=step.call and on_part(step.call)) for step in steps]
+    return [_Step(step.node, step.call and on_part(step.call)) for step in steps]
 
 
 def _place_of(function: Function[Nest]) -> str:
