@@ -375,7 +375,15 @@ class Communicator(abc.ABC):
         return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
     def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
-        """Return every rank's small int64 vector: shape [size, n]."""
+        """Return every rank's small vector of counts.
+
+        Args:
+            mine: This rank's counts, int64, shape [n].
+            kind: What is counted, for the message's name.
+
+        Returns:
+            The counts of all ranks, int64, shape [size, n].
+        """
         if self.host is not None:
             return self.host.sizes_of_ranks(mine, kind)
         label = self._label(f"{kind}/sizes")
