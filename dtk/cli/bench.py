@@ -81,6 +81,12 @@ _PEER_HELP = (
     f"repeated. Default: {', '.join(Setting.exchanges)}.",
 )
 @click.option(
+    "--shard-optimizer",
+    is_flag=True,
+    help="Train with Adam, and measure dtk a second time with a part of Adam's slots on each "
+    "worker, by AllReduceStrategy(shard_optimizer=True).",
+)
+@click.option(
     "--peer",
     "peers",
     metavar="NAME",
@@ -117,6 +123,7 @@ def bench(
     models: tuple[str, ...],
     allreduce: tuple[str, ...],
     exchanges: tuple[str, ...],
+    shard_optimizer: bool,
     peers: tuple[str, ...],
     tuned: tuple[str, ...],
     batch_size: int,
@@ -140,7 +147,9 @@ def bench(
     sizes = tuple(map(parse_size, allreduce))
     if json_file is not None and models:
         sizes += TELLING
-    setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
+    setting = Setting(
+        models, _once(exchanges), batch_size, steps, rounds, _once(sizes), shard_optimizer
+    )
     job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
     count = _count(workers, where)

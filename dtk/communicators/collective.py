@@ -218,17 +218,16 @@ class CollectiveCommunicator(Communicator):
         return [rows[slot] for slot in self._slots]
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        longest = _round_up(tf.reduce_max(sizes))
-        padded = tf.pad(flat, [[0, longest - tf.size(flat, tf.int64)]])
+        longest = _longest(sizes)
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=padded[None], **self._group_keys(label, longest), ordering_token=self._token(lane)
+            input=_padded(flat, longest)[None], **self._group_keys(label, longest), ordering_token=self._token(lane)
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        longest = _round_up(tf.reduce_max(sizes))
+        longest = _longest(sizes)
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
-        padded = [tf.pad(b, [[0, longest - tf.size(b, tf.int64)]]) for b in blocks]
+        padded = [_padded(block, longest) for block in blocks]
         by_slot = [padded[self._slots.index(slot)] for slot in range(self.size)]
         rows = tf.raw_ops.CollectiveAllToAllV2(
             input=tf.stack(by_slot),
@@ -298,6 +297,18 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
     """Return the length of a flat tensor: an int when the shape is static, else int64."""
     count = flat.shape.num_elements()
     return tf.size(flat, tf.int64) if count is None else count
+
+
+def _longest(sizes: tf.Tensor) -> int | tf.Tensor:
+    """Return the length to which blocks of these sizes are padded."""
+    known = None if tf.executing_eagerly() else tf.get_static_value(sizes)
+    return _round_up(tf.reduce_max(sizes)) if known is None else max(1, int(known.max()))
+
+
+def _padded(block: tf.Tensor, length: int | tf.Tensor) -> tf.Tensor:
+    if block.shape.num_elements() == length:
+        return block
+    return tf.pad(block, [[0, length - tf.size(block, tf.int64)]])
 
 
 def _round_up(size: tf.Tensor) -> tf.Tensor:

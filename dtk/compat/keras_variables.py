@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, sharded_variable, values
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.shard import OneRanks, Shard
+from dtk.communicators.shard import FlatShard, OneRanks, Shard
 from dtk.nests import Array, Function
 
 _MARK = "_dtk_part"
@@ -44,22 +44,34 @@ def move_variable(variable: keras.Variable) -> None:
 
 
 class VariablePart(keras.Variable):
-    """One part of a partitioned variable, as an optimizer sees it."""
+    """One part of a variable, as an optimizer sees it; it may have another number of axes."""
 
-    def __init__(self, whole: keras.Variable, index: int):
+    def __init__(self, whole: keras.Variable, part: tf.Variable, name: str):
         self.whole = whole
-        self._part = (shards_of(whole._value) or ())[index]
+        self._part = part
         super().__init__(
             initializer=lambda shape, dtype: None,
-            shape=self._part.shape,
+            shape=part.shape,
             dtype=whole.dtype,
-            name=f"{whole.name}_part_{index}",
+            name=name,
         )
         self._path = whole.path
         self.constraint = whole.constraint
 
     def _initialize_with_initializer(self, initializer: Function[tf.Tensor]) -> None:
         self._value = self._part
+
+    def fill(self, value: tf.Tensor) -> None:
+        """Assign a value where `release` may have left none."""
+        value = tf.ensure_shape(value, self.shape)
+        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=value)
+
+    def release(self) -> None:
+        """Free the memory of the value until `fill`."""
+        # With its static shape hidden, TensorFlow takes an empty value.
+        empty = tf.zeros([0] * len(self.shape), self._part.dtype)
+        hidden = tf.raw_ops.PlaceholderWithDefault(input=empty, shape=None)
+        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=hidden)
 
 
 # Marks.
@@ -86,6 +98,11 @@ def shard_of(variable: keras.Variable) -> Shard | None:
     """
     mark = getattr(variable, _MARK, None)
     return mark if isinstance(mark, Shard) else None
+
+
+def is_sharded(variable: keras.Variable) -> bool:
+    """Return whether ranks that hold a whole model hold a part each of this variable."""
+    return isinstance(getattr(variable, _MARK, None), FlatShard)
 
 
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:

@@ -103,7 +103,7 @@ class DenseOp(ExchangeOp):
             for i, total in zip(others, self._whole([gradients[i] for i in others]), strict=True):
                 results[i] = total
         factored = [gradients[i] for i in products]
-        sums = reduce_products(factored, self.communicator, self._whole)
+        sums = reduce_products(factored, self.communicator, lambda places, g: self._whole(g))
         for i, total in zip(products, sums, strict=True):
             results[i] = total
         return results, None

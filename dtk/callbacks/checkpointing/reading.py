@@ -30,6 +30,7 @@ from dtk.nests import Array
 from dtk.parameter_server import evaluator
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.sharded_optimizer import ShardedState
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import shared_weights
@@ -42,7 +43,7 @@ def load_newest(
     files: CheckpointFiles,
     trainer: DistributedTrainer,
     resume: bool = True,
-    parts: ModelInParts | None = None,
+    parts: ModelInParts | ShardedState | None = None,
 ) -> tuple[str, states.CheckpointState] | None:
     """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
 
@@ -170,7 +171,7 @@ def restore(
     state: states.CheckpointState,
     trainer: DistributedTrainer,
     epochs: int,
-    parts: ModelInParts | None = None,
+    parts: ModelInParts | ShardedState | None = None,
 ) -> None:
     """Restore everything but the weights, which rank 0 has loaded. All ranks call it together."""
     strategy = trainer.strategy

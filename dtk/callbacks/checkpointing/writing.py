@@ -18,13 +18,16 @@ from dtk.callbacks.find_non_finite import non_finite_weights
 from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
+from dtk.compat.keras_variables import is_sharded
 from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import is_in_parts
 from dtk.layers.whole import ModelInParts
 from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.sharded_optimizer import ShardedState
 from dtk.trainer.model_state import ModelState
+from dtk.trainer.ranks.rank_checks import whole_shape
 from dtk.trainer.replica.step_metrics import metric_variables
 from dtk.trainer.strategy import Strategy
 
@@ -157,7 +160,11 @@ def save(
         )
         return name
 
-    return on_chief(trainer.strategy, write)
+    try:
+        return on_chief(trainer.strategy, write)
+    finally:
+        if isinstance(parts, ShardedState):
+            parts.forget()
 
 
 def _put(path: Path, content: memoryview) -> None:
@@ -197,13 +204,15 @@ def _state(
     }
 
 
-def parts_of(trainer: DistributedTrainer) -> ModelInParts | None:
-    """Return what puts a model together that ranks hold in parts. All ranks call it together.
+def parts_of(trainer: DistributedTrainer) -> ModelInParts | ShardedState | None:
+    """Return what puts together what ranks hold in parts. All ranks call it together.
 
     A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
     script resumes it on any grid, and in one process.
     """
     strategy = trainer.strategy
+    if sharded := shared_optimizer.sharded_of(trainer.model):
+        return ShardedState(trainer.model, sharded)
     if strategy.model_communicator.size == 1:
         model = trainer.model
         divisible = any(map(is_in_parts, keras_models.layers_of(model)))
@@ -228,13 +237,14 @@ def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
 def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = trainer.shared_variables()
-    return [(v.path, [int(n) for n in v.shape], str(v.dtype)) for v in variables]
+    return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
 
 
 def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
-    """Return the variables that hold unfinished windows of gradient accumulation."""
+    """Return the variables that hold this rank's part of unfinished accumulation windows."""
     optimizers = shared_optimizer.optimizers_of(trainer.model)
-    return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+    found = [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+    return [v for v in found if not is_sharded(v)]  # those hold sums of all ranks
 
 
 def fold_accumulators(trainer: DistributedTrainer) -> None:

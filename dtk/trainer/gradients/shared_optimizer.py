@@ -7,6 +7,7 @@ notes a step's gradients and applies them later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
@@ -21,6 +22,7 @@ from dtk.nests import Gradients, Nest
 from dtk.placement import outside_graph
 from dtk.trainer.gradients import variable_parts
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
+from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -46,6 +48,19 @@ def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     """Return the gradient exchanges of a model's optimizers."""
     bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
     return [b.exchange for b in bonds if b is not None and b.exchange is not None]
+
+
+def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
+    """Return what divides a model's optimizers over ranks."""
+    bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
+    return [b.sharded for b in bonds if b is not None and b.sharded is not None]
+
+
+def updated(model: keras.Model, update: Callable[[], Nest]) -> Nest:
+    """Call what updates the weights and slots of a model outside a step."""
+    for one in sharded_of(model):
+        update = functools.partial(one.updated, update)
+    return update()
 
 
 def blocks_of(model: keras.Model) -> list[LocalOp]:
@@ -92,6 +107,8 @@ class Bond:
     strategy: Strategy
     # set for the outermost optimizer only
     exchange: GradientExchange | None = None
+    # what divides the optimizer over ranks; for the outermost only
+    sharded: ShardedOptimizer | None = None
     # the optimizer's own `apply`, where steps only note gradients; for the outermost only
     apply: Apply | None = None
 

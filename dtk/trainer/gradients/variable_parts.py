@@ -1,8 +1,9 @@
 """Let optimizers update parts of variables as they would update the whole.
 
-A large variable is cut by rows over several servers, or a rank of a model-parallel group holds one
-part of it. An optimizer sees each part as a separate variable. The result is the same if an
-element's step (on servers: a row's) depends on that element only. The exceptions:
+A large variable is cut by rows over several servers, a rank of a model-parallel group holds one
+part of it, or each rank updates one part of it (`sharded_optimizer`). An optimizer sees each part
+as a separate variable. The result is the same if an element's step (on servers: a row's) depends on
+that element only. The exceptions:
 
     clipping to a norm          the squares of the parts are summed here; in float64, as ranks may
                                 hold parts of different dtypes
@@ -22,7 +23,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import with_values
 from dtk.compat import keras_optimizers, keras_variables
-from dtk.compat.keras_variables import copy_mark, is_of_all, shard_of
+from dtk.compat.keras_variables import copy_mark, is_of_all, is_sharded, shard_of
 from dtk.errors import at_rank
 from dtk.nests import Gradients
 from dtk.optimizers.layerwise import LayerwiseOptimizer
@@ -51,7 +52,7 @@ def check_parts(
     if len(parts) == 1:
         return
     for member in members(optimizer):
-        reason = _needs_whole(member, variable) if _updates(member, parts) else None
+        reason = needs_whole(member, variable) if _updates(member, parts) else None
         if reason is not None:
             raise ValueError(
                 f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
@@ -74,7 +75,8 @@ def _check_shards(
 ) -> None:
     """Refuse an optimizer that needs a whole variable, of which this rank holds a part."""
     for variable in variables:
-        reason = None if shard_of(variable) is None else _needs_whole(optimizer, variable)
+        in_parts = shard_of(variable) is not None and not is_sharded(variable)
+        reason = needs_whole(optimizer, variable) if in_parts else None
         if reason is not None:
             raise ValueError(
                 at_rank(
@@ -94,7 +96,7 @@ def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
     return any(id(part) in known for part in parts)
 
 
-def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
+def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
@@ -127,7 +129,7 @@ def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Va
 
 def take_parts(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Make an optimizer treat parts of variables as it would treat whole ones."""
-    group = strategy.model_communicator
+    group = strategy.part_communicator
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if group.size > 1:
             everywhere = functools.partial(group.allreduce, op="min")
@@ -145,7 +147,7 @@ def _clip(
     clip: keras_optimizers.Clip,
 ) -> Gradients:
     """Clip gradients as the optimizer would clip the gradients of whole variables."""
-    group = strategy.model_communicator
+    group = strategy.part_communicator
     _check_shards(optimizer, variables, strategy)
     # Keras has removed every None already.
     if optimizer.global_clipnorm and not optimizer.clipnorm and group.size > 1:
@@ -156,7 +158,8 @@ def _clip(
         most = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # NaN where the norm is not finite, as in Keras.
         factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
-        return [_scaled(gradient, factor) for gradient in gradients]
+        # Keras's product makes slices dense, too.
+        return [_scaled(tf.convert_to_tensor(gradient), factor) for gradient in gradients]
     clipped = list(clip(gradients))
     wholes: dict[int, list[int]] = {}  # the parts of each variable that is in parts
     for i, variable in enumerate(variables if optimizer.clipnorm else ()):
@@ -193,4 +196,5 @@ def mark_slots(optimizer: keras.Optimizer) -> None:
     for member in members(optimizer):
         if member.built and not all(map(is_of_all, keras_optimizers.trained_variables(member))):
             for slot, variable, _ in keras_optimizers.slots_by_variable(member):
-                copy_mark(variable, slot)
+                if is_of_all(slot):
+                    copy_mark(variable, slot)
