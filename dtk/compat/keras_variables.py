@@ -66,12 +66,10 @@ class VariablePart(keras.Variable):
         value = tf.ensure_shape(value, self.shape)
         tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=value)
 
-    def release(self) -> None:
-        """Free the memory of the value until `fill`."""
-        # With its static shape hidden, TensorFlow takes an empty value.
-        empty = tf.zeros([0] * len(self.shape), self._part.dtype)
-        hidden = tf.raw_ops.PlaceholderWithDefault(input=empty, shape=None)
-        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=hidden)
+    def release(self, zero: tf.Tensor) -> None:
+        """Free the memory of the value until `fill`, given a zero that no graph knows ahead."""
+        empty = tf.zeros(tf.fill([len(self.shape)], zero), self._part.dtype)
+        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=empty)
 
 
 # Marks.

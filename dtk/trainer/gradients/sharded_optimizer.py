@@ -225,8 +225,9 @@ class ShardedOptimizer:
         self._fill()
         result = update()
         inner = keras_optimizers.chain(self._optimizer)[-1]
-        windows = inner.gradient_accumulation_steps and not inner.ema_overwrite_frequency
-        if in_step and windows:  # within a window nothing changes but the sums
+        # Constraints and averages change weights within an accumulation window.
+        always = inner.ema_overwrite_frequency or any(v.constraint for v in self.variables)
+        if in_step and inner.gradient_accumulation_steps and not always:
             tf.cond(keras_optimizers.is_between_windows(inner), self._gather, lambda: False)
         else:
             self._gather()
@@ -254,9 +255,10 @@ class ShardedOptimizer:
         return True
 
     def _release(self) -> None:
+        zero = tf.minimum(tf.cast(self._optimizer.iterations, tf.int32), 0)
         for part in self.parts.values():
             if math.prod(part.shape):
-                part.release()
+                part.release(zero)
 
     def sizes_of(self, variables: Sequence[keras.Variable]) -> list[int]:
         """Return how many elements of all these variables each rank updates."""
