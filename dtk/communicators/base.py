@@ -402,7 +402,7 @@ class Communicator(abc.ABC):
         self,
         value: tf.Tensor | Sequence[tf.Tensor],
         op: str = "sum",
-        rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        rows: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
     ) -> tf.Tensor | list[tf.Tensor]:
         """Reduce, then keep this rank's block of rows.
 
@@ -423,13 +423,13 @@ class Communicator(abc.ABC):
             ValueError: `value` is a scalar, the op does not fit its dtype, or `rows` do not add up.
         """
         if not isinstance(value, (list, tuple)):
-            return self.reduce_scatter([value], op, None if rows is None else [rows])[0]
+            return self.reduce_scatter([value], op, [cast("Sequence[int]", rows)])[0]
         tensors = [tf.convert_to_tensor(one) for one in value]
         dtype_casts.check((tensor.dtype for tensor in tensors), op)
         if any(tensor.shape.rank == 0 for tensor in tensors):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
         blocks = [
-            None if of_one is None else self._checked_blocks(tensor, of_one)
+            None if of_one is None else self._checked_blocks(tensor, cast("Sequence[int]", of_one))
             for tensor, of_one in zip(tensors, rows or [None] * len(tensors), strict=True)
         ]
         if self.size == 1:

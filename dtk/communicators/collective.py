@@ -220,7 +220,9 @@ class CollectiveCommunicator(Communicator):
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         longest = _longest(sizes)
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=_padded(flat, longest)[None], **self._group_keys(label, longest), ordering_token=self._token(lane)
+            input=_padded(flat, longest)[None],
+            **self._group_keys(label, longest),
+            ordering_token=self._token(lane),
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 

@@ -98,9 +98,15 @@ def shard_of(variable: keras.Variable) -> Shard | None:
     return mark if isinstance(mark, Shard) else None
 
 
+def flat_shard_of(variable: keras.Variable) -> FlatShard | None:
+    """Return the shard of a variable of which ranks with whole models hold a part each."""
+    mark = getattr(variable, _MARK, None)
+    return mark if isinstance(mark, FlatShard) else None
+
+
 def is_sharded(variable: keras.Variable) -> bool:
-    """Return whether ranks that hold a whole model hold a part each of this variable."""
-    return isinstance(getattr(variable, _MARK, None), FlatShard)
+    """Return whether ranks with whole models hold a part each of a variable."""
+    return flat_shard_of(variable) is not None
 
 
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:

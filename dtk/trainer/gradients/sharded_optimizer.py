@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -37,15 +39,23 @@ from dtk.communicators import buckets
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
 from dtk.compat import keras_optimizers
-from dtk.compat.keras_variables import VariablePart, is_of_all, set_shard, shard_of, stored
+from dtk.compat.keras_variables import (
+    VariablePart,
+    flat_shard_of,
+    is_of_all,
+    set_shard,
+    stored,
+)
 from dtk.errors import at_rank
-from dtk.even_division import even_bounds
 from dtk.exchange import Dense
 from dtk.exchange.contract import BatchPart, ExchangeOp, ExchangeState, Gradient, Update
 from dtk.exchange.factors import Factored, reduce_products
 from dtk.nests import Array, Nest
 from dtk.trainer.gradients import variable_parts
 from dtk.trainer.strategy import Strategy
+
+# Seconds after which a rank that saves alone is told so.
+_LATE = 15.0
 
 # Which variables are divided.
 
@@ -69,6 +79,8 @@ def divide(
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += counts[i]
         sizes[i][owners[i]] = counts[i]
+    # What is cut fills up what each rank lacks of an even share of everything.
+    room = [max(0, -(-sum(counts) // ranks) - load) for load in loads]
     found = []
     for kind in (False, True):
         places = [i for i in range(len(variables))[::-1] if undivided[i] == kind]
@@ -78,21 +90,20 @@ def divide(
             if kind:
                 bucket.sort(key=owners.__getitem__)
             else:
-                _cut([variables[i].shape for i in bucket], [sizes[i] for i in bucket])
+                _cut([variables[i].shape for i in bucket], [sizes[i] for i in bucket], room)
             found.append(bucket)
     return Division(sizes, found)
 
 
-def _cut(shapes: Sequence[tf.TensorShape], sizes: Sequence[list[int]]) -> None:
-    """Cut one row of tensors evenly, matrices between two rows; note each rank's elements."""
-    ranks, offset = len(sizes[0]), 0
-    total = sum(shape.num_elements() for shape in shapes)
-    ends = [even_bounds(total, rank, ranks)[1] for rank in range(ranks)]
+def _cut(shapes: Sequence[tf.TensorShape], sizes: Sequence[list[int]], room: Sequence[int]) -> None:
+    """Cut one row of tensors in proportion to ranks' room, matrices between two rows."""
+    total, offset = sum(shape.num_elements() for shape in shapes), 0
+    ends = [total * end // max(1, sum(room)) for end in itertools.accumulate(room)]
     for shape, of_ranks in zip(shapes, sizes, strict=True):
         count, begin = shape.num_elements(), 0
         unit = max(1, shape[1]) if shape.rank == 2 else 1
-        for rank in range(ranks):
-            inside = min(max(ends[rank] - offset, 0), count)
+        for rank, end_of_rank in enumerate(ends):
+            inside = min(max(end_of_rank - offset, 0), count)
             end = round(inside / unit) * unit
             of_ranks[rank], begin = end - begin, end
         offset += count
@@ -107,12 +118,18 @@ def _part_shape(shape: Sequence[int], size: int, undivided: bool) -> tuple[int, 
     return (size,)
 
 
+def _shard_of(part: VariablePart) -> FlatShard:
+    shard = flat_shard_of(part)
+    assert shard is not None
+    return shard
+
+
 def _rows_of(part: VariablePart) -> range | None:
     """Return the rows of the whole variable that a part has; None if it is no matrix of rows."""
     shape, whole = tuple(part.shape), tuple(part.whole.shape)
     if len(whole) != len(shape) or shape[1:] != whole[1:] or not math.prod(shape):
         return None
-    first = shard_of(part).offset // math.prod(whole[1:])
+    first = _shard_of(part).offset // math.prod(whole[1:])
     return range(first, first + shape[0])
 
 
@@ -120,7 +137,7 @@ def _part_of(whole: tf.Tensor, part: VariablePart) -> tf.Tensor:
     """Cut this rank's part out of a tensor of the variable's shape."""
     rows = _rows_of(part)
     if rows is None:
-        return tf.reshape(shard_of(part).part(whole), part.shape)
+        return tf.reshape(_shard_of(part).part(whole), part.shape)
     return whole if part.shape == whole.shape else whole[rows.start : rows.stop]
 
 
@@ -262,7 +279,7 @@ class ShardedOptimizer:
 
     def sizes_of(self, variables: Sequence[keras.Variable]) -> list[int]:
         """Return how many elements of all these variables each rank updates."""
-        shards = [shard_of(self.parts[id(variable)]) for variable in variables]
+        shards = [_shard_of(self.parts[id(variable)]) for variable in variables]
         return [sum(sizes) for sizes in zip(*(shard.sizes for shard in shards), strict=True)]
 
     def parts_of_slices(
@@ -289,23 +306,20 @@ class ShardedOptimizer:
 
     # Whole slots.
 
-    def divided_variables(self) -> list[keras.Variable]:
-        """Return the optimizer's variables of which this rank has a part."""
-        return [v for v in self._optimizer.variables if not is_of_all(v)]
-
     def gather(self) -> None:
         """Gather whole slots for `save` on rank 0; all ranks call it, and `forget` later."""
         self.gathered = {}
-        for variable in self.divided_variables():
-            value = shard_of(variable).whole(stored(variable))
-            if self.communicator.rank == 0:
+        for variable in self._optimizer.variables:
+            shard = flat_shard_of(variable)
+            value = None if shard is None else shard.whole(stored(variable))
+            if value is not None and self.communicator.rank == 0:
                 self.gathered[id(variable)] = value.numpy()
 
     def scatter(self) -> None:
         """Give all ranks their parts of the slots that rank 0 has loaded; all ranks call it."""
         loaded = self.loaded or {}
         for variable in self._optimizer.variables:
-            shard, given = shard_of(variable), loaded.get(id(variable))
+            shard, given = flat_shard_of(variable), loaded.get(id(variable))
             if shard is None:
                 variable.assign(self.communicator.broadcast(stored(variable), 0))
                 continue
@@ -319,14 +333,23 @@ class ShardedOptimizer:
 
     def _save(self, member: keras.Optimizer, store: dict[str, Array]) -> None:
         """Save whole variables, in place of Keras's `save_own_variables`."""
-        for i, variable in enumerate(member.variables):
-            shard = shard_of(variable)
-            if shard is None:
-                store[str(i)] = variable.numpy()
-            elif self.gathered is None:  # every rank saves
-                store[str(i)] = shard.whole(stored(variable)).numpy()
-            else:
-                store[str(i)] = self.gathered[id(variable)]
+        told = (
+            "the optimizer's state is gathered to be saved, and other ranks do not come: with "
+            "shard_optimizer=True call model.save and its like on every rank"
+        )
+        late = threading.Timer(_LATE, print, [f"dtk: {at_rank(self.communicator.rank, told)}"])
+        late.start()
+        try:
+            for i, variable in enumerate(member.variables):
+                shard = flat_shard_of(variable)
+                if shard is None:
+                    store[str(i)] = variable.numpy()
+                elif self.gathered is None:  # every rank saves
+                    store[str(i)] = shard.whole(stored(variable)).numpy()
+                else:
+                    store[str(i)] = self.gathered[id(variable)]
+        finally:
+            late.cancel()
 
     def _load(
         self,
@@ -339,7 +362,7 @@ class ShardedOptimizer:
             load(store)  # Keras warns
             return
         for i, variable in enumerate(member.variables):
-            shard, value = shard_of(variable), np.asarray(store[str(i)])
+            shard, value = flat_shard_of(variable), np.asarray(store[str(i)])
             if shard is None:
                 variable.assign(value)
                 continue
