@@ -98,7 +98,7 @@ class AllReduceStrategy(DtkStrategy):
         self.exchange = parsed
         self.shard_optimizer = shard_optimizer and world.size > 1
         if self.shard_optimizer:
-            _check_sharding(parsed, model)
+            _check_sharding(parsed, model.size, world.rank)
         if exchange is not None and data.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = ShuffleSeed(
@@ -166,18 +166,18 @@ def _gather_ragged(rows: tf.RaggedTensor, communicator: Communicator) -> tf.Ragg
     )
 
 
-def _check_sharding(exchange: Exchange, model: Communicator) -> None:
+def _check_sharding(exchange: Exchange, parts: int, rank: int) -> None:
     """Refuse what does not go with `shard_optimizer=True`."""
     why = ""
-    if model.size > 1:
-        why = f"model_parallel={model.size}, which divides layers and their slots already"
+    if parts > 1:
+        why = f"model_parallel={parts}, which divides layers and their slots already"
     elif not isinstance(exchange, Dense):
         why = (
             f"exchange={exchange}: each rank gets the sum of its own part of gradients only, as "
             'they are or in half precision; use None, "fp16" or "bf16"'
         )
     if why:
-        raise ValueError(at_rank(model.rank, f"shard_optimizer=True with {why}"))
+        raise ValueError(at_rank(rank, f"shard_optimizer=True with {why}"))
 
 
 def make_grid(world: Communicator, parts: int) -> tuple[Communicator, Communicator]:

@@ -74,7 +74,7 @@ OPTIMIZERS = {
     "adamw, global norm": lambda o: excluding(
         o.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), "bias"
     ),
-    "nadam, windows": lambda o: o.Nadam(
+    "windows": lambda o: o.Adam(
         0.01, gradient_accumulation_steps=3, global_clipnorm=0.1, use_ema=True, ema_momentum=0.9
     ),
     "overflow": lambda o: o.LossScaleOptimizer(
@@ -91,6 +91,7 @@ OTHERS = {
     "adagrad": lambda o: o.Adagrad(0.05, clipnorm=0.05),
     "adadelta": lambda o: o.Adadelta(0.5),
     "adamax, ema": lambda o: o.Adamax(0.01, use_ema=True, ema_momentum=0.9),
+    "nadam": lambda o: o.Nadam(0.01),
     "ftrl": lambda o: o.Ftrl(0.05),
     "lion, overwritten": lambda o: o.Lion(
         0.001, weight_decay=0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4
@@ -174,8 +175,8 @@ def test_equal_to_one_process(pool, name):
         np.testing.assert_allclose(loss_of_rank, loss, rtol=TOLERANCE)
     held = [slots_of_rank for _, slots_of_rank, _ in found]
     assert sum(held) == slots
-    if name == "adam, clipnorm":  # three slots; parts of a bucket end up to half a row later
-        assert max(held) <= slots / pool.size + 3 * 4
+    if name == "adam, clipnorm":  # three slots; parts begin and end up to half a row elsewhere
+        assert max(held) <= slots / pool.size + 3 * 9
 
 
 @pytest.mark.worlds(*WORLDS)
@@ -189,7 +190,7 @@ def test_gradients_in_half_precision(pool):
 
 # Saving.
 
-SAVED = "nadam, windows"
+SAVED = "windows"
 
 
 def resumed(directory, epochs, strategy=None):
