@@ -20,16 +20,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def create(path: Path) -> None:
-    """Make an empty file; remove any file or link of that name first.
-
-    Where other users may write to the folder, the name may be their link to a file that only this
-    user may change. So the link is removed, never followed.
-    """
-    path.unlink(missing_ok=True)
-    path.touch(exist_ok=False)
-
-
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[Path]:
     """Give the block a draft to write; it becomes the file if the block does not fail.
@@ -46,7 +36,10 @@ def written(file: Path) -> Iterator[Path]:
         (['file'], 'whole')
     """
     draft = file.with_name(f"{DRAFT}{os.getpid()}-{file.name}")
-    create(draft)
+    # Where other users may write to the folder, the name may be their link to a file that only this
+    # user may change. So the link is removed, never followed.
+    draft.unlink(missing_ok=True)
+    draft.touch(exist_ok=False)
     try:
         yield draft
         flush(draft)

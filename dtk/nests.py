@@ -29,7 +29,7 @@ Numbers: TypeAlias = "float | Array | tf.Tensor | Sequence[Numbers]"
 
 # A structure of tensors for `tf.nest`: a batch, a model's outputs, the logs of a step. None marks
 # an absent part.
-Nest: TypeAlias = "Leaf | tuple[Nest, ...] | list[Nest] | dict[str, Nest] | None"
+Tree: TypeAlias = "Leaf | tuple[Tree, ...] | list[Tree] | dict[str, Tree] | None"
 
 # Specs of the tensors of a structure, in the same structure.
 Specs: TypeAlias = "tf.TypeSpec | tuple[Specs, ...] | list[Specs] | dict[str, Specs] | None"

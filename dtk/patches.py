@@ -1,4 +1,4 @@
-"""Replace attributes of other packages: every patch of dtk goes through these two functions.
+"""Replace attributes of other packages: every patch of dtk goes through these functions.
 
 Contexts of several threads may overlap and end in any order, so each attribute has a stack:
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dtk.nests import Function
 
@@ -49,14 +49,33 @@ def patch(owner: object, **replacements: object) -> Iterator[None]:
                     del _stacks[id(owner), name]
 
 
-def patch_for_good(
-    owner: object, name: str, make: Callable[[Function[object]], Function[object]]
-) -> None:
-    """Replace a function by `make(original)` from now on; a later call replaces the replacement."""
+def patch_around(
+    owner: object, **functions: Function[object]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which functions of an owner are called through others.
+
+    Each gets the arguments of the call, and the function that was there as the keyword `original`.
+    """
+    return patch(owner, **{name: _around(getattr(owner, name), f) for name, f in functions.items()})
+
+
+def _around(original: Function[object], function: Function[object]) -> Function[object]:
+    @functools.wraps(original)
+    def around(*args: object, **kwargs: object) -> object:
+        return function(*args, original=original, **kwargs)
+
+    return around
+
+
+def patch_for_good(owner: object, name: str, function: Function[object]) -> None:
+    """Call a function through another from now on; a later call replaces the other.
+
+    It gets the arguments of the call, and the function that was there as the keyword `original`.
+    """
     with _lock:
         current = getattr(owner, name)
         original = getattr(current, "_dtk_original", current)
-        replacement = functools.wraps(original)(make(original))
+        replacement = _around(original, function)
         vars(replacement)["_dtk_original"] = original
         setattr(owner, name, replacement)
 

@@ -2,11 +2,15 @@
 
     host        what Python reads, and what counts and measures: this process's CPU
     messages    what a backend sends and receives, and the variables that keep messages in order
+    cards       what ranks send from GPU to GPU, if their backend links the GPUs: gradients,
+                weights, statistics and layers' activations, which are floats of 16 and 32 bits.
+                Counts, sizes, shares of a batch and Python values are others, and stay on the host
     reduction   what is computed of messages that have come: sums of blocks and of rows
     computing   a replica's step: the replica's GPU if it has one
     keeping     what an exchange remembers between steps: beside the gradients
 
-A backend that takes tensors of a GPU needs another answer here, and nowhere else.
+On GPUs TensorFlow sums by NCCL where the group's device is a GPU and the hint is "nccl"; ranks that
+name another device for one group are refused. So every message names its device, eagerly too.
 """
 
 from __future__ import annotations
@@ -31,6 +35,21 @@ def host() -> str:
 def messages() -> str:
     """Return the device on which backends take and leave the tensors of messages."""
     return _CPU
+
+
+def is_on_card(dtype: tf.DType) -> bool:
+    """Return whether ranks send values of a dtype from GPU to GPU, where GPUs are linked."""
+    return bool(dtype.is_floating) and dtype.size <= 4
+
+
+def is_gpu(device: str) -> bool:
+    """Return whether a device is a GPU.
+
+    Example:
+        >>> is_gpu("/gpu:0"), is_gpu("CPU:0")
+        (True, False)
+    """
+    return "gpu:" in device.lower()
 
 
 def reduction() -> str:

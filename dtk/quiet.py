@@ -23,8 +23,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 DEFAULT_LEVEL = "2"
 
@@ -44,11 +47,6 @@ _REAP_SECONDS = 0.5
 
 # One filter at a time: two threads could restore file descriptor 2 in the wrong order.
 _filtering = threading.Lock()
-
-
-def level_in(environ: Mapping[str, str]) -> str:
-    """Return an environment's TF_CPP_MIN_LOG_LEVEL, or dtk's default."""
-    return str(environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL))
 
 
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
@@ -103,86 +101,54 @@ def filtered() -> Iterator[None]:
     All other output arrives in order before the block ends, even if the block raises or the process
     ends inside it.
     """
-    level = level_in(os.environ)
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL)
     if level not in ("1", "2", "3") or not _filtering.acquire(blocking=False):
         yield
         return
     try:
-        helper = _start(level)
-        try:
+        with _led_through_helper(level):
             yield
-        finally:
-            if helper is not None:
-                _end(helper)
     finally:
         _filtering.release()
 
 
-class _Helper(NamedTuple):
-    """A running filter."""
+@contextlib.contextmanager
+def _led_through_helper(level: str) -> Iterator[None]:
+    """Lead file descriptor 2 through a helper in the block; change nothing if none can run."""
+    import subprocess  # here: the helper starts quicker without it
 
-    pid: int
-    stderr: int  # the real standard error
-    pipe: int  # the target of file descriptor 2 meanwhile
-    answers: int  # the helper writes here when it is ready, and closes it when it is done
-
-
-def _start(level: str) -> _Helper | None:
-    """Redirect file descriptor 2 through a helper; None, without a change, if none can run."""
-    with contextlib.ExitStack() as undo:
-
-        def opened(*descriptors: int) -> tuple[int, ...]:
-            for descriptor in descriptors:
-                undo.callback(os.close, descriptor)
-            return descriptors
-
-        try:
-            (stderr,) = opened(os.dup(2))
-            reading, pipe = opened(*os.pipe())
-            answers, answering = opened(*os.pipe())
-            pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", __file__, level],
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, reading, 0),
-                    (os.POSIX_SPAWN_DUP2, answering, 1),
-                ],
-                # A signal that ends this process must not end the helper before the last output.
-                setsigmask=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT],
+    with contextlib.ExitStack() as held:
+        answers = None
+        # There may be no standard error, no interpreter, or no descriptors left.
+        with contextlib.suppress(OSError, TypeError):
+            stderr = os.dup(2)
+            held.callback(os.close, stderr)
+            command = [sys.executable, "-I", "-S", __file__, level]
+            helper = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-        except (OSError, TypeError, ValueError):
-            return None  # no standard error, no interpreter, or no descriptors left
-        undo.pop_all()
-    os.close(reading)
-    os.close(answering)
-    helper = _Helper(pid, stderr, pipe, answers)
-    if os.read(answers, 1) != _READY:
-        _leave(helper)
-        return None
-    _flush()
-    os.dup2(pipe, 2)
-    return helper
+            assert helper.stdin is not None and helper.stdout is not None
+            held.callback(_reap, helper)
+            pipe, answers = map(held.enter_context, (helper.stdin, helper.stdout))
+        if answers is None or answers.read(1) != _READY:
+            yield
+            return
+        _flush()
+        os.dup2(pipe.fileno(), 2)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(stderr, 2)
+            with contextlib.suppress(OSError):
+                pipe.write(_END)
+                answers.read(1)  # it closes them once it has passed everything on
 
 
-def _end(helper: _Helper) -> None:
-    """Restore file descriptor 2 once the helper has passed everything on."""
-    _flush()
-    os.dup2(helper.stderr, 2)
-    with contextlib.suppress(OSError):
-        os.write(helper.pipe, _END)
-        os.read(helper.answers, 1)
-    _leave(helper)
-
-
-def _leave(helper: _Helper) -> None:
-    for descriptor in (helper.pipe, helper.answers, helper.stderr):
-        os.close(descriptor)
-    # The helper ends when no process holds the pipe; a program started in the block may still.
-    deadline = time.monotonic() + _REAP_SECONDS
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(helper.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
+def _reap(helper: subprocess.Popen[bytes]) -> None:
+    """Wait for the helper's end: while a program from the block holds its pipe, it goes on."""
+    with contextlib.suppress(Exception):
+        helper.wait(_REAP_SECONDS)
 
 
 def _flush() -> None:
@@ -195,6 +161,9 @@ def _flush() -> None:
 
 def _pass_on(level: str) -> None:
     """Copy standard input to standard error without the noise, until the pipe is closed."""
+    # A signal that ends its parent must not end it before the last output.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
     gpu = os.path.exists(_GPU_DEVICE)
     os.write(1, _READY)
     rest, ended = b"", False

@@ -50,15 +50,11 @@ def _wanted(extra: str) -> list[str]:
     if url.startswith("file:") and _is_checkout(folder):
         return [f"{folder}[{extra}]"]
     if url.startswith("file:") and not folder.exists():  # the file is gone: list the extra's parts
-        split = (one.partition(";") for one in installed.requires or ())
-        return [name.strip() for name, _, when in split if f"extra == '{extra}'" in _plain(when)]
+        split = (one.replace('"', "'").partition(";") for one in installed.requires or ())
+        return [name.strip() for name, _, when in split if f"extra == '{extra}'" in when]
     if "vcs_info" in record:
         url = f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
     return [f"{wanted} @ {url}"]
-
-
-def _plain(marker: str) -> str:
-    return marker.replace('"', "'")
 
 
 def is_tested(package: str, version: str) -> bool:

@@ -5,9 +5,6 @@ import inspect
 import keras
 import pytest
 
-MULTI_OPTIMIZER = pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has MultiOptimizer from 3.15 on"
-)
 RENORM = pytest.mark.skipif(
     "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters,
     reason="Keras's BatchNormalization has renorm from 3.14 on",

@@ -12,6 +12,8 @@ import pytest
 from dtk import quiet
 from dtk.launch.job_processes import bootstrapped
 
+from launched import dtk_run
+
 PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 LINE = "{}0000 00:00:1795249997.071550   13725 port.cc:153] {}"
 NOTE, WARNING, ERROR = (
@@ -236,8 +238,7 @@ print("trained", file=sys.stderr)
 
 def test_a_real_start_prints_nothing_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text(REAL)
-    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = dtk_run("-n", "1", tmp_path / "train.py")
     assert (done.returncode, done.stderr) == (0, "[0] trained\n")
 
 

@@ -124,7 +124,8 @@ def walks() -> list[tuple[str, Walk]]:
     import keras
     import numpy as np
 
-    from dtk.trainer import feed, model_scope
+    from dtk.compat import keras_data
+    from dtk.trainer import model_scope
 
     strategy = dtk.strategies.MirroredStrategy(devices=2)
     with strategy.scope():
@@ -142,13 +143,13 @@ def walks() -> list[tuple[str, Walk]]:
             original(*args, **kwargs)
 
     model._maybe_symbolic_build = followed
-    opened = feed.EpochDataset.__iter__
+    opened = keras_data.EpochDataset.__iter__
 
-    def followed_opening(dataset: feed.EpochDataset) -> Iterator:
+    def followed_opening(dataset: keras_data.EpochDataset) -> Iterator:
         with batch.followed():
             return opened(dataset)
 
-    feed.EpochDataset.__iter__ = followed_opening
+    keras_data.EpochDataset.__iter__ = followed_opening
     apply = model.optimizer.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
 Each trial draws a phase (fit, evaluate, predict, save, start), a place in it and a fault: SIGSTOP,
 a sleep, or data that ends earlier on one rank. Looked at are: whether the job ends within its
 bound, which rank it names, whether the stack of that rank is there, and whether a process is left.
-Behind parameter servers a worker that is stuck must be replaced instead.
+Behind parameter servers a worker that is stuck must be replaced instead, and a rank that is only
+slow must be waited for. `tests/launch/test_stall_phases.py` makes one trial of each kind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from fault_jobs import BIN, END, RANKS, STALL, START, Way, awaited, started, ways
 
 PHASES = ("fit", "evaluate", "predict", "save", "start")
-FAULTS = ("stop", "sleep", "shorter")
+FAULTS = ("stop", "sleep", "shorter", "slow")
 SERVERS = "dtk run, servers"
 # Where a fault comes: in fit also while data is read, in a save also in the thread that writes.
 PLACES = {
@@ -29,14 +30,14 @@ PLACES = {
     "evaluate": ("callback",),
     "predict": ("callback",),
     "save": ("state", "thread", "beside"),
-    "start": ("import", "imported", "constructor", "trace"),
+    "start": ("import", "imported", "constructor", "build", "trace"),
 }
 NAMED = (
     r"rank (\d+), host \S+, (?:did nothing|reported nothing|got no data|has come to the end"
     r"|has left its script)"
 )
 SCRIPT = """
-import json, os, pathlib, signal, sys, threading, time
+import json, os, pathlib, signal, sys, threading, time, traceback
 asked = json.loads(sys.argv[1])
 phase, fault, place, victim = (asked[one] for one in ("phase", "fault", "place", "victim"))
 folder = pathlib.Path(asked["folder"])
@@ -62,6 +63,10 @@ def strike(where, inside=True):
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)
+    elif fault == "slow":
+        over = time.time() + 2 * asked["stall"]
+        while time.time() < over:
+            sum(range(10_000))
     else:
         time.sleep(600)
 
@@ -79,7 +84,8 @@ strategy = dtk.auto_strategy()
 
 class Struck(keras.layers.Layer):
     def call(self, x):
-        strike("trace")
+        strike("build")
+        strike("trace", any(frame.name == "run_step" for frame in traceback.extract_stack()))
         return x
 
 class Strike(keras.callbacks.Callback):
@@ -113,7 +119,7 @@ if place == "thread":
     os.rename = renamed
 
 with strategy.scope():
-    layers = [Struck()] if place == "trace" else []
+    layers = [Struck()] if place in ("build", "trace") else []
     layers += [keras.layers.Dense(8), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile("sgd", "mse")
@@ -163,7 +169,8 @@ def drawn(chance: random.Random, served: bool, phases: tuple[str, ...]) -> Trial
     if served:
         victim = chance.choice(("chief 0", "worker 0", "worker 1", "ps 0"))
         # Data is the chief's alone, and what serves runs nothing of the script but its beginning.
-        fault = "sleep" if fault == "shorter" else fault
+        fault = "sleep" if fault in ("shorter", "slow") else fault
+        place = "build" if place == "trace" else place
         if victim != "chief 0":
             fault = fault if phase == "start" else "stop"
             place = (
@@ -172,10 +179,17 @@ def drawn(chance: random.Random, served: bool, phases: tuple[str, ...]) -> Trial
     elif fault == "shorter" and phase == "start":
         fault = "sleep"
     elif phase == "save" and fault != "shorter":
+        # Rank 0 saves.
         victim = "1" if place == "beside" else "0"
     if served and phase == "save" and victim == "chief 0" and place == "beside":
         place = "state"
     return Trial(phase, fault, place, victim, chance.randrange(1, 6), chance.random() < 0.5)
+
+
+def every_way() -> list[Way]:
+    """Return the ways to start a job, with and without parameter servers."""
+    command = (str(BIN / "dtk"), "run", "-n", "2", "--ps", "1", "--stall-timeout", str(STALL))
+    return [*ways(), Way(SERVERS, command, "")]
 
 
 def run(count: int, words: list[str], seed: int, phases: tuple[str, ...]) -> int:
@@ -187,9 +201,7 @@ def run(count: int, words: list[str], seed: int, phases: tuple[str, ...]) -> int
         seed: Every choice follows from it.
         phases: Those to choose from.
     """
-    command = (str(BIN / "dtk"), "run", "-n", "2", "--ps", "1", "--stall-timeout", str(STALL))
-    every = [*ways(), Way(SERVERS, command, "")]
-    every = [way for way in every if all(word in way.name for word in words)]
+    every = [way for way in every_way() if all(word in way.name for word in words)]
     wrong = 0
     for index, way in enumerate(every):
         chance = random.Random(f"{seed} stalls {way.name}")
@@ -197,7 +209,7 @@ def run(count: int, words: list[str], seed: int, phases: tuple[str, ...]) -> int
         seen: dict[tuple[str, str], list[list[str]]] = collections.defaultdict(list)
         for _ in range(share):
             trial = drawn(chance, way.name == SERVERS, phases)
-            faults = struck(way, trial)
+            faults, _ = struck(way, trial)
             seen[trial.phase, trial.fault].append(faults)
         for (phase, fault), found in sorted(seen.items()):
             told = collections.Counter(one for faults in found for one in faults)
@@ -210,14 +222,14 @@ def run(count: int, words: list[str], seed: int, phases: tuple[str, ...]) -> int
     return wrong
 
 
-def struck(way: Way, trial: Trial) -> list[str]:
-    """Run a trial; return what was wrong, and print all that the job said if anything was."""
+def struck(way: Way, trial: Trial) -> tuple[list[str], str]:
+    """Run a trial; return what was wrong, which is printed too, and all that the job said."""
     served = way.name == SERVERS
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with tempfile.TemporaryDirectory(prefix="dtk-stall-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
-        asked = json.dumps({**trial._asdict(), "folder": name, "served": served})
+        asked = json.dumps({**trial._asdict(), "folder": name, "served": served, "stall": STALL})
         with (
             tempfile.TemporaryFile("w+") as told,
             started([*way.command, str(folder / "train.py"), asked], mark, told) as job,
@@ -231,12 +243,15 @@ def struck(way: Way, trial: Trial) -> list[str]:
             hit = (folder / "struck").exists()
             when = time.monotonic()
             survives = served and trial.victim.startswith("worker")
-            faults, text = awaited(job, mark, told, 3 * END if survives else END)
+            goes_on = survives or trial.fault == "slow"
+            faults, text = awaited(job, mark, told, 3 * END if goes_on else END)
             seconds = time.monotonic() - when
     if not hit:
         faults.append("not struck")
     elif survives:
         faults += _wrong_of_a_worker(job.returncode, text)
+    elif trial.fault == "slow":
+        faults += [f"ended with {job.returncode}"] if job.returncode else []
     else:
         faults += _wrong(way, trial, job.returncode, text)
     print(
@@ -246,7 +261,7 @@ def struck(way: Way, trial: Trial) -> list[str]:
     )
     if faults:
         print(f"--- {trial}, exit code {job.returncode}\n{text}", flush=True)
-    return faults
+    return faults, text
 
 
 def _wrong_of_a_worker(code: int, text: str) -> list[str]:
@@ -262,7 +277,7 @@ def _wrong(way: Way, trial: Trial, code: int, text: str) -> list[str]:
     if set(named) != {victim}:
         found.append("wrong rank" if named else "no rank")
     # Only the launcher can make a process speak that is stopped, or has made no strategy yet.
-    early = trial.phase == "start" and trial.place != "trace"
+    early = trial.phase == "start" and trial.place not in ("build", "trace")
     can_tell = way.name.startswith("dtk run") or not (early or trial.fault == "stop")
     if can_tell and not victim.startswith("ps") and named:
         mark = "Its stack" if trial.fault == "shorter" else " in strike"

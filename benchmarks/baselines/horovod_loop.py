@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from dtk.bench.models import PROBLEMS
-from dtk.bench.setting import bytes_of
+from dtk.bench.results import bytes_of
 from dtk.bench.worker import Measure, Tick
 
 Reduce = Callable[[list[Any]], list[Any]]

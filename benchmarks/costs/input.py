@@ -15,8 +15,8 @@ import tensorflow as tf
 from dtk.bench.turns import order
 from dtk.bench.variant import Fit
 from dtk.bench.worker import clock
+from dtk.compat import keras_data
 from dtk.input import slicing
-from dtk.trainer import feed
 
 import report
 from fits import mean_of_ranks, take, warm, watched
@@ -139,7 +139,7 @@ def speeds_table(setting, strategy):
     ]
     read = {}
     for one in variants:
-        with watched(feed, "cut") as cuts:
+        with watched(keras_data, "cut") as cuts:
             warm([one])
         read[one.name] = cuts[-1].result
     training = take(variants, setting.rounds, communicator)

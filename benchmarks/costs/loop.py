@@ -8,7 +8,7 @@ import sys
 
 import keras
 import tensorflow as tf
-from dtk.bench.variant import Fit, Variant
+from dtk.bench.variant import Fit
 
 import report
 from fits import take, warm
@@ -18,7 +18,7 @@ SPEED = report.at_least(0.98)
 SUM = tf.distribute.ReduceOp.SUM
 
 
-class Loop(Variant):
+class Loop:
     """An epoch of a loop over a distributed dataset, which reads the loss of every step.
 
     Args:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +26,10 @@ from typing import NamedTuple, cast
 
 from dtk.bench import worker
 from dtk.bench.ranks import Ranks, RanksFailed
-from dtk.bench.results import Reading
-from dtk.bench.setting import BenchError, Setting, check_names
+from dtk.bench.results import BenchError, Reading, Setting, check_names
 from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, Process, job_options, machines, plan
+from dtk.launch import COMMUNICATORS, Process, job_options, machines, plan
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -99,17 +98,16 @@ def place(launcher: str, argv: Sequence[str], places: Places) -> list[Process]:
     )
     kind = "horovod" if launcher in BUSY else launcher
     planned = plan(argv, places.workers, hosts=places.hosts, communicator=kind, survey=survey)
+    shared = dict(_SHARED)
     if launcher == MPI:
         # Ranks bind themselves, to the parts that `dtk run` would give them.
-        shares = {
-            **_SHARED,
-            **{n: v for n, v in planned[0].env.items() if not n.startswith(("HOROVOD_", "DTK_"))},
-            worker.CORES: json.dumps([one.cores for one in planned]),
-        }
-        return [mpirun(argv, places.workers, shares)]
+        shared[worker.CORES] = json.dumps([one.cores for one in planned])
+        given = planned[0].env.items()
+        shared |= {n: v for n, v in given if not n.startswith(("HOROVOD_", "DTK_"))}
+        return [mpirun(argv, places.workers, shared)]
     hosts = [one.host for one in planned]
     # PyTorch's own launcher sets these, by which its processes find each other.
-    shared = {**_SHARED, "WORLD_SIZE": str(len(planned))}
+    shared["WORLD_SIZE"] = str(len(planned))
     if planned[0].address:
         host, _, port = planned[0].address.rpartition(":")
         shared |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
@@ -130,15 +128,15 @@ def mpirun(
     binding: Sequence[str] = ("--bind-to", "none"),
 ) -> Process:
     """Return one process that starts all ranks, on this machine."""
-    started = [mpi_installs.find_other("mpirun") or "mpirun", "--oversubscribe", *binding]
-    if os.geteuid() == 0:
-        started.append("--allow-run-as-root")
+    found = mpi_installs.find_other("mpirun") or "mpirun"
+    as_root = ["--allow-run-as-root"] * (os.geteuid() == 0)
     # A rank that waits must not keep the others from computing.
-    started += ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers), *argv]
-    return Process("mpirun", "worker", 0, "localhost", tuple(started), env)
+    patient = ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers)]
+    started = (found, "--oversubscribe", *binding, *as_root, *patient, *argv)
+    return Process("mpirun", "worker", 0, "localhost", started, env)
 
 
-class BenchJob:
+class BenchJob(Ranks):
     """A job that measures when it is asked.
 
     Args:
@@ -161,41 +159,29 @@ class BenchJob:
         self.name, self.essential, self._busy = name, essential, busy
         self._unseen = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         output = sys.stderr if essential else self._unseen
-        self._ranks = Ranks(
-            processes, places.workers, output=output, remote_shell=places.remote_shell
-        )
+        shell = places.remote_shell
+        super().__init__(processes, places.workers, output=output, remote_shell=shell)
 
-    @property
-    def job(self) -> Job:
-        """What runs the processes."""
-        return self._ranks.job
-
-    @property
-    def hello(self) -> list[tuple[worker.RankHost, dict[str, str]]]:
-        """Where each rank runs, and the versions that it measures."""
-        # Pickled by `dtk.bench.worker`, as are all answers.
-        return cast(list[tuple[worker.RankHost, dict[str, str]]], self._ranks.hello)
-
-    def start(self) -> None:
+    def start(self, timeout: float = _START) -> None:
         """Start it, and wait until every rank has said hello."""
         with self._explained():
-            self._ranks.start(_START)
-        self._rest()
+            super().start(timeout)
+            self._rest()
 
     def build(self, task: str) -> tuple[int, list[str], dict[str, str]]:
         """Make ready for a task; return the model's parameters, what can be measured, what not."""
-        return cast(tuple[int, list[str], dict[str, str]], self._ask(("build", task))[0])
+        return cast(tuple[int, list[str], dict[str, str]], self._asked(("build", task))[0])
 
     def measure(self, name: str) -> list[Reading]:
         """Measure on all ranks at once."""
-        answers = cast(list[worker.Numbers], self._ask(("measure", name)))
+        answers = cast(list[worker.Numbers], self._asked(("measure", name)))
         return [Reading(**numbers) for numbers in answers]
 
-    def _ask(self, request: tuple[str, str]) -> list[object]:
+    def _asked(self, request: tuple[str, str]) -> list[object]:
         with self._explained():
-            answers = self._ranks.ask(request, _TURN)
-        self._rest()
-        return answers
+            answers = self.ask(request, _TURN)
+            self._rest()
+            return answers
 
     def _rest(self) -> None:
         """Stop the processes until they are asked again, if they are busy meanwhile.
@@ -203,8 +189,7 @@ class BenchJob:
         All must have answered: what one still sends, another waits for.
         """
         if self._busy:
-            with self._explained():
-                self._ranks.ask(worker.REST, _TURN)
+            self.ask(worker.REST, _TURN)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -214,16 +199,16 @@ class BenchJob:
         except TimeoutError as error:
             raise JobLost(str(error)) from None
         except RanksFailed:
-            if not self._ranks.ended(_FAIL) or self.job.failure is None:
+            if not self.ended(_FAIL) or self.job.failure is None:
                 raise JobLost("ended too early") from None
             process, code, words = self.job.failure
             host = "" if process.host == "localhost" else f" on {process.host}"
             why = f"{process.name}{host} ended with exit code {code}: {last_words(words)}"
             raise JobLost(why, code) from None
 
-    def close(self, hurry: bool = False) -> None:
-        """End every rank."""
-        self._ranks.close(0.0 if hurry else _END, hurry)
+    def close(self, patience: float = _END, hurry: bool = False) -> None:
+        """End every rank; in a hurry, without patience."""
+        super().close(0.0 if hurry else patience, hurry)
         self._unseen.close()
 
 
@@ -259,12 +244,8 @@ class Baseline:
 def find(folder: Path = FOLDER) -> Mapping[str, Baseline]:
     """Return the baselines of the repository that dtk is in, by name."""
     file = folder / "registry.py"
-    spec = importlib.util.spec_from_file_location("dtk_baselines", file)
-    if not file.exists() or spec is None or spec.loader is None:
-        return {}
-    registry = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(registry)
-    return {baseline.name: baseline for baseline in registry.BASELINES}
+    known = runpy.run_path(str(file))["BASELINES"] if file.exists() else ()
+    return {baseline.name: baseline for baseline in known}
 
 
 def choose(names: Sequence[str], known: Mapping[str, Baseline]) -> tuple[Baseline, ...]:

@@ -12,6 +12,7 @@ import rich.table
 from dtk.errors import DtkError
 
 Table = Sequence[Sequence[str]]  # a header, then rows
+Titled = tuple[str, Table]
 
 _WIDTH = 140  # of a table that goes to no terminal
 
@@ -20,23 +21,24 @@ class UnwritableError(DtkError, ValueError):
     """A file that could not be written."""
 
 
-def check_writable(option: str, file: str | None) -> None:
+def check_writable(json: str | None, markdown: str | None, plot: str | None) -> None:
     """Refuse, before anything is measured, a file that could not be written."""
-    if file is None:
-        return
-    path, why = Path(file), ""
-    if path.is_dir():
-        why = f" is a directory; name a file, e.g. `{path / 'bench'}`"
-    elif not path.parent.is_dir():
-        why = f": there is no directory {path.parent}; make it first"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = ": this user may not write there; name another file"
-    if why:
-        raise UnwritableError(f"{option} {file}{why}")
+    for option, file in {"--json": json, "--markdown": markdown, "--plot": plot}.items():
+        path, why = Path(file or os.devnull), ""
+        if path.is_dir():
+            why = f" is a directory; name a file, e.g. `{path / 'bench'}`"
+        elif not path.parent.is_dir():
+            why = f": there is no directory {path.parent}; make it first"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = ": this user may not write there; name another file"
+        if why:
+            raise UnwritableError(f"{option} {file}{why}")
 
 
-def show(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> None:
-    """Print them."""
+def show(tables: Sequence[Titled], notes: Sequence[str], file: str | None = None) -> None:
+    """Print them, and write them to a file as Markdown."""
+    if file is not None:
+        Path(file).write_text(markdown(tables, notes))
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -53,7 +55,7 @@ def show(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> None:
         console.print(note, soft_wrap=not console.is_terminal)
 
 
-def markdown(tables: Iterable[tuple[str, Table]], notes: Sequence[str]) -> str:
+def markdown(tables: Iterable[Titled], notes: Sequence[str]) -> str:
     """Return them as a page.
 
     Example:

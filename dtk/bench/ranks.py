@@ -85,9 +85,9 @@ class Ranks:
                 self._lines.append(self._accept(deadline))
         # Pickled objects have no type: the process that sends them has it.
         said = cast(list[tuple[int, object]], self._hear(timeout))
-        order = sorted(range(self._size), key=lambda one: said[one][0])
-        self.hello = [said[one][1] for one in order]
-        self._lines = [self._lines[one] for one in order]
+        ordered = sorted(zip(said, self._lines, strict=True), key=lambda one: one[0][0])
+        self.hello = [hello for (_, hello), _ in ordered]
+        self._lines = [line for _, line in ordered]
 
     def _accept(self, deadline: float) -> _Line:
         """Wait for a process that knows the key, as long as the job runs."""
@@ -120,11 +120,11 @@ class Ranks:
         failures: dict[int, NoAnswer] = {}
         while missing := {line: n for n, line in enumerate(self._lines) if n not in heard}:
             ready = connection.wait(list(missing), max(0.0, deadline - time.monotonic()))
-            if not ready and not failures:
+            if not ready and failures:
+                break
+            if not ready:
                 late = sorted(missing.values())
                 raise TimeoutError(f"no answer from ranks {late} after {timeout:g} s")
-            if not ready:
-                break
             heard |= {rank: _received(line) for line, rank in missing.items() if line in ready}
             failures = {rank: one for rank, one in heard.items() if isinstance(one, NoAnswer)}
             if failures:

@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtk.bench import page
-from dtk.bench.results import BenchResults, Reading, apart, in_step
-from dtk.bench.setting import BenchError, block_of, bytes_of
+from dtk.bench.results import BenchError, BenchResults, Reading, apart, block_of, bytes_of, in_step
 from dtk.bench.worker import RankHost
 from dtk.version import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Variants = Mapping[str, Sequence[list[Reading]]]
+Turns = Sequence[list[Reading]]
+Variants = Mapping[str, Turns]
 
 BOUND = "limit"
 # First word of jobs whose environment was changed, and of their own limit.
 TUNED = "tuned"
 IN_STEP = "limit in step"
-HEADER = ("", "steps/s", "ms per step (quartiles)", "of the limit")
 OWN = "of its own"
-COUNTS = ("sent per step", "communicating")
-HEADER_ALLREDUCE = ("", "ms (quartiles)", "GB/s")
 LEGEND = "Medians over turns, of means over workers."
 _LIMIT_LEGEND = (
     "limit: every worker trains by itself, with plain Keras, and sends nothing. Of the limit: its "
@@ -57,13 +54,19 @@ def table(
         >>> table(BenchResults(turns={"mlp": {"limit": turns}}), "mlp")[1]
         ('limit', '40.0', '25.0 (22.5 - 27.5)', '1.00', '0 B', '0 %')
     """
-    variants = _with_waiting(results, task)
-    size = bytes_of(task)
-    columns = _sizes(variants, size) if size else _trained(variants)
+    variants, count = _with_waiting(results, task), bytes_of(task)
+    rows = [
+        {"": name, **(_summed(turns, count) if count else _trained(name, turns, variants))}
+        for name, turns in variants.items()
+    ]
+    if not any(row.get(OWN) for row in rows):
+        rows = [{key: cell for key, cell in row.items() if key != OWN} for row in rows]
     if saved is not None:
-        columns[_COMPARED] = _compared(variants, _with_waiting(saved, task))
-    rows = zip(variants, *columns.values(), strict=True)
-    return [("", *columns), *rows]
+        earlier = _with_waiting(saved, task)
+        for name, row in zip(variants, rows, strict=True):
+            runs = [_milliseconds(run[name])[1] for run in (earlier, variants) if name in run]
+            row[_COMPARED] = f"{runs[0] / runs[1]:.2f}" if len(runs) == 2 else ""
+    return [tuple(next(iter(rows), ())), *(tuple(row.values()) for row in rows)]
 
 
 def _with_waiting(results: BenchResults, task: str) -> Variants:
@@ -83,34 +86,24 @@ def _waiting(turn: list[Reading]) -> list[Reading]:
     return [Reading(seconds, 0.0, part, turn[0].fit)]
 
 
-def _trained(variants: Variants) -> dict[str, list[str]]:
-    """Return the columns of a model's table, without the names."""
-    times = {name: _milliseconds(turns) for name, turns in variants.items()}
-    columns = {
-        HEADER[1]: [
-            f"{1000 / middle:.{digits(1000 / middle)}f}" for _, middle, _ in times.values()
-        ],
-        HEADER[2]: [_with_quartiles(found) for found in times.values()],
-        HEADER[3]: [_ratio(turns, variants.get(BOUND)) for turns in variants.values()],
-    }
-    own = [_ratio(turns, variants.get(own_bound(name))) for name, turns in variants.items()]
-    if any(own):
-        columns[OWN] = own
-    columns[COUNTS[0]] = [_known(turns, "sent", size) for turns in variants.values()]
-    columns[COUNTS[1]] = [
-        _known(turns, "communicating", lambda part: f"{100 * part:.0f} %")
-        for turns in variants.values()
-    ]
-    return columns
-
-
-def _sizes(variants: Variants, count: int) -> dict[str, list[str]]:
-    """Return the columns of an all-reduce's table, without the names."""
-    times = [_milliseconds(turns) for turns in variants.values()]
+def _trained(name: str, turns: Turns, variants: Variants) -> dict[str, str]:
+    """Return the cells of a row of a model's table."""
+    times = _milliseconds(turns)
+    speed = 1000 / times[1]
     return {
-        HEADER_ALLREDUCE[1]: [_with_quartiles(found) for found in times],
-        HEADER_ALLREDUCE[2]: [f"{count / middle / 1e6:.3g}" for _, middle, _ in times],
+        "steps/s": f"{speed:.{digits(speed)}f}",
+        "ms per step (quartiles)": _with_quartiles(times),
+        "of the limit": _ratio(turns, variants.get(BOUND)),
+        OWN: _ratio(turns, variants.get(own_bound(name))),
+        "sent per step": _known(turns, "sent", size),
+        "communicating": _known(turns, "communicating", lambda part: f"{100 * part:.0f} %"),
     }
+
+
+def _summed(turns: Turns, count: int) -> dict[str, str]:
+    """Return the cells of a row of an all-reduce's table."""
+    times = _milliseconds(turns)
+    return {"ms (quartiles)": _with_quartiles(times), "GB/s": f"{count / times[1] / 1e6:.3g}"}
 
 
 def own_bound(name: str) -> str:
@@ -123,7 +116,7 @@ def own_bound(name: str) -> str:
     return f"{name.split()[0]} {BOUND}"
 
 
-def _milliseconds(turns: Sequence[list[Reading]]) -> tuple[float, ...]:
+def _milliseconds(turns: Turns) -> tuple[float, ...]:
     return quartiles([1000 * seconds for seconds in means(turns, "seconds")])
 
 
@@ -142,66 +135,39 @@ def digits(value: float) -> int:
     return 1 if value >= 10 else 2 - math.floor(math.log10(value)) if value > 0 else 1
 
 
-def _ratio(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]] | None) -> str:
+def _ratio(turns: Turns, limit: Turns | None) -> str:
     return "" if limit is None else f"{statistics.median(of_the_bound(turns, limit)):.2f}"
 
 
-def _known(turns: Sequence[list[Reading]], what: str, write: Callable[[float], str]) -> str:
+def _known(turns: Turns, what: str, write: Callable[[float], str]) -> str:
     """Return the median of what may not be known."""
     if any(getattr(reading, what) is None for turn in turns for reading in turn):
         return ""
     return write(statistics.median(means(turns, what)))
 
 
-def _compared(variants: Variants, earlier: Variants) -> list[str]:
-    return [
-        f"{ratio(earlier[name], turns):.2f}" if name in earlier else ""
-        for name, turns in variants.items()
-    ]
-
-
 def bars(results: BenchResults, task: str) -> dict[str, tuple[float, ...]]:
     """Return what a plot shows of each variant."""
     variants = _with_waiting(results, task)
-    if not has_bound(results, task):
-        return {name: _milliseconds(turns) for name, turns in variants.items()}
-    limit = variants[BOUND]
-    return {name: quartiles(of_the_bound(turns, limit)) for name, turns in variants.items()}
+    limit = variants.get(BOUND)
+    return {
+        name: quartiles(of_the_bound(turns, limit)) if limit else _milliseconds(turns)
+        for name, turns in variants.items()
+    }
 
 
-def has_bound(results: BenchResults, task: str) -> bool:
-    """Return whether a task was measured without communication too."""
-    return BOUND in results.turns[task]
-
-
-def unit(results: BenchResults, task: str) -> str:
-    """Return what the numbers of `bars` are."""
-    return (
-        "speed, of the limit (bar: median, line: quartiles)" if has_bound(results, task) else "ms"
-    )
-
-
-def means(turns: Sequence[list[Reading]], what: str) -> list[float]:
+def means(turns: Turns, what: str) -> list[float]:
     """Return, of each measurement, the mean over its ranks of one number."""
     return [statistics.mean(getattr(reading, what) for reading in turn) for turn in turns]
 
 
-def of_the_bound(turns: Sequence[list[Reading]], limit: Sequence[list[Reading]]) -> list[float]:
+def of_the_bound(turns: Turns, limit: Turns) -> list[float]:
     """Return, of each round, the bound's time / this time.
 
     Within a round, because whatever else the machine did then fell on both alike.
     """
     pairs = zip(means(limit, "seconds"), means(turns, "seconds"), strict=True)
     return [least / this for least, this in pairs]
-
-
-def ratio(earlier: Sequence[list[Reading]], turns: Sequence[list[Reading]]) -> float:
-    """Return the median time of a step in an earlier run / in this one.
-
-    Above 1, this run is faster.
-    """
-    before, now = (statistics.median(means(many, "seconds")) for many in (earlier, turns))
-    return before / now
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
@@ -238,8 +204,7 @@ def title(results: BenchResults, task: str) -> str:
         >>> title(BenchResults(), "allreduce 4000")
         'all-reduce of 4.00 kB'
     """
-    count = bytes_of(task)
-    if count:
+    if count := bytes_of(task):
         return f"all-reduce of {size(count)}"
     return f"{task}, {results.parameters[task] / 1e6:.2f} M parameters"
 
@@ -278,28 +243,25 @@ def _hosts(ranks: Sequence[RankHost]) -> str:
     return f"{cores}, threads per worker: {threads}"
 
 
-def tables(
-    results: BenchResults, saved: BenchResults | None = None
-) -> list[tuple[str, page.Table]]:
+def tables(results: BenchResults, saved: BenchResults | None = None) -> list[page.Titled]:
     """Return a title and a table for each task."""
     return [(title(results, task), table(results, task, saved)) for task in results.turns]
 
 
 def notes(results: BenchResults, saved: BenchResults | None = None) -> list[str]:
     """Return what stands below the tables: what is missing, how to read them, and the setting."""
+    names = {name for task in results.turns for name in _with_waiting(results, task)}
+    told = results.setting.get("tuned")
+    legends = {
+        LEGEND: True,
+        _LIMIT_LEGEND: BOUND in names,
+        _IN_STEP_LEGEND: IN_STEP in names,
+        _OWN_LEGEND: any(own_bound(name) in names for name in names),
+        f"{TUNED}: under {', '.join(told or ())}.": told,
+        _BLOCK_LEGEND: any(map(block_of, results.setting.get("exchanges", ()))),
+    }
     lines = [f"Not measured: {name}: {why}." for name, why in results.absent.items()]
-    legend = [LEGEND]
-    if any(BOUND in names for names in results.turns.values()):
-        legend.append(_LIMIT_LEGEND)
-    if any(IN_STEP in _with_waiting(results, task) for task in results.turns):
-        legend.append(_IN_STEP_LEGEND)
-    if any(own_bound(name) in names for names in results.turns.values() for name in names):
-        legend.append(_OWN_LEGEND)
-    if results.setting.get("tuned"):
-        legend.append(f"{TUNED}: under {', '.join(results.setting['tuned'])}.")
-    if any(map(block_of, results.setting.get("exchanges", ()))):
-        legend.append(_BLOCK_LEGEND)
-    lines.append(" ".join(legend))
+    lines.append(" ".join(legend for legend, shown in legends.items() if shown))
     lines.append(f"Setting: {setting(results)}.")
     if saved is not None:
         lines.append(f"{_COMPARED}: time of a step there / here. Saved: {setting(saved)}.")
@@ -316,7 +278,7 @@ def check_plot(file: str) -> None:
     Example:
         >>> check_plot("bench.pdf")
         Traceback (most recent call last):
-        dtk.bench.setting.BenchError: --plot bench.pdf: expected a name in .svg or .png
+        dtk.bench.results.BenchError: --plot bench.pdf: expected a name in .svg or .png
     """
     if Path(file).suffix not in (".svg", ".png"):
         raise BenchError(f"--plot {file}: expected a name in .svg or .png")
@@ -341,21 +303,22 @@ def save_plot(results: BenchResults, file: str) -> None:
 
 
 def _draw(panel: Axes, results: BenchResults, task: str) -> None:
-    shown = bars(results, task)
+    shown, bound = bars(results, task), BOUND in results.turns[task]
     own = results.setting["communicators"]
     for row, (name, (low, middle, high)) in enumerate(shown.items()):
         color = _BAR if name.split()[0] in own else _PEER
         panel.barh(row, middle, color=color, height=0.7)
         panel.plot([low, high], [row, row], color=_INK, linewidth=1.2)
-        places = 2 if has_bound(results, task) else digits(middle)
+        places = 2 if bound else digits(middle)
         panel.text(high, row, f"  {middle:.{places}f}", va="center", fontsize=8)
     panel.set_yticks(range(len(shown)), list(shown), fontsize=8)
     panel.invert_yaxis()
     panel.set_title(title(results, task), fontsize=10, loc="left")
-    panel.set_xlabel(unit(results, task), fontsize=8)
+    unit = "speed, of the limit (bar: median, line: quartiles)" if bound else "ms"
+    panel.set_xlabel(unit, fontsize=8)
     panel.tick_params(axis="x", labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
     panel.margins(x=0.1)
     panel.set_xlim(left=0)
-    if has_bound(results, task):
+    if bound:
         panel.axvline(1.0, color=_INK, linewidth=0.8, linestyle=":")

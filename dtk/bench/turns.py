@@ -21,8 +21,8 @@ import rich.progress
 
 from dtk.bench import bench_jobs, report
 from dtk.bench.bench_jobs import Baseline, BenchJob, JobLost, Places, command
-from dtk.bench.results import BenchResults, Measured
-from dtk.bench.setting import Setting
+from dtk.bench.results import BenchResults, Measured, Setting
+from dtk.bench.worker import RankHost
 from dtk.errors import DtkError
 from dtk.launch import job_options
 
@@ -84,13 +84,13 @@ class BenchRun:
                     self._describe(communicators)
                     self.take_turns()
                 hurry = False
+                return 0
             except JobLost as lost:
                 click.echo(f"dtk bench: {lost}", err=True)
                 return lost.code
             finally:
                 for job in self.jobs:
-                    job.close(hurry)
-            return 0
+                    job.close(hurry=hurry)
 
         return job_options.interruptible(guarded, "bench", (one.job for one in self.jobs))
 
@@ -114,11 +114,11 @@ class BenchRun:
             if baseline.launcher == bench_jobs.MPI:
                 bench_jobs.check_mpirun(self.places.hosts)
             python = sys.executable
-            if baseline.python is None:
-                job_options.check_installed("horovod")
-            else:
+            if baseline.python:
                 self.bar.show(f"{baseline.name}: its environment ...")
                 python = baseline.python(lambda text: click.echo(f"dtk bench: {text}", err=True))
+            else:
+                job_options.check_installed("horovod")
             argv = command(f"{baseline.worker}:Worker", self.setting, python)
             self._start(baseline.name, baseline.launcher, argv, {}, essential=False)
         except DtkError as error:
@@ -133,13 +133,10 @@ class BenchRun:
         essential: bool = True,
     ) -> None:
         self.bar.show(f"{name}: starting ...")
-        processes = [
-            dataclasses.replace(one, env={**one.env, **changed})
-            for one in bench_jobs.place(launcher, argv, self.places)
-        ]
-        job = BenchJob(
-            name, processes, self.places, essential=essential, busy=launcher in bench_jobs.BUSY
-        )
+        placed = bench_jobs.place(launcher, argv, self.places)
+        processes = [dataclasses.replace(one, env={**one.env, **changed}) for one in placed]
+        busy = launcher in bench_jobs.BUSY
+        job = BenchJob(name, processes, self.places, essential=essential, busy=busy)
         self.jobs.append(job)
         try:
             job.start()
@@ -151,18 +148,18 @@ class BenchRun:
 
     def _describe(self, communicators: tuple[str, ...]) -> None:
         """Note what is measured, by whom, on what and with which versions."""
-        versions: dict[str, str] = {}
-        for job in self.jobs:
-            versions |= job.hello[0][1]
-        self.results.setting = {
-            **cast(Measured, dataclasses.asdict(self.setting)),  # asdict types no field
+        # Each rank's place, and the versions that it measures; pickled by `dtk.bench.worker`.
+        said = [cast(list[tuple[RankHost, dict[str, str]]], job.hello) for job in self.jobs]
+        found: dict[str, object] = {
+            **dataclasses.asdict(self.setting),
             "communicators": communicators,
             "tuned": tuple(f"{name}={value}" for name, value in self.tuned.items()),
             "worlds": [job.name for job in self.jobs],
             "workers": self.places.workers,
-            "ranks": [host for host, _ in self.jobs[0].hello],
-            "versions": versions,
+            "ranks": [host for host, _ in said[0]],
+            "versions": {name: of for hello in said for name, of in hello[0][1].items()},
         }
+        self.results.setting = cast(Measured, found)
 
     # --- taking turns ---
 
@@ -185,11 +182,11 @@ class BenchRun:
                 self.results.absent[f"{label(job, name)}, {task}"] = why
             # The first is the limit, which all others are compared with.
             expected = self.results.parameters[task] = self.results.parameters[task] or parameters
-            if names and parameters != expected:
+            if parameters == expected:
+                variants += [(job, name) for name in names]
+            elif names:
                 why = f"its model has {parameters} parameters, expected {expected}"
                 self.results.absent[f"{job.name}, {task}"] = why
-            else:
-                variants += [(job, name) for name in names]
         self.results.turns[task] = {label(*variant): [] for variant in variants}
         return variants
 

@@ -6,8 +6,8 @@ StrategyWorker    `fit` under an AllReduceStrategy, over what joins its ranks
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+import operator
 import time
 from collections.abc import Mapping
 
@@ -17,8 +17,8 @@ import tensorflow as tf
 from dtk import quiet
 from dtk.bench.models import PROBLEMS, Problem
 from dtk.bench.report import BOUND
-from dtk.bench.setting import Setting, block_of, bytes_of
-from dtk.bench.worker import Built, Counts, Tick
+from dtk.bench.results import Setting, block_of, bytes_of
+from dtk.bench.worker import Built, Measure, Numbers, Tick
 from dtk.cluster import detect
 from dtk.communicators import Communicator
 from dtk.communicators.local import NullCommunicator
@@ -29,19 +29,11 @@ from dtk.strategies import AllReduceStrategy, devices
 from dtk.trainer import undistributed_jobs
 from dtk.version import __version__
 
-
-class Variant(abc.ABC):
-    """Trains on every rank at once; all ranks take the same measurements in the same order."""
-
-    name: str  # as in the table
-
-    @abc.abstractmethod
-    def measure(self, tick: Tick) -> Counts:
-        """Train for one measurement."""
+_VERSIONS = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
 
 
-class Fit(Variant):
-    """Keras's `fit`, for an epoch a measurement."""
+class Fit:
+    """Keras's `fit`, for an epoch a measurement, named as in the table."""
 
     def __init__(
         self,
@@ -51,12 +43,11 @@ class Fit(Variant):
         steps: int,
         communicator: Communicator,
     ):
-        self.name = name
-        self.model = model
+        self.name, self.model = name, model
         self._data, self._steps, self._communicator = data, steps, communicator
 
-    def measure(self, tick: Tick) -> Counts:
-        """See `Variant.measure`."""
+    def measure(self, tick: Tick) -> Numbers:
+        """Train for one measurement, on every rank at once."""
         watch = Stopwatch(self._communicator, self._steps, tick)
         self.model.fit(**self._data, verbose=0, callbacks=[watch])
         return watch.counts()
@@ -87,11 +78,9 @@ class Stopwatch(keras.callbacks.Callback):
         if batch == self._steps:
             self._end = self._read()
 
-    def counts(self) -> Counts:
+    def counts(self) -> Numbers:
         """Return, of a step, `seconds`, bytes `sent` and the part spent `communicating`."""
-        seconds, sent, communicating = (
-            end - begin for begin, end in zip(self._begin, self._end, strict=True)
-        )
+        seconds, sent, communicating = map(operator.sub, self._end, self._begin)
         return {
             "seconds": seconds / self._steps,
             "sent": sent / self._steps,
@@ -116,27 +105,25 @@ class LocalFit(Fit):
         data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
         super().__init__(BOUND, model, data, setting.steps, communicator)
 
-    def measure(self, tick: Tick) -> Counts:
-        """See `Variant.measure`."""
+    def measure(self, tick: Tick) -> Numbers:
+        """See `Fit.measure`."""
         with tf.device(self._device), fused_kernels.patch_norms():
             return super().measure(tick)
 
 
-class DistributedFit(Fit):
-    """Keras's `fit` under a strategy of dtk's, with one exchange, its optimizer sharded or not."""
-
-    def __init__(
-        self, problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
-    ):
-        strategy.exchange = exchange_of(exchange)
-        with strategy.scope():
-            model = problem.compiled(keras, setting.shard_optimizer)
-        steps = setting.steps_with(exchange, strategy.size)
-        batch = setting.batch_size * strategy.size
-        x, y = problem.data((steps + 1) * batch)
-        data = {"x": x, "y": y, "batch_size": batch}
-        name = f"{exchange} sharded" if strategy.shard_optimizer else exchange
-        super().__init__(name, model, data, steps, strategy.communicator)
+def distributed_fit(
+    problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
+) -> Fit:
+    """Return Keras's `fit` under a strategy of dtk's, with one exchange, maybe sharded."""
+    strategy.exchange = exchange_of(exchange)
+    with strategy.scope():
+        model = problem.compiled(keras, setting.shard_optimizer)
+    steps = setting.steps_with(exchange, strategy.size)
+    batch = setting.batch_size * strategy.size
+    x, y = problem.data((steps + 1) * batch)
+    data = {"x": x, "y": y, "batch_size": batch}
+    name = f"{exchange} sharded" if strategy.shard_optimizer else exchange
+    return Fit(name, model, data, steps, strategy.communicator)
 
 
 def exchange_of(name: str) -> Exchange:
@@ -150,29 +137,22 @@ def exchange_of(name: str) -> Exchange:
     return BlockMomentum(rows) if rows else parse(None if name == "none" else name)
 
 
-class AllReduce(Variant):
-    """The sum of one tensor over all ranks by dtk, and nothing else."""
+def allreduce(size: int, setting: Setting, strategy: AllReduceStrategy) -> Measure:
+    """Return what measures the sum of one tensor over all ranks by dtk, and nothing else."""
+    (device,), communicator = strategy.extended.worker_devices, strategy.communicator
+    with tf.device(device):
+        values = tf.ones(size // 4)
+    # One element: to read all of them would copy them.
+    step = tf.function(lambda: communicator.allreduce(values)[0], jit_compile=False)
 
-    name = "allreduce"
-
-    def __init__(self, size: int, setting: Setting, strategy: AllReduceStrategy):
-        (device,) = strategy.extended.worker_devices
-        with tf.device(device):
-            self._values = tf.ones(size // 4)
-        self._step = tf.function(self._sum, jit_compile=False)
-        self._steps, self._communicator = setting.steps, strategy.communicator
-
-    def _sum(self) -> tf.Tensor:
-        # One element: to read all of them would copy them.
-        return self._communicator.allreduce(self._values)[0]
-
-    def measure(self, tick: Tick) -> Counts:
-        """See `Variant.measure`."""
-        before = self._communicator.bytes_sent
-        for _ in range(self._steps + 1):
-            self._step().numpy()
+    def measure(tick: Tick) -> Numbers:
+        before, steps = communicator.bytes_sent, setting.steps + 1
+        for _ in range(steps):
+            step().numpy()
             tick()
-        return {"sent": (self._communicator.bytes_sent - before) / (self._steps + 1)}
+        return {"sent": (communicator.bytes_sent - before) / steps}
+
+    return measure
 
 
 class LimitWorker:
@@ -188,7 +168,7 @@ class LimitWorker:
         with quiet.device_start():
             self._device = devices.pin(self._communicator)
         self.rank = self._communicator.rank
-        self.versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
+        self.versions = _VERSIONS
 
     def build(self, task: str) -> Built:
         keras.utils.clear_session()
@@ -207,21 +187,17 @@ class StrategyWorker:
         if self._setting.shard_optimizer:
             self._sharded = AllReduceStrategy(self._strategy.communicator, shard_optimizer=True)
         self.rank = self._strategy.rank
-        self.versions = {
-            "TensorFlow": tf.__version__,
-            "Keras": keras.__version__,
-            "dtk": __version__,
-        }
+        self.versions = {**_VERSIONS, "dtk": __version__}
 
     def build(self, task: str) -> Built:
         keras.utils.clear_session()
         if size := bytes_of(task):
-            return 0, {"allreduce": AllReduce(size, self._setting, self._strategy).measure}
+            return 0, {"allreduce": allreduce(size, self._setting, self._strategy)}
         variants = [
-            DistributedFit(PROBLEMS[task], self._setting, self._strategy, exchange)
+            distributed_fit(PROBLEMS[task], self._setting, self._strategy, exchange)
             for exchange in self._setting.exchanges
         ] + [
-            DistributedFit(PROBLEMS[task], self._setting, self._sharded, exchange)
+            distributed_fit(PROBLEMS[task], self._setting, self._sharded, exchange)
             for exchange in self._setting.sharded
         ]
         return variants[0].model.count_params(), {one.name: one.measure for one in variants}

@@ -40,21 +40,13 @@ Line: TypeAlias = "Connection[object, tuple[str, str] | None]"
 Tick = Callable[[], None]
 # Trains for one more step than is measured, calls its argument after each, and may say more of the
 # reading.
-Measure = Callable[[Tick], "Counts | None"]
+Measure = Callable[[Tick], "Numbers | None"]
 # Parameters of the model, 0 without one; and by name what can be measured, or why it cannot.
 Built: TypeAlias = "tuple[int, dict[str, Measure | str]]"
 
 
-class Counts(TypedDict, total=False):
-    """What is known of a reading better than by the clock."""
-
-    seconds: float
-    sent: float
-    communicating: float
-
-
-class Numbers(TypedDict):
-    """The fields of a `dtk.bench.results.Reading`."""
+class Numbers(TypedDict, total=False):
+    """The fields of a `dtk.bench.results.Reading`; a `Measure` may know some of them."""
 
     seconds: float
     sent: float | None
@@ -72,7 +64,7 @@ class RankHost(TypedDict):
 
 
 class BenchWorker(Protocol):
-    """What a rank measures, made from the fields of a `dtk.bench.setting.Setting`."""
+    """What a rank measures, made from the fields of a `dtk.bench.results.Setting`."""
 
     rank: int
     versions: dict[str, str]  # of the libraries that are measured, by name
@@ -95,7 +87,7 @@ def serve(make: Callable[[dict[str, object]], BenchWorker], setting: str, line: 
     while (request := _next(line)) is not None:
         task, name = request
         if task == "build":
-            found.clear()
+            found.clear()  # frees the model before
             parameters, found = worker.build(name)
             absent = {key: why for key, why in found.items() if isinstance(why, str)}
             line.send((parameters, [key for key in found if key not in absent], absent))

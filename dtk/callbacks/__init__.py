@@ -23,7 +23,12 @@ if TYPE_CHECKING:
         LearningRateScaling,
         epochs_per_worker,
     )
-    from dtk.callbacks.reports import CommunicationStats, ProgressPrinter, ServerReport
+    from dtk.callbacks.reports import (
+        CommunicationStats,
+        ProgressPrinter,
+        ServerReport,
+        TrainingSummary,
+    )
     from dtk.callbacks.sample_rate import MomentumSchedule, SampleRate
 
 _NAMES = {
@@ -39,7 +44,7 @@ _NAMES = {
     "evaluation": ("CrossValidation", "FinalTest", "HalveRate"),
     "find_non_finite": ("FindNonFinite",),
     "learning_rate": ("AsynchronousWarmup", "LearningRateScaling", "epochs_per_worker"),
-    "reports": ("CommunicationStats", "ProgressPrinter", "ServerReport"),
+    "reports": ("CommunicationStats", "ProgressPrinter", "ServerReport", "TrainingSummary"),
     "sample_rate": ("MomentumSchedule", "SampleRate"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

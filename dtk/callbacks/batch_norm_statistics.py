@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.compat import keras_models
 from dtk.input import slicing
-from dtk.nests import Logs, Nest
+from dtk.nests import Logs, Tree
 from dtk.schedules.runs import check_count
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.step_trial import Snapshot
@@ -63,7 +63,7 @@ class BatchNormStatistics(StrategyCallback):
     """
 
     def __init__(
-        self, data: Nest | tf.data.Dataset, batches: int = 1, batch_size: int | None = None
+        self, data: Tree | tf.data.Dataset, batches: int = 1, batch_size: int | None = None
     ):
         super().__init__()
         check_count("batches", batches)
@@ -124,7 +124,7 @@ class BatchNormStatistics(StrategyCallback):
         rows = tf.data.Dataset.from_tensor_slices((self._data,))
         return rows.batch(size).take(self._batches)
 
-    def _sums(self, data: Nest) -> tuple[tf.Tensor, ...]:
+    def _sums(self, data: Tree) -> tuple[tf.Tensor, ...]:
         """Compute each layer's n, sum x and sum x^2 over the world, in float64, in a replica."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.model(x, training=True)

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from dtk.callbacks.checkpointing import checkpoint_state
 from dtk.callbacks.learning_rate import check_settable, multiply_rate, rate_now
-from dtk.callbacks.sample_rate import sample_rate_of
+from dtk.callbacks.sample_rate import is_positive, sample_rate_of
 from dtk.callbacks.strategy_callback import SavedCallback, StrategyCallback
 from dtk.nests import Logs
-from dtk.schedules.runs import check_count, is_count, is_rate, parse_runs
+from dtk.schedules.runs import check_count, is_count, parse_runs, value_at
 from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
 # Sizes, or `(count, size)` pairs; rates in the same way, or a function of the epoch.
@@ -39,16 +39,6 @@ def parse_schedule(schedule: SizeSchedule) -> list[int]:
     """
     runs = parse_runs(schedule, "batch size", is_count, "an integer of at least 1")
     return [int(size) for count, size in runs for _ in range(count)]
-
-
-def size_at(sizes: Sequence[int], epoch: int) -> int:
-    """Return the batch size of an epoch; the last size persists.
-
-    Example:
-        >>> [size_at([64, 128], epoch) for epoch in range(4)]
-        [64, 128, 128, 128]
-    """
-    return sizes[min(epoch, len(sizes) - 1)]
 
 
 class BatchSizeSchedule(StrategyCallback):
@@ -96,7 +86,7 @@ class BatchSizeSchedule(StrategyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Cut this epoch's batches."""
-        self.trainer.feed.rebatch(size_at(self.sizes, epoch))
+        self.trainer.feed.rebatch(self.sizes[min(epoch, len(self.sizes) - 1)])
 
 
 def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
@@ -107,18 +97,13 @@ def rates_of(schedule: RateSchedule, epochs: int) -> list[float]:
         [0.1, 0.1, 0.01, 0.01]
     """
     if not callable(schedule):
-        runs = parse_runs(schedule, "learning rate", _is_positive, "a number above 0")
-        rates = [rate for count, rate in runs for _ in range(count)]
-        return [rates[min(epoch, len(rates) - 1)] for epoch in range(epochs)]
+        runs = parse_runs(schedule, "learning rate", is_positive, "a finite number above 0")
+        return [value_at(runs, epoch) for epoch in range(epochs)]
     rates = [float(schedule(epoch)) for epoch in range(epochs)]
     for epoch, rate in enumerate(rates):
-        if not _is_positive(rate):
+        if not is_positive(rate):
             raise ValueError(f"the learning rate of epoch {epoch} must be above 0, got {rate!r}")
     return rates
-
-
-def _is_positive(rate: object) -> bool:
-    return is_rate(rate) and bool(rate)
 
 
 def grow(
@@ -147,7 +132,13 @@ def grow(
     return plan
 
 
-class GrowBatchInsteadOfDecay(StrategyCallback):
+class _SetsSizeAndRate(StrategyCallback):
+    def sets_here(self) -> tuple[str, ...]:
+        """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
+        return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
+
+
+class GrowBatchInsteadOfDecay(_SetsSizeAndRate):
     """Multiply the global batch by a where a schedule would multiply the rate by 1/a.
 
     Give the schedule for `fit`'s batch size. This callback also sets the rate at the beginning of
@@ -202,10 +193,6 @@ class GrowBatchInsteadOfDecay(StrategyCallback):
         self.batch_size = batch_size
         self.plan: list[tuple[int, float]] = []
         self._rates: list[float] = []
-
-    def sets_here(self) -> tuple[str, ...]:
-        """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
-        return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Plan all epochs; raise before the first if the callback cannot work."""
@@ -311,7 +298,7 @@ def last_good(
     return best, told
 
 
-class AutoBatchSize(SavedCallback):
+class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
     """Search the global batch size every few epochs, by training a little with each size.
 
     Before an epoch, sizes from half to twice the last size are tried, each a factor of sqrt 2
@@ -379,10 +366,9 @@ class AutoBatchSize(SavedCallback):
         scale_rate: bool = True,
     ):
         super().__init__()
-        check_count("frequency", frequency)
-        check_count("trial_batches", trial_batches)
-        check_count("max_batch_size", max_batch_size)
-        check_count("multiple", multiple)
+        counts = {"frequency": frequency, "trial_batches": trial_batches, "multiple": multiple}
+        for name, count in {**counts, "max_batch_size": max_batch_size}.items():
+            check_count(name, count)
         check_count("batch_size", batch_size, none="fit's")
         if not 0 <= margin < math.inf:
             raise ValueError(f"margin must be 0 or more, got {margin!r}")
@@ -394,10 +380,6 @@ class AutoBatchSize(SavedCallback):
         self._size = self._initial = 0
         self._first_rate = 0.0
         self._searched: int | None = None
-
-    def sets_here(self) -> tuple[str, ...]:
-        """Return `sets` for this `fit`; with `SampleRate` the batch size only."""
-        return self.sets if sample_rate_of(self.trainer) is None else self.sets[:1]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise before the first epoch if the callback cannot work."""
@@ -429,7 +411,9 @@ class AutoBatchSize(SavedCallback):
         sample_rate = sample_rate_of(self.trainer)
         if sample_rate is not None:
             sample_rate.on_epoch_begin(epoch)  # Keras may call it only after this callback.
-        lower, upper = bounds(self._initial, self._size, self._rate_ratio(), self.max_batch_size)
+        now = self._rate_at(self._size)  # for one sample
+        ratio = now / self._first_rate if now and self._first_rate else 1.0
+        lower, upper = bounds(self._initial, self._size, ratio, self.max_batch_size)
         sizes = trial_sizes(lower, upper, self.multiple)
         found, self.trials = last_good(sizes, self._trial, self.margin)
         told = ", ".join(f"{loss:.4g} at {size}" for size, loss in self.trials.items())
@@ -437,13 +421,6 @@ class AutoBatchSize(SavedCallback):
         self.say(f"epoch {epoch + 1}: batch size {self._size} -> {size} (loss {told})")
         self._scale_rate(size)
         self._size = size
-
-    def _rate_ratio(self) -> float:
-        """Return the rate for one sample, relative to the beginning."""
-        now = self._rate_at(self._size)
-        if not now or not self._first_rate:
-            return 1.0
-        return now / self._first_rate
 
     def _rate_at(self, size: int) -> float:
         """Return the current rate, converted from a step of `size` rows to the initial size."""

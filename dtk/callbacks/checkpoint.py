@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -9,23 +10,17 @@ from typing import NoReturn
 
 import keras
 
-from dtk.callbacks.checkpointing import reading, writing
+from dtk.callbacks.checkpointing import contents
 from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
+from dtk.callbacks.checkpointing.contents import Background, TrainingProgress, on_chief
 from dtk.callbacks.checkpointing.directory_lock import DirectoryLock
-from dtk.callbacks.checkpointing.frequency import Frequency, better_when_larger, improvement
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
-from dtk.callbacks.checkpointing.writing import (
-    Background,
-    NotFiniteError,
-    TrainingProgress,
-    on_chief,
-    value_of,
-)
-from dtk.callbacks.strategy_callback import StrategyCallback
+from dtk.callbacks.strategy_callback import StrategyCallback, count_rows
+from dtk.compat.keras_data import Feed
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
-from dtk.schedules.runs import check_count
+from dtk.schedules.runs import check_count, is_count
 from dtk.trainer.replica.step_metrics import metric_variables
 
 
@@ -149,7 +144,13 @@ class Checkpoint(StrategyCallback):
         self._epoch = self._resumed_step = 0
         self._frequency.saved()
         self._trained = None
-        self._check_directories()
+        for other in self.beside(Checkpoint):
+            same = other.directory.resolve() == self.directory.resolve()
+            if other is not self and same:
+                raise ValueError(
+                    f"two Checkpoint callbacks write to {self.directory}; give each a "
+                    "directory of its own, or keep one"
+                )
         if self.save_on_sigterm and self is self._asked_by_sigterm()[-1]:
             self._termination = Termination(self.strategy.world)
             self._termination.install()
@@ -163,22 +164,26 @@ class Checkpoint(StrategyCallback):
             OSError: Nothing can be written to the directory.
             CheckpointInUseError: Another job saves to the directory; nothing of it was touched.
         """
-        on_chief(self.strategy, self._open)
+
+        def open_directory() -> None:
+            self.files.check_writable()
+            self._lock.take()
+
+        on_chief(self.strategy, open_directory)
         if self._begun:
             return
         self._begun = True
         trainer, epochs = self.trainer, self.params["epochs"]
-        parts = writing.parts_of(trainer)
+        parts = contents.parts_of(trainer)
         loaded = on_chief(
-            self.strategy,
-            lambda: reading.load_newest(self.files, trainer, self.resume, parts),
+            self.strategy, lambda: contents.load_newest(self.files, trainer, self.resume, parts)
         )
         if loaded is not None:
             name, state = loaded
-            reading.restore(state, trainer, epochs, parts)
+            contents.restore(state, trainer, epochs, parts)
             self._metrics, self._resumed_step = state["metrics"], state["step"]
             self.best, self._trained = state["best"], state["trained"]
-            self.say(reading.resume_message(state, epochs, self.directory / name))
+            self.say(contents.resume_message(state, epochs, self.directory / name))
 
     # Saving. Between steps means at the beginning of a batch: the step before it is complete on
     # every rank, and Keras need not wait for a step's logs.
@@ -196,9 +201,8 @@ class Checkpoint(StrategyCallback):
         """Save between two steps."""
         self._frequency.count(batch, self.trainer.feed, self.model)
         self._notice_failure()
-        ending = self._termination is not None and self._termination.wanted_after_step()
         progress = TrainingProgress(self._epoch, batch, in_epoch=True)
-        if ending:
+        if self._termination is not None and self._termination.wanted_after_step():
             self._exit(progress)
         if self._frequency.due and batch:
             self.save(progress)
@@ -209,7 +213,7 @@ class Checkpoint(StrategyCallback):
             self._termination.find_pace()
             if self._trained is None:
                 results = self.model.get_metrics_result()
-                self._trained = {name: value_of(value) for name, value in results.items()}
+                self._trained = {name: contents.value_of(value) for name, value in results.items()}
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save during validation, which changes nothing of what is saved."""
@@ -274,16 +278,11 @@ class Checkpoint(StrategyCallback):
             self.best = better
             note = {"epoch": progress.epoch, "monitor": self.monitor, "value": better}
         try:
-            return self.directory / writing.save(
-                self.trainer,
-                self.files,
-                progress,
-                self.max_to_keep,
-                self.best,
-                note,
-                self._background,
+            keep, background = self.max_to_keep, self._background
+            return self.directory / contents.save(
+                self.trainer, self.files, progress, keep, self.best, note, background
             )
-        except NotFiniteError as error:
+        except contents.NotFiniteError as error:
             self.best = self._best_before
             newest = self.files.newest()
             kept = f"the newest one stays {self.directory / newest}" if newest else "none is kept"
@@ -354,27 +353,150 @@ class Checkpoint(StrategyCallback):
             CorruptCheckpointError: It is not what was written.
             ValueError: It belongs to another model.
         """
-        return reading.load_weights(self.files, model, name)
+        return contents.load_weights(self.files, model, name)
 
     def _asked_by_sigterm(self) -> list[Checkpoint]:
         """Return the callbacks that save on SIGTERM; the last one acts, after all saw the step."""
         return [one for one in self.beside(Checkpoint) if one.save_on_sigterm]
-
-    def _open(self) -> None:
-        self.files.check_writable()
-        self._lock.take()
-
-    def _check_directories(self) -> None:
-        for other in self.beside(Checkpoint):
-            same = other.directory.resolve() == self.directory.resolve()
-            if other is not self and same:
-                raise ValueError(
-                    f"two Checkpoint callbacks write to {self.directory}; give each a "
-                    "directory of its own, or keep one"
-                )
 
     def _exit(self, progress: TrainingProgress) -> NoReturn:
         asked = [(one, one.save(progress)) for one in self._asked_by_sigterm()]
         saved = [str(path) for one, path in asked if one.finish() and path]
         self.say(f"SIGTERM: saved {' and '.join(saved) or 'nothing'}; start again to resume")
         raise SystemExit(EXIT_CODE)
+
+
+_BETTER_WHEN_LARGER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "cosine")
+_BETTER_WHEN_SMALLER = ("loss", "error", "mae", "mse", "mape", "msle", "crossentropy", "poisson")
+
+
+class Frequency:
+    """Counts steps and samples since the last checkpoint, alike on all ranks.
+
+    Example:
+        >>> Frequency(save_freq=500).each_epoch, Frequency().each_epoch
+        (False, True)
+    """
+
+    def __init__(self, save_freq: str | int = "epoch", save_every_samples: int | None = None):
+        if save_freq != "epoch" and not is_count(save_freq):
+            raise ValueError(
+                f"save_freq must be 'epoch' or a number of steps (1 or more), got {save_freq!r}"
+            )
+        check_count("save_every_samples", save_every_samples, none="save_freq")
+        if save_every_samples is not None and save_freq != "epoch":
+            raise ValueError(
+                f"save_freq={save_freq!r} and save_every_samples={save_every_samples!r} were both "
+                "given; keep one"
+            )
+        self._save_freq = save_freq
+        self._every_samples = save_every_samples
+        self.steps = self.samples = 0
+        self._last_step = 0
+        # Rows since the last checkpoint, and in this epoch, when they were last looked at; steps
+        # since then; rows of a step.
+        self._looked = self._total = self._unseen = 0
+        self._rate = 0.0
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether one is due after every epoch."""
+        return self._save_freq == "epoch" and self._every_samples is None
+
+    @property
+    def due(self) -> bool:
+        """Whether one is due now, by what was counted."""
+        if self._every_samples is not None:
+            return self.samples >= self._every_samples
+        return isinstance(self._save_freq, int) and self.steps >= self._save_freq
+
+    def begin_epoch(self, done: int, model: keras.Model) -> None:
+        """Begin to count the steps of an epoch."""
+        self._last_step = done
+        self._looked += round(self._unseen * self._rate)
+        self._unseen = 0
+        self._total = count_rows(model) if done and self._every_samples is not None else 0
+
+    def count(self, done: int, feed: Feed, model: keras.Model | None = None) -> None:
+        """Count what the epoch has done since the last call."""
+        steps = max(0, done - self._last_step)
+        self.steps += steps
+        if self._every_samples is not None and steps:
+            before, after = feed.rows_counted(self._last_step), feed.rows_counted(done)
+            if before is None or after is None:
+                self._estimate(steps, model)
+            else:
+                self.samples += after - before
+        self._last_step = max(done, self._last_step)
+
+    def _estimate(self, steps: int, model: keras.Model | None) -> None:
+        """Count rows by those of the steps before, and look where enough may have come.
+
+        To look takes a collective. It is done whenever half of what was left at the last look may
+        be there, or steps since the last checkpoint are twice as many: batches may have grown.
+        """
+        assert self._every_samples is not None
+        self._unseen += steps
+        left = self._every_samples - self._looked
+        enough = self._unseen * self._rate >= left / 2 or 2 * self._unseen >= self.steps
+        if model is not None and enough:
+            total = count_rows(model)
+            self._rate = (total - self._total) / self._unseen
+            self._looked += total - self._total
+            self._total, self._unseen = total, 0
+        self.samples = self._looked + round(self._unseen * self._rate)
+
+    def saved(self) -> None:
+        """Note that there is a checkpoint."""
+        self.steps = self.samples = 0
+        self._looked = -round(self._unseen * self._rate)
+
+
+def better_when_larger(monitor: str | None, mode: str) -> bool:
+    """Return whether larger values of a monitored number are better.
+
+    Example:
+        >>> better_when_larger("val_accuracy", "auto"), better_when_larger("val_loss", "auto")
+        (True, False)
+    """
+    if monitor is None:
+        return False
+    if not isinstance(monitor, str) or not monitor:
+        raise ValueError(
+            f"monitor={monitor!r}; expected the name of a number of the logs, such as 'val_loss', "
+            "or None"
+        )
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+    if mode != "auto":
+        return mode == "max"
+    name = monitor.lower()
+    if any(word in name for word in _BETTER_WHEN_SMALLER):
+        return False
+    if any(word in name for word in _BETTER_WHEN_LARGER):
+        return True
+    raise ValueError(f"the name {monitor!r} does not tell whether more is better; give mode")
+
+
+def improvement(
+    monitor: str | None, larger_is_better: bool, best: float | None, logs: Logs | None
+) -> float | None:
+    """Return an epoch's value of the monitored number if it is better than the best, else None.
+
+    Example:
+        >>> improvement("val_loss", False, None, {"val_loss": 0.5})
+        0.5
+        >>> improvement("val_loss", False, 0.5, {"val_loss": 0.6}) is None
+        True
+    """
+    if monitor is None or logs is None:
+        return None
+    if monitor not in logs:
+        raise ValueError(
+            f"Checkpoint: monitor={monitor!r} is not among this epoch's logs "
+            f"({', '.join(sorted(logs))})"
+        )
+    value = float(logs[monitor])
+    if best is None:
+        return None if math.isnan(value) else value
+    return value if (value > best if larger_is_better else value < best) else None

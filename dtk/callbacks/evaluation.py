@@ -12,7 +12,7 @@ from dtk.callbacks.batch_size import GrowBatchInsteadOfDecay
 from dtk.callbacks.learning_rate import check_settable, multiply_rate, rate_now
 from dtk.callbacks.sample_rate import sample_rate_of
 from dtk.callbacks.strategy_callback import SavedCallback, StrategyCallback, count_rows
-from dtk.nests import Logs, Nest
+from dtk.nests import Logs, Tree
 from dtk.schedules.runs import check_count
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks
@@ -31,7 +31,7 @@ class Evaluated(NamedTuple):
 class Evaluation:
     """Evaluates a model with `model.evaluate`, always on the same data."""
 
-    def __init__(self, name: str, data: Nest | tf.data.Dataset, batch_size: int | None):
+    def __init__(self, name: str, data: Tree | tf.data.Dataset, batch_size: int | None):
         check_count("batch_size", batch_size, none="fit's")
         if data is None:
             raise ValueError(f"the {name} is missing; give arrays (x, y), or a dataset")
@@ -52,14 +52,9 @@ class Evaluation:
         samples = _rows_of(x)
         batch_size = None if samples is None else self._batch_size or trainer.feed.batch_size()
         try:
+            how = {"batch_size": batch_size, "verbose": 0, "return_dict": True}
             numbers = model.evaluate(
-                x,
-                y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                callbacks=[counter],
-                verbose=0,
-                return_dict=True,
+                x, y, sample_weight=sample_weight, callbacks=[counter], **how
             )
             samples = count_rows(model) if samples is None else samples
         finally:
@@ -77,7 +72,7 @@ class _Counter(keras.callbacks.Callback):
         self.minibatches = min(batch + 1, self.params.get("steps") or batch + 1)
 
 
-def _rows_of(x: Nest | tf.data.Dataset) -> int | None:
+def _rows_of(x: Tree | tf.data.Dataset) -> int | None:
     """Return the number of rows of arrays; None for data in batches."""
     first = keras.tree.flatten(x)[0]
     return int(first.shape[0]) if getattr(first, "shape", None) else None
@@ -137,7 +132,7 @@ class CrossValidation(SavedCallback):
         self,
         every_samples: int,
         callback: Callable[[int, float, int, int], object],
-        validation_data: Nest | tf.data.Dataset,
+        validation_data: Tree | tf.data.Dataset,
         batch_size: int | None = None,
         monitor: str | Callable[[dict[str, float]], float] = "loss",
     ):
@@ -249,7 +244,7 @@ class HalveRate(CrossValidation):
     def __init__(
         self,
         every_samples: int,
-        validation_data: Nest | tf.data.Dataset,
+        validation_data: Tree | tf.data.Dataset,
         gain: float = 0.05,
         cuts: int = 6,
         first: float | None = None,
@@ -331,7 +326,7 @@ class FinalTest(StrategyCallback):
     Source: `TestConfig` of CNTK 2.
     """
 
-    def __init__(self, x: Nest | tf.data.Dataset, y: Nest = None, batch_size: int | None = None):
+    def __init__(self, x: Tree | tf.data.Dataset, y: Tree = None, batch_size: int | None = None):
         super().__init__()
         self._evaluation = Evaluation("test data", x if y is None else (x, y), batch_size)
         self.result: dict[str, float] | None = None

@@ -102,11 +102,13 @@ class FindNonFinite(StrategyCallback):
         mine = [note for e in exchanges for note in e.non_finite(math.isfinite(loss))]
         notes = [n for of in self.strategy.world.allgather_object(mine) for n in of]
         weights = non_finite_weights(self.model)
-        if math.isfinite(loss) and not notes and not weights:
+        self._said = not math.isfinite(loss) or bool(notes or weights)
+        if not self._said:
             return
-        self._said = True
+        parts = ["" if math.isfinite(loss) else f"the loss is {loss:g}", weights]
+        about = "; ".join(filter(None, parts)) or "the loss and all weights are finite"
         text = (
-            f"epoch {self._epoch + 1}, step {self._step}: {_about(loss, weights)}{_origin(notes)}"
+            f"epoch {self._epoch + 1}, step {self._step}: {about}{_origin(notes)}"
             f"{self._of_a_worker()}"
         )
         if self.action == "raise":
@@ -141,20 +143,15 @@ def non_finite_weights(model: keras.Model) -> str:
     return f"{_named(paths)} hold NaN or infinite numbers" if paths else ""
 
 
-def _about(loss: float, weights: str) -> str:
-    parts = ["" if math.isfinite(loss) else f"the loss is {loss:g}", weights]
-    return "; ".join(filter(None, parts)) or "the loss and all weights are finite"
-
-
 def _origin(notes: list[NonFinite]) -> str:
     """Name the rank and the variables of the first gradients that were not finite."""
     if not notes:
         return ""
     first = min(note.step for note in notes)
     notes = [note for note in notes if note.step == first]
-    several = len({(n.rank, n.replica) for n in notes}) > len({n.rank for n in notes})
     paths = list(dict.fromkeys(path for note in notes for path in note.variables))
     ranks = sorted({(n.rank, n.replica) for n in notes})
+    several = len(ranks) > len(dict(ranks))
     who = ", ".join(
         f"rank {rank}" + (f" (replica {replica})" if several or replica else "")
         for rank, replica in ranks

@@ -125,9 +125,8 @@ def momentum_buffers(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def multiply_momentum(optimizer: keras.Optimizer, factor: float) -> None:
-    if factor != 1.0:
-        for buffer in momentum_buffers(optimizer):
-            buffer.assign(buffer.value * factor)
+    for buffer in momentum_buffers(optimizer) if factor != 1.0 else ():
+        buffer.assign(buffer.value * factor)
 
 
 def epochs_per_worker(epochs: int, strategy: Strategy, minimum: int = 1) -> int:
@@ -244,8 +243,7 @@ class LearningRateScaling(StrategyCallback):
             raise ValueError(
                 f"warmup_epochs must be a finite number, 0 or more, got {warmup_epochs}"
             )
-        self.rule = rule
-        self.warmup_epochs = warmup_epochs
+        self.rule, self.warmup_epochs = rule, warmup_epochs
         self.momentum_correction = momentum_correction
         self._scaling: Scaling | None = None
 
@@ -310,10 +308,9 @@ class LearningRateScaling(StrategyCallback):
         scaling = self._scaling
         if scaling is None or scaling.warm:
             return
-        steps = self.trainer.feed.iterator.num_batches
         # Without the number of steps: the first epoch of a new batch size, over a dataset.
-        epochs = self._epoch + (0 if steps is None else batch / steps)
-        progress = epochs / self.warmup_epochs
+        steps = self.trainer.feed.iterator.num_batches or math.inf
+        progress = (self._epoch + batch / steps) / self.warmup_epochs
         factor = warm_up(scaling.factor, progress)
         scaling.apply(self.model.optimizer, factor, self.momentum_correction)
         scaling.warm = progress >= 1.0
@@ -452,7 +449,4 @@ def _saved_scaling(optimizer: keras.Optimizer, attribute: str) -> dict[str, floa
 def _restore_scaling(
     optimizer: keras.Optimizer, attribute: str, state: Mapping[str, float] | None
 ) -> None:
-    scaling = None
-    if state:
-        scaling = Scaling(state["base"], state["factor"], state["applied"], bool(state["warm"]))
-    setattr(optimizer, attribute, scaling)
+    setattr(optimizer, attribute, Scaling(**state) if state else None)  # type: ignore[arg-type]

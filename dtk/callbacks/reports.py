@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import TextIO
+from typing import NamedTuple, TextIO
+
+import keras
+import numpy as np
 
 from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.nests import Logs
@@ -83,10 +86,9 @@ class ProgressPrinter(StrategyCallback):
         self._trained = time.perf_counter()
         if self.freq is None or not is_due(self.freq, before, self._seen):
             return
-        steps = self.params.get("steps")
-        where = f"minibatch {self._seen}" + (f"/{steps}" if steps else "")
+        where = "/".join(map(str, filter(None, [self._seen, self.params.get("steps")])))
         speed = self._speed(self._printed, self._seen, self._trained - self._since)
-        self._print(f"epoch {self._where()}, {where}: {_numbers(logs)}{speed}")
+        self._print(f"epoch {self._where()}, minibatch {where}: {_numbers(logs)}{speed}")
         self._printed, self._since = self._seen, time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -107,7 +109,7 @@ class ProgressPrinter(StrategyCallback):
     def _speed(self, before: int, now: int, seconds: float) -> str:
         if not seconds:
             return ""
-        first, last = (self.trainer.feed.rows_in(steps) for steps in (before, now))
+        first, last = map(self.trainer.feed.rows_in, (before, now))
         if first is None or last is None:
             return f", {(now - before) / seconds:.4g} steps/s"
         return f", {(last - first) / seconds:.4g} samples/s"
@@ -194,6 +196,83 @@ class CommunicationStats(StrategyCallback):
         return sent, sum(group.seconds_communicating for group in groups), time.perf_counter()
 
 
+class Summary(NamedTuple):
+    """An epoch or an evaluation in three numbers.
+
+    Attributes:
+        loss: The loss.
+        metric: The first metric given to `compile`; None without one.
+        samples: Rows, of all ranks together; None where `fit` cannot know.
+    """
+
+    loss: float
+    metric: float | None
+    samples: int | None
+
+
+class TrainingSummary(StrategyCallback):
+    """Keep loss, metric and samples of every epoch, and of the last evaluation.
+
+    Attributes:
+        epoch_summaries: A `Summary` for each epoch of the last `fit`.
+        test_summary: The `Summary` of the last `evaluate`, or of the last validation in `fit`; None
+            before the first.
+
+    Example:
+        >>> import dtk, keras, numpy as np
+        >>> strategy = dtk.strategies.AllReduceStrategy(communicator="local")
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+        >>> summary = dtk.callbacks.TrainingSummary()
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[summary])
+        >>> len(summary.epoch_summaries), summary.epoch_summaries[-1].samples
+        (1, 8)
+
+    Source: `epoch_summaries` and `test_summary` of CNTK's `Function.train`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch_summaries: list[Summary] = []
+        self.test_summary: Summary | None = None
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the epochs of an earlier `fit`."""
+        self.epoch_summaries = []
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Count from the epoch's first step on."""
+        self._first, self._end = None, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Note the epoch's first step: a resumed epoch may begin in the middle."""
+        self._first = batch if self._first is None else self._first
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count steps."""
+        self._end = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Keep the epoch's numbers."""
+        first, last = (self.trainer.feed.rows_in(at) for at in (self._first or 0, self._end))
+        samples = None if first is None or last is None else last - first
+        self.epoch_summaries.append(self._summary(logs, samples))
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Keep the evaluation's numbers; its loss is a mean over the rows."""
+        counts = [metric.count for metric in self.model.metrics if hasattr(metric, "count")]
+        samples = round(float(keras.ops.convert_to_numpy(counts[0]))) if counts else None
+        self.test_summary = self._summary(logs, samples)
+
+    def _summary(self, logs: Logs | None, samples: int | None) -> Summary:
+        numbers = dict(logs or {})
+        loss = numbers.pop("loss", float("nan"))
+        names = [m for m in numbers if not m.startswith("val_") and m != "learning_rate"]
+        return Summary(loss, numbers[names[0]] if names else None, samples)
+
+
 class ServerReport(StrategyCallback):
     """Print a report of a parameter-server job after `fit`; put its traffic into the logs.
 
@@ -263,12 +342,8 @@ class ServerReport(StrategyCallback):
                 f"{worker['pulled'] / steps / 1e3:.1f} kB and pushed "
                 f"{worker['pushed'] / steps / 1e3:.1f} kB in each"
             )
-        ages: collections.Counter[int] = collections.Counter()
-        for histogram in self.epochs:
-            ages.update(histogram)
-        dropped, retried = (
-            now - then for now, then in zip(self._waste(), self._wasted, strict=True)
-        )
+        ages = sum(map(collections.Counter, self.epochs), collections.Counter[int]())
+        dropped, retried = np.subtract(self._waste(), self._wasted)
         if dropped or retried:
             self.say(
                 f"{dropped} results were not needed any more, {retried} slices were computed again "

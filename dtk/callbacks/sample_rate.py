@@ -41,14 +41,10 @@ class Momentum:
     retrace = True
 
     def __init__(self, optimizer: keras.Optimizer):
-        self._optimizer = optimizer
         self._variable = tf.Variable(
             optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
         )
-        self._value = float(optimizer.momentum)
-        self._put_into(optimizer)
-
-    def _put_into(self, optimizer: keras.Optimizer) -> None:
+        self.value = float(optimizer.momentum)  # of the next step
         update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
 
         @tf.autograph.experimental.do_not_convert
@@ -63,20 +59,11 @@ class Momentum:
 
         optimizer.update_step = update_step
 
-    @property
-    def value(self) -> float:
-        """Momentum of the next step."""
-        return self._value
-
     def set(self, value: float) -> None:
         """Set the momentum of the following steps."""
-        if value != self._value:
+        if value != self.value:
             self._variable.assign(value)
-            self._value = value
-
-    def carry_over(self, factor: float) -> None:
-        """Multiply the momentum buffers."""
-        multiply_momentum(self._optimizer, factor)
+            self.value = value
 
 
 class _Held:
@@ -131,15 +118,8 @@ def carried_over(before: float, after: float, nesterov: bool = False) -> float:
     return (before / after) ** (2 if nesterov else 1) * (1.0 - after) / (1.0 - before)
 
 
-def parse_time_constants(values: Values) -> Runs:
-    """Turn time constants in samples into runs; a number alone lasts for ever.
-
-    Example:
-        >>> parse_time_constants([0] * 2 + [1024]), parse_time_constants(700)
-        ([(1, 0), (1, 0), (1, 1024)], [(1, 700)])
-    """
-    given = [values] if isinstance(values, int | float) else values
-    return parse_runs(given, "time constant", is_rate, "a finite number, 0 or more")
+def is_positive(rate: object) -> bool:
+    return is_rate(rate) and bool(rate)
 
 
 class MomentumSchedule(SavedCallback):
@@ -193,7 +173,10 @@ class MomentumSchedule(SavedCallback):
         super().__init__()
         check_count("every_samples", every_samples, none="an epoch of fit")
         check_count("batch_size", batch_size, none="fit's")
-        self.time_constants = parse_time_constants(time_constants)
+        given = [time_constants] if isinstance(time_constants, int | float) else time_constants
+        self.time_constants = parse_runs(
+            given, "time constant", is_rate, "a finite number, 0 or more"
+        )
         self.every_samples, self.batch_size = every_samples, batch_size
         self._momentum: Momentum | None = None
         self._by_batch = False
@@ -361,9 +344,7 @@ class SampleRate(MomentumSchedule):
     ):
         super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
         given = [rate] if isinstance(rate, int | float) else rate
-        self.rates = parse_runs(
-            given, "rate per sample", lambda r: is_rate(r) and bool(r), "a finite number above 0"
-        )
+        self.rates = parse_runs(given, "rate per sample", is_positive, "a finite number above 0")
         self.momentum_correction = momentum_correction
         self._told = time_constant is not None
         self._optimizer: keras.Optimizer | None = None
@@ -384,12 +365,8 @@ class SampleRate(MomentumSchedule):
     def set_state(self, state: dict[str, object]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
-        values = cast("dict[str, float] | None", state["in_force"])
-        self._in_force = None
-        if values is not None:
-            self._in_force = _InForce(
-                values["planned"], values["momentum"], values["learning_rate"], int(values["rows"])
-            )
+        values = cast("dict[str, int] | None", state["in_force"])
+        self._in_force = None if values is None else _InForce(**values)
         if self._momentum is not None and self._in_force is not None:
             self._momentum.set(self._in_force.momentum)
 
@@ -412,11 +389,7 @@ class SampleRate(MomentumSchedule):
     def use(self, rows: int) -> None:
         """Set rate and momentum of a step, if they change."""
         before, planned, momentum = self._in_force, self._planned(), self.momentum_of(rows)
-        if before is not None and (planned, momentum, rows) == (
-            before.planned,
-            before.momentum,
-            before.rows,
-        ):
+        if before is not None and before == (planned, momentum, before.learning_rate, rows):
             return
         self._changed *= self._change()
         optimizer = self.model.optimizer
@@ -428,7 +401,7 @@ class SampleRate(MomentumSchedule):
                 nesterov = innermost(optimizer).nesterov
                 carried = carried_over(self._momentum.value, momentum, nesterov)
                 raised = 1.0 if before is None else planned / before.planned
-                self._momentum.carry_over(carried * raised)
+                multiply_momentum(optimizer, carried * raised)
             self._momentum.set(momentum)
         self._in_force = _InForce(planned, momentum, rate_now(optimizer), rows)
 
@@ -462,5 +435,4 @@ class SampleRate(MomentumSchedule):
 
 def sample_rate_of(trainer: DistributedTrainer) -> SampleRate | None:
     """Return the `SampleRate` callback of the running `fit`; None if there is none."""
-    found = (c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate))
-    return next(found, None)
+    return next((c for c in trainer.callbacks.callbacks if isinstance(c, SampleRate)), None)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TypeVar
 
 import click
 
-from dtk.bench import bench_jobs, page, report
-from dtk.bench.results import read
-from dtk.bench.setting import BLOCK, EXCHANGES, MODELS, TELLING, BenchError, Setting, parse_size
+from dtk.bench import bench_jobs, page, report, results
+from dtk.bench.results import BenchError, Setting
 from dtk.bench.turns import BenchRun
 from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import job_options
 
 _T = TypeVar("_T")
-_WORKERS = 2
+_WORKERS, _MANY = 2, click.IntRange(min=1)
 _BASELINES = bench_jobs.find()
 _PEER_HELP = (
     "Another framework to measure: "
@@ -33,6 +31,7 @@ _PEER_HELP = (
 @click.command(
     "bench",
     cls=job_options.JobCommand,
+    context_settings={"show_default": True},
     epilog="""
     \b
     dtk bench --model mlp --exchange none --exchange 1bit
@@ -62,7 +61,7 @@ _PEER_HELP = (
     "models",
     metavar="NAME",
     multiple=True,
-    help=f"One of {', '.join(MODELS)}; may be repeated. Default: all, without --allreduce.",
+    help=f"One of {', '.join(results.MODELS)}; may be repeated. Default: all, without --allreduce.",
 )
 @click.option(
     "--allreduce",
@@ -76,9 +75,9 @@ _PEER_HELP = (
     metavar="NAME",
     multiple=True,
     default=Setting.exchanges,
-    help=f"One of {', '.join(EXCHANGES)}, or {BLOCK}: block momentum, with so many rows of all "
-    "workers in a block; a turn of it is of whole blocks, of --steps steps or more. May be "
-    f"repeated. Default: {', '.join(Setting.exchanges)}.",
+    help=f"One of {', '.join(results.EXCHANGES)}, or {results.BLOCK}: block momentum, with so many "
+    "rows of all workers in a block; a turn of it is of whole blocks, of --steps steps or more. "
+    "May be repeated.",
 )
 @click.option(
     "--shard-optimizer",
@@ -86,13 +85,7 @@ _PEER_HELP = (
     help="Train with Adam, and measure dtk a second time with a part of Adam's slots on each "
     "worker, by AllReduceStrategy(shard_optimizer=True).",
 )
-@click.option(
-    "--peer",
-    "peers",
-    metavar="NAME",
-    multiple=True,
-    help=_PEER_HELP,
-)
+@click.option("--peer", "peers", metavar="NAME", multiple=True, help=_PEER_HELP)
 @click.option(
     "--tuned",
     metavar="NAME=VALUE",
@@ -100,11 +93,9 @@ _PEER_HELP = (
     help="Measure the limit and dtk a second time with this variable set, such as one that `dtk "
     "tune` prints; may be repeated.",
 )
-@click.option(
-    "--batch-size", default=Setting.batch_size, show_default=True, help="Rows per worker."
-)
-@click.option("--steps", default=Setting.steps, show_default=True, help="Steps of a turn.")
-@click.option("--rounds", default=Setting.rounds, show_default=True, help="Turns of each.")
+@click.option("--batch-size", type=_MANY, default=Setting.batch_size, help="Rows per worker.")
+@click.option("--steps", type=_MANY, default=Setting.steps, help="Steps of a turn.")
+@click.option("--rounds", type=_MANY, default=Setting.rounds, help="Turns of each.")
 @click.option(
     "--json",
     "json_file",
@@ -143,10 +134,10 @@ def bench(
 
     Times are per step, without the work that `fit` does once per epoch (the samples include it).
     """
-    models = _once(models) or (() if allreduce else MODELS)
-    sizes = tuple(map(parse_size, allreduce))
+    models = _once(models) or (() if allreduce else results.MODELS)
+    sizes = tuple(map(results.parse_size, allreduce))
     if json_file is not None and models:
-        sizes += TELLING
+        sizes += results.TELLING
     setting = Setting(
         models, _once(exchanges), batch_size, steps, rounds, _once(sizes), shard_optimizer
     )
@@ -157,10 +148,8 @@ def bench(
         setting.steps_with(name, count)
     communicators = _once(communicators) or (job_options.installed()[0],)
     chosen = bench_jobs.choose(_once(peers), _BASELINES)
-    saved = None if compare is None else read(compare)
-    files = {"--json": json_file, "--markdown": markdown_file, "--plot": plot_file}
-    for option, file in files.items():
-        page.check_writable(option, file)
+    saved = None if compare is None else results.read(compare)
+    page.check_writable(json_file, markdown_file, plot_file)
     for name in communicators:
         bench_jobs.check(name, where)
     if plot_file is not None:
@@ -168,19 +157,16 @@ def bench(
     places = bench_jobs.Places(count, where, remote_shell)
     run = BenchRun(setting, places, dict(map(_variable, tuned)))
     code = run.measure(communicators, chosen)
-    results = run.results
+    found = run.results
     if code:
-        results = results.ended_early(setting.tasks, f"ended with exit code {code}")
-        if not results.turns:
+        found = found.ended_early(setting.tasks, f"ended with exit code {code}")
+        if not found.turns:
             sys.exit(code)
-    shown = report.tables(results, saved), report.notes(results, saved)
     if json_file is not None:
-        results.save(json_file)
-    if markdown_file is not None:
-        Path(markdown_file).write_text(page.markdown(*shown))
+        found.save(json_file)
     if plot_file is not None:
-        report.save_plot(results, plot_file)
-    page.show(*shown)
+        report.save_plot(found, plot_file)
+    page.show(report.tables(found, saved), report.notes(found, saved), markdown_file)
     sys.exit(code)
 
 
@@ -198,8 +184,9 @@ def _variable(given: str) -> tuple[str, str]:
 
 
 def _count(workers: int | None, where: tuple[Host, ...]) -> int:
-    slots = sum(host.slots for host in where)
-    count = (slots or _WORKERS) if workers is None else workers
+    count = workers
+    if count is None:
+        count = sum(host.slots for host in where) or _WORKERS
     if count < 1:
         raise ClusterError(f"-n {count}: expected 2 or more, e.g. `dtk bench -n 2`")
     if count == 1:

@@ -44,8 +44,7 @@ def check(
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
     job_options.check_installed(communicator)
     planned = plan(command, workers, communicator=communicator)
-    processes = [dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned]
-    job = Job(processes)
+    job = Job([dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned])
 
     def wait() -> int:
         with job:

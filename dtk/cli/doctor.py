@@ -11,9 +11,12 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
+from typing import TypedDict
 
 import click
 import psutil
@@ -23,6 +26,7 @@ import rich.table
 
 from dtk import cluster, communicators
 from dtk.cluster import mpi_installs
+from dtk.cluster.environment import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
@@ -49,15 +53,32 @@ try:
 except Exception as error:
     found["keras_error"] = f"{type(error).__name__}: {error}"
 """
+_GPUS = """
+if "gpus" in found:
+    import ctypes, importlib.util
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    found["gpus"] = [one["device_name"] for one in details]
+    found["capabilities"] = [one["compute_capability"] for one in details]
+    built = tf.sysconfig.get_build_info()
+    found["cuda"], found["cudnn"] = built["cuda_version"], built["cudnn_version"]
+    found["kinds"] = [int(one.split("_")[1]) for one in built["cuda_compute_capabilities"]]
+    wheel = importlib.util.find_spec("nvidia")
+    places = [] if wheel is None else wheel.submodule_search_locations
+    for folder in ["", *(f"{one}/nccl/lib/" for one in places)]:
+        try:
+            version = ctypes.c_int()
+            ctypes.CDLL(f"{folder}libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+            found["nccl"] = version.value
+        except OSError:
+            pass
+"""
 _PRIVATE_NAMES = """
 if found.get("backend") == "tensorflow":
     try:
         import dtk.compat
     except ImportError as error:
         found["names_error"] = str(error)
-"""
-_TELL = """
-print(json.dumps(found))
 """
 
 
@@ -82,90 +103,126 @@ def doctor(hosts: str, port: int, firewall: bool) -> None:
     """Report what dtk finds here; exit with 1 if something needed is broken."""
     try:
         names = [host.name for host in cluster.parse_hosts(hosts)] if hosts.strip() else []
+        if firewall and not names:
+            raise click.UsageError("--firewall needs the hosts of the job: --hosts node1,node2")
+        if firewall:
+            click.echo(rules(names), nl=False)
+            return
     except ClusterError as error:
         raise click.UsageError(str(error)) from error
-    if firewall:
-        print_rules(names)
-        return
     with rich.console.Console(stderr=True).status("importing TensorFlow and Horovod ..."):
-        findings = examine()
-        findings += [*reach(names, port), *between(names)]
+        findings = [*examine(), *reach(names, port), *between(names)]
     show(findings)
     broken = [finding.what for finding in findings if finding.state == BROKEN]
     if broken:
         raise click.ClickException(f"broken: {', '.join(broken)}")
 
 
-def print_rules(hosts: list[str]) -> None:
-    """Print a firewall's rules for these hosts."""
-    if not hosts:
-        raise click.UsageError("--firewall needs the hosts of the job: --hosts node1,node2")
-    try:
-        click.echo(rules(hosts), nl=False)
-    except ClusterError as error:
-        raise click.UsageError(str(error)) from error
-
-
 def examine() -> list[Finding]:
     """Examine everything on this machine."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        asked_libraries = pool.submit(libraries)
-        asked_horovod = pool.submit(horovod)
-        asked_mpi = pool.submit(mpi4py)
-        here = environment()
+        asked = [pool.submit(horovod), pool.submit(mpi4py)]
+        imported = pool.submit(libraries)
+        kind, here = environment()
+        found_horovod, found_mpi = (one.result() for one in asked)
         return [
             Finding("dtk", __version__),
             Finding("Python", f"{platform.python_version()} ({sys.executable})"),
-            *asked_libraries.result(),
-            with_need(asked_horovod.result(), here[0]),
-            asked_mpi.result(),
+            *imported.result(),
+            with_need(found_horovod, kind),
+            found_mpi,
             mpirun(),
             joined_by(),
             isolation(),
             own_name(),
             cores(),
-            *here[1],
+            *here,
         ]
+
+
+def probe(script: str) -> tuple[bool, str]:
+    """Run Python; return whether it succeeded, and the last line that it wrote."""
+    ended = ask([sys.executable, "-c", script], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    lines = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines()
+    return not ended.returncode, (lines or [f"exit code {ended.returncode}"])[-1]
 
 
 def libraries() -> list[Finding]:
     """Import TensorFlow and Keras in a subprocess; list the GPUs that TensorFlow sees."""
-    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    probe = ask([sys.executable, "-c", _LIBRARIES + _PRIVATE_NAMES + _TELL], environ=quiet)
-    if probe.returncode:  # died without an exception, by a signal for example
-        lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
-        return [Finding("TensorFlow", f"importing it ends Python: {lines[-1]}", BROKEN)]
-    answer = json.loads(probe.stdout.strip().splitlines()[-1])
+    about_gpus = _GPUS if DRIVER.exists() else ""
+    good, said = probe(f"{_LIBRARIES}{about_gpus}{_PRIVATE_NAMES}\nprint(json.dumps(found))")
+    if not good:  # died without an exception, by a signal for example
+        return [Finding("TensorFlow", f"importing it ends Python: {said}", BROKEN)]
+    answer = json.loads(said)
+    findings = [tested("TensorFlow", answer)]
     if "tensorflow_error" in answer:
-        found = f"{answer['tensorflow_error']}. Next: pip install '{requirement('tensorflow')}'"
-        return [Finding("TensorFlow", found, BROKEN)]
-    gpus = answer["gpus"]
-    findings = [
-        tested("TensorFlow", answer["tensorflow"]),
-        Finding("GPUs", ", ".join(gpus) if gpus else "none that TensorFlow sees"),
-    ]
-    if "keras_error" in answer:
-        found = f"{answer['keras_error']}. Next: pip install '{requirement('keras')}'"
-        return [*findings, Finding("Keras", found, BROKEN)]
-    if answer["backend"] != "tensorflow":
-        found = (
-            f"{answer['keras']} on the {answer['backend']} backend, dtk needs tensorflow. "
-            "Next: export KERAS_BACKEND=tensorflow"
-        )
-        return [*findings, Finding("Keras", found, BROKEN)]
-    findings.append(tested("Keras", answer["keras"]))
+        return findings
+    findings += [*gpus(answer), tested("Keras", answer)]
+    if answer.get("backend", "tensorflow") != "tensorflow":
+        found = f"{answer['keras']} on the {answer['backend']} backend, dtk needs tensorflow. "
+        found += "Next: export KERAS_BACKEND=tensorflow"
+        findings[-1] = Finding("Keras", found, BROKEN)
     if "names_error" in answer:
         findings.append(Finding("Private names", answer["names_error"], BROKEN))
     return findings
 
 
-def tested(what: str, found: str) -> Finding:
+class GPUAnswer(TypedDict, total=False):
+    """TensorFlow's answer about GPUs; all but the names only where NVIDIA's driver is loaded."""
+
+    tensorflow: str
+    gpus: list[str]
+    capabilities: list[tuple[int, int]]  # compute capability of each
+    kinds: list[int]  # compute capabilities that TensorFlow was compiled for, times 10
+    cuda: str
+    cudnn: str
+    nccl: int  # such as 22304 for 2.23.4; missing without NCCL
+
+
+def gpus(answer: GPUAnswer) -> list[Finding]:
+    """Return what TensorFlow and NVIDIA's driver say of the GPUs, and what cures what they lack."""
+    cure = f"Next: pip install 'tensorflow[and-cuda]=={answer['tensorflow']}'"
+    seen = answer["gpus"]
+    if not DRIVER.exists():
+        return [Finding("GPUs", ", ".join(seen) or "none that TensorFlow sees")]
+    driver = re.search(r"Module +(?:for \S+ +)?([\d.]+)", DRIVER.read_text())
+    found = [Finding("NVIDIA's driver", driver[1] if driver else "of an unknown version")]
+    if not seen:
+        told = f"the driver is here, but TensorFlow sees none, for want of CUDA's libraries. {cure}"
+        return [*found, Finding("GPUs", told, BROKEN)]
+    oldest, newest = min(answer["kinds"]) / 10, max(answer["kinds"]) / 10
+    for place, (name, version) in enumerate(zip(seen, answer["capabilities"], strict=True)):
+        has = version[0] + version[1] / 10
+        told, state = f"{name}, compute capability {has}", OK
+        if has < oldest:
+            told, state = f"{told}: too old for this TensorFlow, from {oldest}", BROKEN
+        elif has > newest:
+            told += f": newer than this TensorFlow's {newest}, so it compiles first"
+            state = NOTE
+        found.append(Finding(f"GPU {place}", told, state))
+    told = f"TensorFlow was built for CUDA {answer['cuda']} and cuDNN {answer['cudnn']}"
+    found.append(Finding("CUDA", told))
+    if nccl := answer.get("nccl"):
+        found.append(Finding("NCCL", f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}"))
+    else:
+        found.append(Finding("NCCL", f"not found: gradients between GPUs need it. {cure}", NOTE))
+    if len(seen) > 1:
+        matrix = ask(["nvidia-smi", "topo", "-p2p", "r"]).stdout.partition("Legend")[0]
+        apart = len(re.findall(r"\b(NS|CNS|GNS|TNS|DR)\b", matrix))
+        told = "between all GPUs" if not apart else f"{apart} pairs of GPUs have none, and are slow"
+        found.append(Finding("P2P", told, NOTE if apart else OK))
+    return found
+
+
+def tested(what: str, answer: Mapping[str, str]) -> Finding:
     """Return the version of TensorFlow or Keras, and whether dtk was tested with it."""
     package = what.lower()
-    if is_tested(package, found):
-        return Finding(what, found)
-    cure = f"{found}, which dtk was not tested with. Next: pip install '{requirement(package)}'"
-    return Finding(what, cure, BROKEN)
+    cure = f"Next: pip install '{requirement(package)}'"
+    if f"{package}_error" in answer:
+        return Finding(what, f"{answer[f'{package}_error']}. {cure}", BROKEN)
+    if is_tested(package, answer[package]):
+        return Finding(what, answer[package])
+    return Finding(what, f"{answer[package]}, which dtk was not tested with. {cure}", BROKEN)
 
 
 def horovod() -> Finding:
@@ -179,29 +236,27 @@ def horovod() -> Finding:
 
 def mpi4py() -> Finding:
     """Load MPI by mpi4py, which is optional, in a subprocess; return the library's name."""
+    what, cure = "MPI (mpi4py)", f"Next: {pip_install('mpi')}"
     if not communicators.mpi_installed():
-        return Finding("MPI (mpi4py)", f"not installed. Next: {pip_install('mpi')}", NOTE)
+        return Finding(what, f"not installed. {cure}", NOTE)
     # Do not initialize MPI: inside an MPI job this process would become a part of the job.
     script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    script += "print(MPI.Get_library_version().splitlines()[0])"
-    probe = ask([sys.executable, "-c", script])
-    lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
-    said = lines[-1] if lines else f"exit code {probe.returncode}"
-    if probe.returncode:
-        return Finding("MPI (mpi4py)", f"{said}. Next: {pip_install('mpi')}", BROKEN)
-    return Finding("MPI (mpi4py)", said.partition(", package")[0])
+    good, said = probe(script + "print(MPI.Get_library_version().splitlines()[0])")
+    if not good:
+        return Finding(what, f"{said}. {cure}", BROKEN)
+    return Finding(what, said.partition(", package")[0])
 
 
 def joined_by() -> Finding:
     """Return the transport by which `dtk run` joins all-reduce ranks, and the reason."""
-    told = os.environ.get(COMMUNICATOR)
-    if told:
+    if told := os.environ.get(COMMUNICATOR):
         return Finding("dtk run", f"joins ranks by {told}: {COMMUNICATOR} says so")
-    path = mpi_installs.mpirun()
-    if path is None:
-        found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
-        return Finding("dtk run", found, NOTE)
-    return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
+    if path := mpi_installs.unasked():
+        return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
+    if has_gpu():
+        return Finding("dtk run", "joins ranks by TensorFlow's collectives, over NCCL on GPUs")
+    found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
+    return Finding("dtk run", found, NOTE)
 
 
 def isolation() -> Finding:
@@ -210,12 +265,10 @@ def isolation() -> Finding:
     if not any(name != "lo" for _, name in socket.if_nameindex()):
         return Finding(what, "this machine has only loopback: other hosts cannot reach a job")
     open_to = "TensorFlow's gRPC listens on every interface of this machine, without a password"
-    script = "from dtk.launch.network import isolate; isolate()"
-    probe = ask([sys.executable, "-c", script])
-    if probe.returncode == 0:
+    good, said = probe("from dtk.launch.network import isolate; isolate()")
+    if good:
         return Finding(what, f"{open_to}; `dtk run --isolate` keeps a job to itself")
-    lines = probe.stderr.strip().splitlines()
-    why = lines[-1].rpartition("--isolate: ")[2] if lines else f"exit code {probe.returncode}"
+    why = said.rpartition("--isolate: ")[2]
     return Finding(what, f"{open_to}; `dtk run --isolate` does not work here: {why}", NOTE)
 
 
@@ -227,11 +280,11 @@ def own_name() -> Finding:
     except OSError as error:
         found = f"{name} means no address ({error}). Next: add it to /etc/hosts"
         return Finding(what, found, NOTE)
-    if address.startswith("127."):
-        found = f"{name} means {address}, where no other host reaches it: a job on several hosts "
-        found += "over a Horovod that was not built by `dtk install-horovod` is refused"
-        return Finding(what, found, NOTE)
-    return Finding(what, f"{name} means {address}")
+    found = f"{name} means {address}"
+    if not address.startswith("127."):
+        return Finding(what, found)
+    found += ", where no other host reaches it: a job on several hosts over a Horovod that was not "
+    return Finding(what, f"{found}built by `dtk install-horovod` is refused", NOTE)
 
 
 def between(hosts: list[str]) -> list[Finding]:
@@ -250,22 +303,18 @@ def environment() -> tuple[str, list[Finding]]:
     except ClusterError as error:
         return "", [Finding("Cluster", str(error), BROKEN)]
     place = f"{here.kind}, {here.role} rank {here.rank} of {here.size}: {here.reason}"
-    told = os.environ.get(COMMUNICATOR)
-    choice = (
-        communicators.Choice(told, f"{COMMUNICATOR} says so")
-        if told
-        else communicators.choose(here)
-    )
-    joined = Finding("Communicator", f"{choice.name}: {choice.why}")
-    return here.kind, [Finding("Cluster", place), *([joined] if here.size > 1 else [])]
+    findings = [Finding("Cluster", place)]
+    if here.size > 1:
+        told, choice = os.environ.get(COMMUNICATOR), communicators.choose(here)
+        found = f"{told}: {COMMUNICATOR} says so" if told else f"{choice.name}: {choice.why}"
+        findings.append(Finding("Communicator", found))
+    return here.kind, findings
 
 
 def with_need(found: Finding, kind: str) -> Finding:
     """Make missing Horovod an error under horovodrun, or under mpirun without mpi4py."""
     needed = kind == "horovod" or (kind == "mpi" and not communicators.mpi_installed())
-    if found.state == NOTE and needed:
-        return dataclasses.replace(found, state=BROKEN)
-    return found
+    return dataclasses.replace(found, state=BROKEN) if found.state == NOTE and needed else found
 
 
 def mpirun() -> Finding:

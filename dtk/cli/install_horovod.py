@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import click
 import rich.console
 
+from dtk import cache
 from dtk.errors import DtkError
 from dtk.horovod_build import build, reduction_check
 from dtk.horovod_build.build import HOROVOD_VERSION, HorovodBuildError
@@ -54,9 +55,8 @@ def install_horovod(
         if check:
             check_installed(without_mpi)
             return
-        folder = build.cache_root()
         over = "Gloo" if without_mpi else "Gloo and MPI"
-        click.echo(PLAN.format(cache=folder, over=over))
+        click.echo(PLAN.format(cache=cache.folder() / "wheels", over=over))
         wheel = obtain_wheel(without_mpi, sdist, rebuild, verbose)
         if wheel_only:
             click.echo(f"wheel: {wheel}")
@@ -80,7 +80,7 @@ def obtain_wheel(
     tensorflow = build.tensorflow_version()
     with_mpi = f"{mpi.vendor} {mpi.version}" if mpi else "no MPI (--without-mpi)"
     click.echo(f"found: TensorFlow {tensorflow}, {compiler}, {with_mpi}")
-    folder = build.cache_root() / build.cache_key(tensorflow, mpi)
+    folder = cache.folder() / "wheels" / build.cache_key(tensorflow, mpi)
     cached = build.cached_wheel(folder)
     if cached and not rebuild and sdist is None:
         click.echo(f"cached: {cached}\nskipped: download and build (--rebuild does them again)")
@@ -108,14 +108,12 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
     """Install the wheel and what it imports into the running environment."""
     log = wheel.with_name("install.log")
     log.write_text("")
-    pip = [*build.PIP, "install"]
-    failed = f"{wheel.name} could not be installed"
+    # forced: the installed version may be the same, but built for another TensorFlow or MPI
+    forced = ["--no-deps", "--force-reinstall", str(wheel)]
     with step(f"installing {wheel.name}", verbose):
-        requirements = build.RUNTIME_REQUIREMENTS
-        build.run_logged([*pip, *requirements], log, failed, echo=verbose)
-        # forced: the installed version may be the same, but built for another TensorFlow or MPI
-        command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
-        build.run_logged(command, log, failed, echo=verbose)
+        for what in (build.RUNTIME_REQUIREMENTS, forced):
+            command, failed = [*build.PIP, "install", *what], f"{wheel.name} could not be installed"
+            build.run_logged(log, verbose, command, failed)
 
 
 def check_installed(without_mpi: bool) -> None:
@@ -127,18 +125,16 @@ def check_installed(without_mpi: bool) -> None:
         raise HorovodBuildError(
             "this Horovod can reduce over nothing. Next: dtk install-horovod --rebuild"
         )
-    checks = [("Gloo", found.gloo, reduction_check.check_gloo)]
-    if without_mpi:
-        click.echo("skipped: the check over MPI (--without-mpi)")
-    else:
-        checks.append(("MPI", found.mpi, reduction_check.check_mpi))
-    for name, built, reduces in checks:
-        if built:
+    gloo = "Gloo", found.gloo, reduction_check.check_gloo
+    for name, built, reduces in (gloo, ("MPI", found.mpi, reduction_check.check_mpi)):
+        if name == "MPI" and without_mpi:
+            click.echo("skipped: the check over MPI (--without-mpi)")
+        elif not built:
+            click.echo(f"skipped: the check over {name}, which this Horovod was built without")
+        else:
             with step(f"two processes over {name}"):
                 seconds = reduces()
             click.echo(f"checked: over {name}, ranks gave 1 and 2, both read 3 ({seconds:.0f} s)")
-        else:
-            click.echo(f"skipped: the check over {name}, which this Horovod was built without")
 
 
 @contextlib.contextmanager

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import click
 
 from dtk.version import __version__
 
-# name: (module, one-line help). The help is here so that `dtk --help` imports nothing; the command
-# in the module has the name of the module's last part.
+# name: (module, one-line help). The help is here so that `dtk --help` imports nothing. The function
+# in the module has the name of the command, with "_" for "-".
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
-    "plan": ("dtk.cli.plan", "Predict time, efficiency and cost on more workers than you have."),
+    "plan": ("dtk.cli.planner", "Predict time, efficiency and cost on more workers than you have."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),
     "install-horovod": ("dtk.cli.install_horovod", "Build and install Horovod, and check it."),
 }
@@ -26,15 +25,15 @@ class LazyGroup(click.Group):
     """A group that imports a subcommand when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands that are part of this installation."""
-        return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
+        """Return the names of the commands."""
+        return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return one command; None if there is none with this name."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), module.rpartition(".")[2])
+        command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 
@@ -42,11 +41,11 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was called."""
-        name, known = args[0], self.list_commands(ctx)
-        if name not in known and not name.startswith("-"):
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
             import difflib  # takes a millisecond, only after a typing error
 
-            close = " or ".join(difflib.get_close_matches(name, known, n=2))
+            close = " or ".join(difflib.get_close_matches(name, COMMANDS, n=2))
             told = f"no such command: {name}" + (f", did you mean {close}?" if close else "")
             raise click.UsageError(told, ctx)
         return super().resolve_command(ctx, args)
@@ -54,7 +53,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
 
 
 @click.group(

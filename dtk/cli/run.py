@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from dtk.cli.preflight import Preflight
 from dtk.cluster import Host, progress
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
@@ -175,7 +174,12 @@ def run(
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
     def planned(attempt: Attempt) -> Job:
-        preflight = Preflight(remote_shell)
+        facts: dict[str, machines.HostFacts] = {}
+
+        def survey(host: str, ports: int) -> machines.HostFacts:
+            facts[host] = machines.survey(host, ports, remote_shell)
+            return facts[host]
+
         make = functools.partial(
             plan,
             command,
@@ -184,7 +188,7 @@ def run(
             ps=ps,
             evaluator=evaluator,
             bind=bind,
-            survey=preflight.survey,
+            survey=survey,
         )
         processes = make(communicator=communicator)
         if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
@@ -192,7 +196,7 @@ def run(
             best = step_settings.communicator(command, processes[0].env)
             if best in job_options.installed():
                 processes = make(communicator=best)
-        for notice in preflight.check():
+        for notice in machines.compare(facts):
             screen.say(notice)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         # So a rank that crashes in C++ prints where in the script.

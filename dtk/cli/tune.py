@@ -10,6 +10,7 @@ whatever else the machine does falls on all alike.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import io
@@ -26,14 +27,8 @@ import rich.console
 import rich.table
 
 from dtk.cli.run import command_of
-from dtk.cluster.variables import (
-    COMMUNICATOR,
-    FUSED_ADAM,
-    FUSED_BATCH_NORM,
-    JIT_COMPILE,
-    STEP_SETTINGS,
-    TIME_STEPS,
-)
+from dtk.cluster import variables as names
+from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
 from dtk.launch import Job, Process, job_options, plan, step_settings
 from dtk.launch.step_settings import StepSettings
@@ -48,16 +43,16 @@ Variables = Mapping[str, str]
 
 @click.command(
     cls=job_options.JobCommand,
-    context_settings={"allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False, "show_default": True},
     epilog="""
     \b
     dtk tune train.py --batch-size 256
     dtk tune --forget train.py
     """,
 )
-@click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
+@click.option("-n", "--workers", type=int, default=2, help="Processes to start.")
 @job_options.communicator
-@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements per setting.")
+@click.option("--rounds", type=click.IntRange(1), default=2, help="Measurements per setting.")
 @click.option("--forget", is_flag=True, help="Use TensorFlow's own settings again.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
@@ -87,8 +82,6 @@ def tune(
     job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
-    if rounds < 1:
-        raise ClusterError(f"--rounds {rounds}: expected 1 or more")
     job_options.check_installed(communicator)
 
     def planned(name: str | None) -> list[Process]:
@@ -145,7 +138,6 @@ class Timing:
     milliseconds: float  # of a step, median of some, of the slowest rank
     model: str  # describes the model and the batch
     deterministic: bool  # whether the script has turned op determinism on
-    idle: Sequence[str] = ()  # variables that change nothing for this model
 
 
 def ways(
@@ -156,9 +148,7 @@ def ways(
         AS_IT_COMES: {},
         "oneDNN on": {_ONEDNN: "1"},
         "oneDNN off": {_ONEDNN: "0"},
-        "XLA": {JIT_COMPILE: "1"},
-        "fused batch norm": {FUSED_BATCH_NORM: "1"},
-        "fused Adam": {FUSED_ADAM: "1"},
+        "XLA": {names.JIT_COMPILE: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
         **{f"over {name}": {COMMUNICATOR: name} for name in communicators},
@@ -172,11 +162,9 @@ def measure(planned: Callable[[str | None], Sequence[Process]], variables: Varia
         file = Path(folder, "steps.json")
         given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
         communicator = given.pop(COMMUNICATOR, None)
-        said = io.StringIO()
-        processes = [
-            dataclasses.replace(one, env={**one.env, **given}) for one in planned(communicator)
-        ]
-        with Job(processes, stdout=io.StringIO(), stderr=said) as job:
+        said, ranks = io.StringIO(), planned(communicator)
+        ranks = [dataclasses.replace(one, env={**one.env, **given}) for one in ranks]
+        with Job(ranks, stdout=io.StringIO(), stderr=said) as job:
             code = job.wait()
         if code:
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
@@ -204,32 +192,26 @@ class Tuning:
                 "the script turns op determinism on: what is measured must not decide how it "
                 "computes, so nothing was chosen"
             )
-        for name, variables in list(self.ways.items()):
-            if variables and variables.keys() <= set(first.idle):
-                del self.ways[name]
         for number in range(self.rounds):
             for name in self.ways:
-                if (number or name != AS_IT_COMES) and name not in self.failed:
+                if number or name != AS_IT_COMES:
                     self._try(name)
         won = self._winners()
-        chosen = won[:1]
+        best = next(iter(won), AS_IT_COMES)
         if len(won) > 1:
             together = " and ".join(won)
-            self.ways[together] = {
-                k: v for name in reversed(won) for k, v in self.ways[name].items()
-            }
+            self.ways[together] = dict(collections.ChainMap(*(self.ways[name] for name in won)))
             for _ in range(self.rounds):
-                if together not in self.failed:
-                    self._try(together)
-            if together not in self.failed and self._typical(together) < self._typical(won[0]):
-                chosen = [together]
-        best = chosen[0] if chosen else AS_IT_COMES
+                self._try(together)
+            if together not in self.failed and self._typical(together) < self._typical(best):
+                best = together
         before = self._typical(AS_IT_COMES)
         return StepSettings(self.ways[best], first.model, self._typical(best), before)
 
     def _try(self, name: str) -> None:
         try:
-            self._take(name)
+            if name not in self.failed:
+                self._take(name)
         except TuneError as error:
             if name == AS_IT_COMES:
                 raise

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
@@ -47,6 +48,15 @@ class Environment:
     reason: str = ""
     roles: tuple[str, ...] = ()
     tells_local_rank: bool = True
+
+
+# Here NVIDIA's driver tells its version, once it is loaded.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def has_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether NVIDIA's driver is loaded, and the variables do not hide all GPUs."""
+    return environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1") and DRIVER.exists()
 
 
 def instructions() -> str:

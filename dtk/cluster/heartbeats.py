@@ -46,14 +46,12 @@ class Line:
         self._mine, self._theirs = keys if is_listener else keys[::-1]
         self._sent = self._received = 0
         self._rest = b""
-        self._lock = threading.Lock()
 
     def send(self, payload: object) -> None:
-        """Send a message."""
+        """Send a message; of one thread at a time."""
         text = json.dumps(payload).encode()
-        with self._lock:
-            self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
-            self._sent += 1
+        self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
+        self._sent += 1
 
     def receive(self) -> list[Mapping[str, object]]:
         """Return the messages that have come; wait for some."""
@@ -126,18 +124,10 @@ def _introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
     end.settimeout(_HANDSHAKE)
     mine = os.urandom(16)
     end.sendall(mine)
-    theirs = _exactly(end, 16)
+    theirs = end.recv(16)
+    if len(theirs) < 16:
+        raise ConnectionResetError("the other end is gone")
     return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
-    read = b""
-    while len(read) < count:
-        more = end.recv(count - len(read))
-        if not more:
-            raise ConnectionResetError("the other end is gone")
-        read += more
-    return read
 
 
 class Table:

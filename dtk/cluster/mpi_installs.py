@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dtk.cluster.environment import has_gpu
 from dtk.errors import CommunicatorError, at_rank
+from dtk.version import pip_install
 
 # Bytes: Open MPI 5 makes a file of this size for each rank, if one fits, and fills a part of it.
 _SEGMENT, _USED = 17 << 20, 4 << 20
@@ -30,6 +32,24 @@ def mpirun() -> Path | None:
         return None
     found = beside / "mpirun"
     return found if found.is_file() else None
+
+
+def required_mpirun() -> Path:
+    """Return the mpirun beside this Python, or say what installs it."""
+    if (found := mpirun()) is None:
+        raise CommunicatorError(
+            f"communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
+            f"`{pip_install('mpi')}`"
+        )
+    return found
+
+
+def unasked() -> Path | None:
+    """Return the mpirun by which `dtk run` joins ranks that nobody told how.
+
+    None where they may have GPUs: MPI sends their gradients through host memory.
+    """
+    return None if has_gpu() else mpirun()
 
 
 def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:

@@ -59,7 +59,7 @@ _ANOTHER = "and of a thread that this one waits for:"
 # Where TensorFlow calls Python: generators, `tf.py_function` and its like.
 _BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
 # Where a checkpoint is written while training goes on.
-_WRITES = "/dtk/callbacks/checkpointing/writing.py"
+_WRITES = "/dtk/callbacks/checkpointing/contents.py"
 
 
 class _Position(NamedTuple):
@@ -87,8 +87,8 @@ class _Reporter:
         os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
         self._main = threading.main_thread().ident or 0
         # Seconds that the main thread has computed in looking for messages, and since when it does.
-        self._polled = 0.0
-        self._polls_since: float | None = None
+        self.polled = 0.0
+        self.polls_since: float | None = None
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
         atexit.register(self.tell)  # the launcher wants to know whether anything was done
 
@@ -112,8 +112,8 @@ class _Reporter:
 
     def _report(self, position: _Position, now: float) -> RankReport:
         still = now - position.since
-        polls, main = self._polled, threading.main_thread().native_id or 0
-        if (since := self._polls_since) is not None:
+        polls, main = self.polled, threading.main_thread().native_id or 0
+        if (since := self.polls_since) is not None:
             polls += max(0.0, usage.cpu(main) - since)
         late = still > self._timeout / 2 and not self.serves
         stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
@@ -146,25 +146,6 @@ class _Reporter:
             after = place._replace(depth=0) if stays else before
             number = self.position.number
             self.position = after._replace(number=number, since=time.monotonic())
-
-    @contextlib.contextmanager
-    def awaiting(self, thread: threading.Thread) -> Iterator[None]:
-        """Return a context in which the main thread waits for another of this process."""
-        self.awaited = thread
-        try:
-            yield
-        finally:
-            self.awaited = None
-
-    @contextlib.contextmanager
-    def polling(self) -> Iterator[None]:
-        """Return a context in which the main thread asks for messages all the time."""
-        began = self._polls_since = time.thread_time()
-        try:
-            yield
-        finally:
-            self._polls_since = None
-            self._polled += time.thread_time() - began
 
 
 _reporter: _Reporter | None = None
@@ -245,19 +226,34 @@ def joining(what: str) -> AbstractContextManager[None]:
     return reporter.at(_Position(number, depth, what, joining=True), at_once=True)
 
 
-def awaiting(thread: threading.Thread) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def awaiting(thread: threading.Thread) -> Iterator[None]:
     """Return a context in which the main thread waits for another of this process."""
     reporter = _mine()
-    return nullcontext() if reporter is None else reporter.awaiting(thread)
+    if reporter is not None:
+        reporter.awaited = thread
+    try:
+        yield
+    finally:
+        if reporter is not None:
+            reporter.awaited = None
 
 
-def polling() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def polling() -> Iterator[None]:
     """Return a context in which this thread asks for messages all the time.
 
     What it uses of the processor does not count as computing.
     """
-    reporter = _mine()
-    return nullcontext() if reporter is None else reporter.polling()
+    if (reporter := _mine()) is None:
+        yield
+        return
+    began = reporter.polls_since = time.thread_time()
+    try:
+        yield
+    finally:
+        reporter.polls_since = None
+        reporter.polled += time.thread_time() - began
 
 
 @contextlib.contextmanager
@@ -271,10 +267,7 @@ def polling_threads() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    try:
-        return set(map(int, os.listdir("/proc/self/task")))
-    except OSError:
-        return set()
+    return set(map(int, os.listdir("/proc/self/task")))
 
 
 def end_of_data() -> None:

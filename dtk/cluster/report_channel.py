@@ -20,6 +20,7 @@ import select
 import socket
 import stat
 from collections.abc import Mapping
+from typing import IO
 
 VARIABLE = "DTK_REPORTS"
 # How a record of the agent's begins; the end of the line ends it. Written at once, and shorter than
@@ -31,8 +32,7 @@ _PATIENCE = 1000  # milliseconds, for a launcher that is stopped itself
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Return where reports are read, and the end that a rank inherits."""
-    reading, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return reading, end
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def variables(end: socket.socket) -> dict[str, str]:
@@ -76,6 +76,13 @@ def record(message: bytes) -> bytes:
     return MARK + message + b"\n"
 
 
+def takes_more(pipe: int | IO[bytes] | IO[str], milliseconds: int = 0) -> bool:
+    """Return whether something can be written to a pipe without waiting for its reader any more."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return bool(poll.poll(milliseconds))
+
+
 # In a rank.
 
 
@@ -93,9 +100,7 @@ def tell(message: Mapping[str, object]) -> None:
     if end is None or os.getsid(0) != os.getpid():  # a process that the rank has started
         return
     with contextlib.suppress(OSError):
-        poll = select.poll()
-        poll.register(end, select.POLLOUT)
-        poll.poll(_PATIENCE)
+        takes_more(end, _PATIENCE)
         sending = socket.socket(fileno=end)
         try:
             sending.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

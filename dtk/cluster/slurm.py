@@ -84,12 +84,11 @@ def read(environ: Mapping[str, str]) -> Environment | None:
             )
     node, local_rank = layout[rank]
     base = port_base(environ)
-    return Environment(
-        "slurm",
-        rank,
-        size,
-        local_rank,
-        tasks[node],
+    return dataclasses.replace(
+        found,
+        local_rank=local_rank,
+        local_size=tasks[node],
+        tells_local_rank=True,
         hosts=tuple(nodes[n] for n, _ in layout),
         addresses=tuple(f"{nodes[n]}:{base + local}" for n, local in layout),
         reason=reason,

@@ -81,19 +81,23 @@ class RankReport:
     held: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+# By way of text: so numbers without bound are refused as what is no number is.
+_READ: dict[str, Callable[[object], object]] = {
+    "bool": bool,
+    "int": lambda told: int(str(told)),
+    "float": lambda told: float(str(told)),
+    "str": str,
+    "Mapping[str, float]": lambda told: {
+        str(int(key)): float(str(value))
+        for key, value in told.items()  # type: ignore[attr-defined]
+    },
+}
+
+
 def report_of(message: Mapping[str, object]) -> RankReport:
     """Return a message as a report, of the types that it must have."""
-    told: dict[str, object] = {}
-    for field in dataclasses.fields(RankReport):
-        value = message[field.name]
-        if field.type == "bool":
-            told[field.name] = bool(value)
-        elif field.name == "held":
-            ages = value.items()  # type: ignore[attr-defined]
-            told["held"] = {str(int(worker)): float(str(age)) for worker, age in ages}
-        else:
-            # By way of text: so numbers without bound are refused as what is no number is.
-            told[field.name] = {"int": int, "float": float, "str": str}[str(field.type)](str(value))
+    fields = dataclasses.fields(RankReport)
+    told = {field.name: _READ[str(field.type)](message[field.name]) for field in fields}
     return RankReport(**told)  # type: ignore[arg-type]
 
 

@@ -9,8 +9,10 @@ have none of their own; their `rank` is the index within their role.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+import sys
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
@@ -112,12 +114,8 @@ def parse(text: str) -> TFConfig | None:
         return None
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _wrong(f"it is not JSON: {error}") from None
-    except RecursionError:
-        raise _wrong("its JSON is nested too deeply") from None
-    except ValueError:  # of Python's limit for the digits of an integer
-        raise _wrong("a number in it has thousands of digits") from None
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"it is not JSON that can be read: {error}") from None
     if not isinstance(config, dict):
         raise _wrong(f"it is a {type(config).__name__}, not an object")
     cluster = config.get("cluster") or {}
@@ -186,7 +184,22 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+@functools.cache
+def _show_message_alone() -> None:
+    """Have an uncaught ClusterError end the process without a traceback.
+
+    The mistake is in the environment, and not in the lines of the script that led to it.
+    """
+    before = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: (
+        print(f"dtk: {error}", file=sys.stderr)
+        if isinstance(error, ClusterError)
+        else before(kind, error, trace)
+    )
+
+
 def _wrong(what: str) -> ClusterError:
+    _show_message_alone()
     return ClusterError(f"TF_CONFIG: {what}; expected e.g. {_EXAMPLE}, or unset it")
 
 

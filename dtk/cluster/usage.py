@@ -27,19 +27,23 @@ class Usage(NamedTuple):
 def of(pid: int) -> Usage | None:
     """Look at a process of this machine."""
     try:
-        with open(f"/proc/{pid}/task/{pid}/stat") as main, open(f"/proc/{pid}/stat") as all_of_it:
-            stat = main.read().rpartition(")")[2].split()
-            total = all_of_it.read().rpartition(")")[2].split()
+        main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")
     except OSError:
         return None
-    return Usage(stat[0], _seconds(stat), io(pid), _seconds(total))
+    return Usage(main[0], _seconds(main), io(pid), _seconds(total))
 
 
 def cpu(thread: int) -> float:
     """Return the seconds that a thread of this process has computed; 0 if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
-        return _seconds(file.read().rpartition(")")[2].split())
+    with contextlib.suppress(OSError):
+        return _seconds(_stat(f"self/task/{thread}"))
     return 0.0
+
+
+def _stat(process: str) -> list[str]:
+    """Return what proc(5) tells of a process or thread, from its state on."""
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def _seconds(stat: list[str]) -> float:

@@ -105,9 +105,10 @@ def _world(
         return NullCommunicator(environment.rank, environment.size)
     if name == "horovod":
         if not horovod_installed():
+            instead = f"`{pip_install('mpi')}` or " if environment.kind == "mpi" else ""
             raise CommunicatorError(
                 f"this job was started as {environment.kind!r} and needs Horovod, which is not "
-                f"installed: run `{_install(environment.kind)}`, or start with `dtk run` to use "
+                f"installed: run {instead}`dtk install-horovod`, or start with `dtk run` to use "
                 "TensorFlow's collectives"
             )
         if mpirun_of_python_started(os.environ):
@@ -199,9 +200,3 @@ def _check_offer(library: str, environment: Environment) -> None:
             "(`srun --mpi=list` says what it has), or use communicator='collective'"
         )
         raise CommunicatorError(at_rank(environment.rank, told))
-
-
-def _install(kind: str) -> str:
-    """Return the commands that install a transport for the ranks of a launcher."""
-    horovod = "dtk install-horovod"
-    return f"{pip_install('mpi')}` or `{horovod}" if kind == "mpi" else horovod

@@ -23,7 +23,7 @@ import abc
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
 import numpy as np
@@ -98,6 +98,10 @@ class Communicator(abc.ABC):
     """
 
     name: str = "abstract"
+    # The same ranks, from GPU to GPU; None where everything goes through the host.
+    cards: Communicator | None = None
+    # The communicator of which this one is the `cards`.
+    host: Communicator | None = None
     alike: bool = False
     environment: Environment | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
@@ -140,7 +144,7 @@ class Communicator(abc.ABC):
     def __init__(self, rank: int, hosts: Sequence[str], device: str | None = None) -> None:
         self.rank, self.size = rank, len(hosts)
         self.set_hosts(hosts)
-        self._device = device or placement.messages()
+        self.device = device or placement.messages()
         self._costs: Costs | None = None
         # By the name of what runs concurrently; "" is the order of all others. Each is made when
         # it is needed: a world of one leaves TensorFlow alone until then.
@@ -180,7 +184,8 @@ class Communicator(abc.ABC):
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        return sum(sequencer.bytes for sequencer in self._sequencers.values())
+        cards = 0 if self.cards is None else self.cards.bytes_sent
+        return cards + sum(sequencer.bytes for sequencer in self._sequencers.values())
 
     @property
     def seconds_communicating(self) -> float:
@@ -189,7 +194,8 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        return self._sequencers[""].seconds if "" in self._sequencers else 0.0
+        cards = 0.0 if self.cards is None else self.cards.seconds_communicating
+        return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -234,8 +240,14 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, told))
         if self.size == 1:
             return results
-        tables = [i for i, item in enumerate(results) if _is_gathered(item)]
-        dense = [i for i in range(len(results)) if i not in tables]
+        on_card = self._places_on_card(results)
+        if on_card and self.cards is not None:
+            reduced = self.cards.allreduce([results[i] for i in on_card], op)
+            for i, value in zip(on_card, reduced, strict=True):
+                results[i] = value
+        others = [i for i in range(len(results)) if i not in on_card]
+        tables = [i for i in others if _is_gathered(results[i])]
+        dense = [i for i in others if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
@@ -247,6 +259,27 @@ class Communicator(abc.ABC):
         for i, slices in zip(tables, reduced, strict=True):
             results[i] = slices
         return results
+
+    def _places_on_card(self, values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[int]:
+        """Return the places of the values that go from GPU to GPU."""
+        return [i for i, value in enumerate(values) if self._is_on_card(value.dtype)]
+
+    def _routed(
+        self,
+        tensors: Sequence[tf.Tensor],
+        send: Callable[[Communicator, list[int]], list[tf.Tensor]],
+    ) -> list[tf.Tensor] | None:
+        """Send what goes from GPU to GPU, then the others; None if all go through the host."""
+        on_card = self._places_on_card(tensors)
+        if not on_card or self.cards is None:
+            return None
+        others = [i for i in range(len(tensors)) if i not in on_card]
+        received = [*send(self.cards, on_card), *send(self, others)]
+        by_place = dict(zip([*on_card, *others], received, strict=True))
+        return [by_place[i] for i in range(len(tensors))]
+
+    def _is_on_card(self, dtype: tf.DType) -> bool:
+        return self.cards is not None and placement.is_on_card(dtype)
 
     def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
@@ -277,9 +310,10 @@ class Communicator(abc.ABC):
     def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
         """Return the collective that gathers slices, and adds up aligned ones."""
         # The row numbers of a step are known long before the gradients of the rows.
-        with self.concurrent("rows"):
+        host = self.host or self
+        with host.concurrent("rows"):
             counts = self._count_rows(slices.indices)
-            indices = self.allgather(slices.indices, counts)
+            indices = host.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
@@ -348,12 +382,21 @@ class Communicator(abc.ABC):
         tensors = [tf.convert_to_tensor(one) for one in value]
         dtype_casts.check(tensor.dtype for tensor in tensors)
         tensors = [tf.reshape(t, [1]) if t.shape.rank == 0 else t for t in tensors]
+        given = list(rows or [None] * len(tensors))
         known = [
             None if of_one is None else checked_counts(tensor, of_one, self.rank, self.size)
-            for tensor, of_one in zip(tensors, rows or [None] * len(tensors), strict=True)
+            for tensor, of_one in zip(tensors, given, strict=True)
         ]
         if self.size == 1:
             return tensors
+        routed = self._routed(
+            tensors,
+            lambda group, places: group.allgather(
+                [tensors[i] for i in places], [given[i] for i in places]
+            ),
+        )
+        if routed is not None:
+            return routed
         counts = [
             self._count_rows(tensor) if of_one is None else of_one
             for tensor, of_one in zip(tensors, known, strict=True)
@@ -371,10 +414,12 @@ class Communicator(abc.ABC):
         )
 
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._sizes(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
+        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
-    def _sizes(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
+    def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         """Return every rank's small int64 vector: shape [size, n]."""
+        if self.host is not None:
+            return self.host.sizes_of_ranks(mine, kind)
         label = self._label(f"{kind}/sizes")
         rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
@@ -389,7 +434,7 @@ class Communicator(abc.ABC):
         self,
         value: Sequence[tf.Tensor],
         op: str = "sum",
-        rows: Sequence[Sequence[int]] | None = None,
+        rows: Sequence[Sequence[int] | None] | None = None,
     ) -> list[tf.Tensor]: ...
 
     @overload
@@ -428,12 +473,21 @@ class Communicator(abc.ABC):
         dtype_casts.check((tensor.dtype for tensor in tensors), op)
         if any(tensor.shape.rank == 0 for tensor in tensors):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
+        given = cast("list[Sequence[int] | None]", list(rows or [None] * len(tensors)))
         blocks = [
-            None if of_one is None else self._checked_blocks(tensor, cast("Sequence[int]", of_one))
-            for tensor, of_one in zip(tensors, rows or [None] * len(tensors), strict=True)
+            None if of_one is None else self._checked_blocks(tensor, of_one)
+            for tensor, of_one in zip(tensors, given, strict=True)
         ]
         if self.size == 1:
             return tensors
+        routed = self._routed(
+            tensors,
+            lambda group, places: group.reduce_scatter(
+                [tensors[i] for i in places], op, [given[i] for i in places]
+            ),
+        )
+        if routed is not None:
+            return routed
         return self._sequencer.run_together(
             [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)]
         )
@@ -500,8 +554,10 @@ class Communicator(abc.ABC):
         matrix = checked_splits(value, splits, self.rank, self.size)
         if self.size == 1:
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.alltoall(value, matrix)
         if matrix.shape.rank == 1:
-            matrix = self._sizes(matrix, "alltoall")
+            matrix = self.sizes_of_ranks(matrix, "alltoall")
         rows = RowBlocks(value, self.moves)
         received = matrix[:, self.rank]
         return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
@@ -546,6 +602,11 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
+        routed = self._routed(
+            tensors, lambda group, places: group.broadcast([tensors[i] for i in places], root)
+        )
+        if routed is not None:
+            return routed
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
@@ -576,8 +637,11 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
+        if self.cards is not None and self._is_on_card(value.dtype):
+            return self.cards.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
+        return None
 
     @unconverted
     def recv(
@@ -600,6 +664,8 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
+        if self.cards is not None and self._is_on_card(like.dtype):
+            return self.cards.recv(shape, dtype, source, tag)
         encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
             [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
@@ -646,12 +712,9 @@ class Communicator(abc.ABC):
         """
         self._splits += 1
         wishes = self.allgather_object((color, self.rank if key is None else key))
-        groups = {
-            one: sorted(
-                (r for r, w in enumerate(wishes) if w[0] == one), key=lambda r: wishes[r][1]
-            )
-            for one in dict.fromkeys(wanted for wanted, _ in wishes)
-        }
+        groups: dict[int, list[int]] = {}
+        for rank in sorted(range(len(wishes)), key=lambda rank: wishes[rank][1]):
+            groups.setdefault(wishes[rank][0], []).append(rank)
         return self._group(groups[color], list(groups.values()))
 
     # Order and names of collectives.
@@ -660,7 +723,7 @@ class Communicator(abc.ABC):
     def _sequencer(self) -> CollectiveSequencer:
         name = self._lane_name
         if name not in self._sequencers:
-            self._sequencers[name] = CollectiveSequencer(self._device, timed=not name)
+            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name)
         return self._sequencers[name]
 
     @contextlib.contextmanager
@@ -677,7 +740,8 @@ class Communicator(abc.ABC):
         outer = self._sequence
         self._sequence = (f"{outer[0]}/{name}" if outer else name), itertools.count()
         try:
-            yield
+            with contextlib.nullcontext() if self.cards is None else self.cards.sequence(name):
+                yield
         finally:
             self._sequence = outer
 
@@ -728,6 +792,8 @@ class Communicator(abc.ABC):
         """
         numbers = tf.constant([self._traced, self._last_number], tf.int64)
         self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
+        if self.cards is not None:
+            self.cards.resynchronize()
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -794,6 +860,17 @@ class Communicator(abc.ABC):
             costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
+        if self.cards is not None:
+            self.cards.learn(alike, costs)
+
+    def link(self, device: str) -> None:  # noqa: B027
+        """Send floats of 16 and 32 bits from GPU to GPU from now on, if the backend can.
+
+        Every rank calls it, with a GPU of its own.
+
+        Args:
+            device: This rank's GPU, such as "/gpu:0".
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""

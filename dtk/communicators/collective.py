@@ -16,7 +16,10 @@ hashes, computed when the graph runs if the size is only known then: ranks agree
 together, and a rank that traces a function twice finds the same keys again. Eager calls come in the
 same order on every rank, so their keys are numbers.
 
-Everything runs on the host's CPU device; on GPUs use Horovod with NCCL.
+A group has one device kind. `link` makes a second group, of the ranks' GPUs and with the hint
+"nccl", for what `dtk.placement` puts there. NCCL adds side by side by itself, but two of its
+collectives at once may wait for each other: there are no pieces, no lanes and no concurrent
+messages, and one resource on the GPU orders them all.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from dtk import placement
 from dtk.cluster.environment import Environment
 from dtk.communicators import startup
 from dtk.communicators.base import LOCAL_REDUCE, Communicator
@@ -60,9 +64,7 @@ _STARTED: dict[Environment, Communicator] = {}
 
 
 def start(
-    environment: Environment,
-    timeout: float | None = None,
-    prepare: Callable[[int], None] | None = None,
+    environment: Environment, prepare: Callable[[int], None] | None = None
 ) -> Communicator:
     """Start TensorFlow's collective runtime over all ranks of `environment`."""
     if environment in _STARTED:
@@ -74,7 +76,7 @@ def start(
             f"got {len(addresses)}: start with `dtk run`, or set TF_CONFIG"
         )
         raise CommunicatorError(at_rank(rank, told))
-    timeout = startup.limit(timeout)
+    timeout = startup.limit()
     startup.check_free(rank, addresses[rank], addresses)
     startup.meet(rank, addresses, timeout)
     with startup.at_most(timeout), startup.quiet():
@@ -133,6 +135,10 @@ class CollectiveCommunicator(Communicator):
         device: str | None = None,
     ) -> None:
         super().__init__(rank, hosts, device)
+        self._by_nccl = placement.is_gpu(self.device)
+        if self._by_nccl:
+            self.reduces = self.reduces - {tf.bfloat16}
+        self._lanes = 1 if self._by_nccl else _PIECES
         self._members = tuple(members)
         self._group_key = group_key
         self._runtime = runtime
@@ -143,7 +149,7 @@ class CollectiveCommunicator(Communicator):
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _group_keys(self, label: str, size: int | tf.Tensor) -> dict[str, int | tf.Tensor]:
+    def _group_keys(self, label: str, size: int | tf.Tensor) -> dict[str, int | str | tf.Tensor]:
         """Return the keys of one collective; `size` is the part of its shape that varies."""
         if tf.executing_eagerly():
             key = self._eager_keys.setdefault(
@@ -151,7 +157,14 @@ class CollectiveCommunicator(Communicator):
             )
         else:
             key = _graph_key(self._group_key, label, size)
-        return {"group_size": self.size, "group_key": self._group_key, "instance_key": key}
+        return self._group_of(self.size, self._group_key, key)
+
+    def _group_of(
+        self, size: int, group_key: int, instance_key: int | tf.Tensor
+    ) -> dict[str, int | str | tf.Tensor]:
+        hint = "nccl" if self._by_nccl else "auto"  # which is the ring, on GPUs too
+        keys = {"group_size": size, "group_key": group_key, "instance_key": instance_key}
+        return {**keys, "communication_hint": hint}
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         if not tf.executing_eagerly():
@@ -168,7 +181,7 @@ class CollectiveCommunicator(Communicator):
         elements = flat.shape.num_elements()
         pieces = 1
         if elements is not None:
-            pieces = min(_PIECES, elements * flat.dtype.size // _PIECE_BYTES)
+            pieces = min(self._lanes, elements * flat.dtype.size // _PIECE_BYTES)
         if pieces <= 1:
             return self._reduce_one(flat, op, label, lane)
         ends = [elements * i // pieces for i in range(pieces + 1)]
@@ -184,13 +197,13 @@ class CollectiveCommunicator(Communicator):
         Without one, the graph would run all its collectives one after the other: the pieces of a
         bucket, and the replicas of a mirrored strategy, which wait for each other.
         """
-        return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % _PIECES)]
+        return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % self._lanes)]
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str, lane: int = 0) -> tf.Tensor:
         elements = flat.shape.num_elements()
         most = self.costs.one_hop if self.costs else ONE_HOP_MOST
         small = elements is not None and 0 < elements * flat.dtype.size <= most
-        if small and flat.dtype in self.moves:
+        if small and not self._by_nccl and flat.dtype in self.moves:
             return self._reduce_small(flat, op, label, lane)
         return tf.raw_ops.CollectiveReduceV2(
             input=flat,
@@ -247,7 +260,9 @@ class CollectiveCommunicator(Communicator):
         return outputs
 
     @staticmethod
-    def _cast(tensor: tf.Tensor, sending: bool, group: dict[str, int | tf.Tensor]) -> tf.Tensor:
+    def _cast(
+        tensor: tf.Tensor, sending: bool, group: dict[str, int | str | tf.Tensor]
+    ) -> tf.Tensor:
         # The broadcast of an empty tensor divides by zero and ends the process.
         filled = tf.pad(tensor, [[0, tf.cast(tf.equal(tf.size(tensor), 0), tf.int32)]])
         if sending:
@@ -260,7 +275,7 @@ class CollectiveCommunicator(Communicator):
 
     def _pair(
         self, source: int, dest: int, tag: int, flat: tf.Tensor
-    ) -> dict[str, int | tf.Tensor]:
+    ) -> dict[str, int | str | tf.Tensor]:
         """Return the keys of a pair's group: one for each direction, so that both can run.
 
         Both ends count a message whenever it runs, and take keys in turn. With one key, a message
@@ -271,14 +286,15 @@ class CollectiveCommunicator(Communicator):
         """
         key = _hash(f"{self._group_key}/pair/{source}/{dest}")
         if (source, dest, tag) not in self._messages:
-            self._messages[source, dest, tag] = counters(self._device)
+            self._messages[source, dest, tag] = counters(placement.host())
         counted = self._messages[source, dest, tag]
-        number = tf.raw_ops.ReadVariableOp(resource=counted, dtype=tf.int64)[0]
-        tf.raw_ops.AssignAddVariableOp(resource=counted, value=tf.constant([1, 0], tf.int64))
         label = f"{tag}/{flat.dtype.name}"
-        keys = [_graph_key(key, f"{label}/{i}", _elements(flat)) for i in range(_KEYS_IN_TURN)]
-        chosen = tf.stack([tf.cast(one, tf.int32) for one in keys])[number % _KEYS_IN_TURN]
-        return {"group_size": 2, "group_key": key, "instance_key": chosen}
+        with tf.device(placement.host()):
+            number = tf.raw_ops.ReadVariableOp(resource=counted, dtype=tf.int64)[0]
+            tf.raw_ops.AssignAddVariableOp(resource=counted, value=tf.constant([1, 0], tf.int64))
+            keys = [_graph_key(key, f"{label}/{i}", _elements(flat)) for i in range(_KEYS_IN_TURN)]
+            chosen = tf.stack([tf.cast(one, tf.int32) for one in keys])[number % _KEYS_IN_TURN]
+        return self._group_of(2, key, chosen)
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return self._cast(flat, True, self._pair(self.rank, dest, tag, flat))
@@ -292,7 +308,19 @@ class CollectiveCommunicator(Communicator):
             return LocalCommunicator(hosts[0])
         members = [self._members[rank] for rank in ranks]
         key = _hash(f"{self._group_key}/split/{self._splits}/{members}")
-        return CollectiveCommunicator(ranks.index(self.rank), hosts, members, key, self._runtime)
+        group = CollectiveCommunicator(ranks.index(self.rank), hosts, members, key, self._runtime)
+        if self.cards is not None:
+            group.link(self.cards.device)
+        return group
+
+    def link(self, device: str) -> None:
+        """See `Communicator.link`."""
+        if self.cards is None:
+            key = _hash(f"{self._group_key}/cards")
+            self.cards = CollectiveCommunicator(
+                self.rank, self.hosts, self._members, key, self._runtime, device
+            )
+            self.cards.host = self
 
 
 def _elements(flat: tf.Tensor) -> int | tf.Tensor:
@@ -301,27 +329,26 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
     return tf.size(flat, tf.int64) if count is None else count
 
 
-def _longest(sizes: tf.Tensor) -> int | tf.Tensor:
-    """Return the length to which blocks of these sizes are padded."""
-    known = None if tf.executing_eagerly() else tf.get_static_value(sizes)
-    return _round_up(tf.reduce_max(sizes)) if known is None else max(1, int(known.max()))
-
-
 def _padded(block: tf.Tensor, length: int | tf.Tensor) -> tf.Tensor:
     if block.shape.num_elements() == length:
         return block
     return tf.pad(block, [[0, length - tf.size(block, tf.int64)]])
 
 
-def _round_up(size: tf.Tensor) -> tf.Tensor:
-    """Round up to three significant bits (at most a fifth more), and to at least 1.
+def _longest(sizes: tf.Tensor) -> int | tf.Tensor:
+    """Return the length to which blocks of these sizes are padded.
 
-    So TensorFlow has few sizes, and few keys, to remember.
+    Where no graph knows it, it is rounded up to three significant bits (at most a fifth more): so
+    TensorFlow has few sizes, and few keys, to remember.
     """
-    size = tf.maximum(size, 1)
-    bits = tf.cast(tf.math.log(tf.cast(size, tf.float64)) / np.log(2.0), tf.int64)
-    unit = tf.bitwise.left_shift(tf.ones_like(size), tf.maximum(bits - 2, 0))
-    return -(-size // unit) * unit
+    known = None if tf.executing_eagerly() else tf.get_static_value(sizes)
+    if known is not None:
+        return max(1, int(known.max()))
+    with tf.device(placement.host()):
+        size = tf.maximum(tf.reduce_max(sizes), 1)
+        bits = tf.cast(tf.math.log(tf.cast(size, tf.float64)) / np.log(2.0), tf.int64)
+        unit = tf.bitwise.left_shift(tf.ones_like(size), tf.maximum(bits - 2, 0))
+        return -(-size // unit) * unit
 
 
 def _hash(text: str) -> int:
@@ -335,8 +362,9 @@ def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Te
     base = _hash(f"{group_key}/{label}") - _FIRST_HASH
     if not tf.is_tensor(size):
         return _FIRST_HASH + (base + size % _SPAN * _MIX) % _SPAN
-    mixed = tf.cast(size, tf.int64) % _SPAN * _MIX
-    return tf.cast(_FIRST_HASH + (base + mixed) % _SPAN, tf.int32)
+    with tf.device(placement.host()):
+        mixed = tf.cast(size, tf.int64) % _SPAN * _MIX
+        return tf.cast(_FIRST_HASH + (base + mixed) % _SPAN, tf.int32)
 
 
 def replicas(devices: Sequence[str], group: int) -> list[CollectiveCommunicator]:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from dtk import cache, placement
+from dtk import cache
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import Costs, fit_allreduces
 from dtk.communicators.root import on_root
@@ -84,7 +84,8 @@ def _file(communicator: Communicator, processors: list[str]) -> Path | None:
         if name.startswith(_SETTINGS) and not name.endswith(_PLACES)
     }
     where = (socket.gethostname(), communicator.hosts, processors)
-    facts = [communicator.name, where, __version__, tf.__version__, sorted(settings.items())]
+    way = [communicator.name, "gpu" if communicator.cards else "host"]
+    facts = [*way, where, __version__, tf.__version__, sorted(settings.items())]
     name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     with contextlib.suppress(RuntimeError):
         return cache.folder() / "costs" / f"{name}.json"
@@ -122,7 +123,7 @@ def measure(communicator: Communicator, device: str) -> Costs:
 
 
 def _allreduces(communicator: Communicator, size: int) -> Callable[[], object]:
-    with tf.device(placement.messages()):
+    with tf.device((communicator.cards or communicator).device):
         values = tf.zeros(size // 4)
 
     @tf.function(autograph=False, jit_compile=False)

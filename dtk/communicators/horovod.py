@@ -128,8 +128,9 @@ class HorovodCommunicator(Communicator):
         members: Sequence[int],
         sets: _Sets,
         prefix: str = "dtk_",
+        device: str | None = None,
     ) -> None:
-        super().__init__(rank, hosts)
+        super().__init__(rank, hosts, device)
         self._prefix = prefix
         self._members = tuple(members)
         self._sets = sets
@@ -209,7 +210,19 @@ class HorovodCommunicator(Communicator):
             return LocalCommunicator(hosts[0])
         members = [self._members[rank] for rank in ranks]
         prefix = f"{self._prefix}{self._splits}_"
-        return HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
+        part = HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
+        if self.cards is not None:
+            part.link(self.cards.device)
+        return part
+
+    def link(self, device: str) -> None:
+        """See `Communicator.link`: if Horovod was built with NCCL."""
+        if self.cards is None and hvd.nccl_built():
+            prefix = f"{self._prefix}cards_"
+            self.cards = HorovodCommunicator(
+                self.rank, self.hosts, self._members, self._sets, prefix, device
+            )
+            self.cards.host = self
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():

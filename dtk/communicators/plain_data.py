@@ -17,9 +17,11 @@ dtk and TensorFlow. Their classes are looked up by name, among what is imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -86,11 +88,11 @@ def _apart(value: object) -> object:
     kind = type(value)
     if kind in _ITSELF:
         return value
-    if isinstance(value, list) and kind is list:
-        return [_apart(item) for item in value]
-    if isinstance(value, int) and kind is int and -_SMALL <= value < _SMALL:
-        return value
-    if isinstance(value, bytes) and kind is bytes and len(value) <= _CHUNK:
+    if kind is list:
+        return [_apart(item) for item in cast("list[object]", value)]
+    if (kind is int and -_SMALL <= cast(int, value) < _SMALL) or (
+        kind is bytes and len(cast(bytes, value)) <= _CHUNK
+    ):
         return value
     how = _kind_of(value)
     return {how.name: [_apart(part) for part in how.take_apart(value)]}
@@ -115,15 +117,19 @@ def _kind_of(value: object) -> Kind:
         return found
     if isinstance(value, np.generic) and value.dtype.type is type(value):
         return _SCALAR
-    if _is_record(value):
+    if _class(*_place(value)) is type(value) and _fields(type(value)) is not None:
         return _RECORD
-    if _is_error(value):
+    if isinstance(value, Exception) and _is_made_of_its_arguments(value):
         return _ERROR
     raise NotPlain(_name(value))
 
 
+def _place(value: object) -> tuple[str, str]:
+    return type(value).__module__, type(value).__qualname__
+
+
 def _name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return ".".join(_place(value))
 
 
 def _chunks(data: bytes) -> list[bytes]:
@@ -140,13 +146,10 @@ def _dtype(text: str) -> tf.DType:
 
 def _text(dtype: tf.DType) -> str:
     text: str = dtype.name if dtype.isbuiltin == _ML_DTYPE else dtype.str
-    try:
-        known = _dtype(text) == dtype
-    except (TypeError, ValueError):
-        known = False
-    if not known:
-        raise NotPlain(f"an array of dtype {dtype}")
-    return text
+    with contextlib.suppress(TypeError, ValueError):
+        if _dtype(text) == dtype:
+            return text
+    raise NotPlain(f"an array of dtype {dtype}")
 
 
 def _of_array(array: Array) -> list[object]:
@@ -222,24 +225,15 @@ def _fields(kind: type | None) -> tuple[str, ...] | None:
     return None
 
 
-def _is_record(value: object) -> bool:
-    kind = type(value)
-    return _class(kind.__module__, kind.__qualname__) is kind and _fields(kind) is not None
-
-
 def _of_record(value: object) -> list[object]:
-    kind = type(value)
-    names = _fields(kind) or ()
-    return [kind.__module__, kind.__qualname__, {name: getattr(value, name) for name in names}]
+    return [*_place(value), {name: getattr(value, name) for name in _fields(type(value)) or ()}]
 
 
 def _record(module: str, name: str, values: Kwargs) -> object:
     kind = _class(module, name)
     names = _fields(kind)
-    if kind is None or names is None:
-        raise ValueError(f"{module}.{name} is no record of dtk")
-    if values.keys() != {*names}:
-        raise ValueError(f"{module}.{name} with other fields")
+    if kind is None or names is None or values.keys() != {*names}:
+        raise ValueError(f"{module}.{name} is no record of dtk with the fields {list(values)}")
     return kind(**values)
 
 
@@ -248,27 +242,24 @@ def _made(kind: type[Exception], args: Args) -> Exception:
     return kind(None, None, *args) if issubclass(kind, tf.errors.OpError) else kind(*args)
 
 
-def _is_error(value: object) -> bool:
-    """Return whether a value is an exception that its class makes again of its arguments."""
-    if not isinstance(value, Exception):
-        return False
-    module, name, args, _ = _of_error(value)
-    kind = _class(cast(str, module), cast(str, name))
+def _is_made_of_its_arguments(error: Exception) -> bool:
+    """Return whether a class that may be sent makes an exception again of its arguments."""
+    module, name, args, _ = _of_error(error)
     try:
-        made = _made(type(value), cast(Args, args))
-        return kind is type(value) is type(made) and _of_error(made)[2] == args
+        made = _made(type(error), args)
+        return _class(module, name) is type(error) is type(made) and _of_error(made)[2] == args
     except Exception:  # its constructor takes others
         return False
 
 
-def _of_error(error: Exception) -> list[object]:
-    kind = type(error)
+def _of_error(error: Exception) -> tuple[str, str, Args, Kwargs]:
+    module, name = _place(error)
     if isinstance(error, tf.errors.OpError):
         notes = {key: value for key, value in vars(error).items() if key == _NOTES}
-        return [_TENSORFLOW, kind.__qualname__, (error.message,), notes]
+        return _TENSORFLOW, name, (error.message,), notes
     # Of an OSError with the names of files, which its `args` leave out.
     _, args, *state = cast(Args, error.__reduce__())
-    return [kind.__module__, kind.__qualname__, args, state[0] if state else {}]
+    return module, name, cast(Args, args), cast(Kwargs, state[0] if state else {})
 
 
 def _error(module: str, name: str, args: Args, state: Kwargs) -> Exception:
@@ -297,6 +288,12 @@ _SCALAR = Kind(
 _RECORD = Kind("record", _of_record, _record, (str, str, dict))
 _ERROR = Kind("error", _of_error, _error, (str, str, tuple, dict))
 
+
+def _by_attributes(name: str, make: Function[object], /, **types: type | None) -> Kind:
+    """Return the kind of values that their attributes, of these types, make again."""
+    return Kind(name, operator.attrgetter(*types), make, tuple(types.values()))
+
+
 # By the class of a value, which must be this one and no subclass: a script's own may do anything.
 _BY_CLASS: dict[type, Kind] = {
     int: Kind("int", lambda number: [hex(number)], lambda digits: int(digits, 16), (str,)),
@@ -306,8 +303,8 @@ _BY_CLASS: dict[type, Kind] = {
     OrderedDict: Kind("OrderedDict", lambda d: map(list, d.items()), OrderedDict),
     set: Kind("set", list, set),
     frozenset: Kind("frozenset", list, frozenset),
-    complex: Kind("complex", lambda number: [number.real, number.imag], complex, (float, float)),
-    range: Kind("range", lambda r: [r.start, r.stop, r.step], range, (int, int, int)),
+    complex: _by_attributes("complex", complex, real=float, imag=float),
+    range: _by_attributes("range", range, start=int, stop=int, step=int),
     _PATH: Kind("path", lambda path: [str(path)], pathlib.Path, (str,)),
     pathlib.PurePosixPath: Kind("pure path", lambda p: [str(p)], pathlib.PurePosixPath, (str,)),
     datetime.date: Kind("date", lambda d: [d.isoformat()], datetime.date.fromisoformat, (str,)),
@@ -319,11 +316,8 @@ _BY_CLASS: dict[type, Kind] = {
         ),
         (str, None, int),
     ),
-    datetime.timedelta: Kind(
-        "timedelta",
-        lambda span: [span.days, span.seconds, span.microseconds],
-        datetime.timedelta,
-        (int, int, int),
+    datetime.timedelta: _by_attributes(
+        "timedelta", datetime.timedelta, days=int, seconds=int, microseconds=int
     ),
     datetime.timezone: Kind(
         "timezone", lambda zone: zone.__getinitargs__(), lambda parts: datetime.timezone(*parts)
@@ -340,17 +334,11 @@ _BY_CLASS: dict[type, Kind] = {
         (np.ndarray,),
     ),
     tf.RaggedTensor: Kind("tf.RaggedTensor", _of_ragged, _ragged, (None, _EAGER, None)),
-    tf.SparseTensor: Kind(
-        "tf.SparseTensor",
-        lambda sparse: [sparse.indices, sparse.values, sparse.dense_shape],
-        tf.SparseTensor,
-        (_EAGER, _EAGER, _EAGER),
+    tf.SparseTensor: _by_attributes(
+        "tf.SparseTensor", tf.SparseTensor, indices=_EAGER, values=_EAGER, dense_shape=_EAGER
     ),
-    tf.TensorSpec: Kind(
-        "tf.TensorSpec",
-        lambda spec: [spec.shape, spec.dtype, spec.name],
-        tf.TensorSpec,
-        (tf.TensorShape, tf.DType, None),
+    tf.TensorSpec: _by_attributes(
+        "tf.TensorSpec", tf.TensorSpec, shape=tf.TensorShape, dtype=tf.DType, name=None
     ),
     tf.TensorShape: Kind(
         "tf.TensorShape",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from dtk import placement
 from dtk.communicators import dtype_casts
 from dtk.errors import at_rank
 
@@ -33,8 +34,9 @@ class RowBlocks:
 
     def words(self, rows: tf.Tensor) -> tf.Tensor:
         """Return how many elements on the wire the rows take."""
-        elements = rows if self._is_flat else rows * self._width  # static sizes stay static
-        return elements if self._per_word == 1 else -(-elements // self._per_word)
+        with tf.device(placement.host()):
+            elements = rows if self._is_flat else rows * self._width  # static sizes stay static
+            return elements if self._per_word == 1 else -(-elements // self._per_word)
 
     def joined(self, parts: Sequence[tf.Tensor], counts: tf.Tensor) -> tf.Tensor:
         """Decode and join the parts from all ranks."""

@@ -47,7 +47,10 @@ class CollectiveSequencer:
         self._device = device or placement.messages()
         self._eager_bytes, self._eager_seconds = 0, 0.0
         self._lanes: dict[int, tf.Tensor] = {}
-        self._handle = counters(self._device)
+        # Counting on a GPU would copy a number to the host before every message, and wait there.
+        self._handle = counters(
+            placement.host() if placement.is_gpu(self._device) else self._device
+        )
 
     @property
     def bytes(self) -> int:
@@ -87,7 +90,7 @@ class CollectiveSequencer:
             if sends:
                 self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
             start = time.perf_counter()
-            with progress.inside("collective"):
+            with progress.inside("collective"), tf.device(self._device):
                 outputs = collective(list(inputs))
             self._eager_seconds += time.perf_counter() - start
             return outputs
@@ -96,9 +99,10 @@ class CollectiveSequencer:
         sent = _bytes(inputs if sends else [])
         before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
         none = tf.minimum(before[:1], 0)
-        behind = [_behind(none, t) for t in inputs]
-        start = self._clock(behind)
-        outputs = collective(behind)
+        with tf.device(self._device):
+            behind = [_behind(none, t) for t in inputs]
+            start = self._clock(behind)
+            outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so ranks that do not use a result would
         # optimize the op away. So use it here: count 0 of its elements, a number that the optimizer
         # cannot foresee. (An assertion would wait for the assertions of other sequencers.)

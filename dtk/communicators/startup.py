@@ -29,18 +29,15 @@ from dtk.cluster.startup_barrier import Wait
 from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
-DEFAULT_TIMEOUT = 120.0
 # Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
 _GO = b"go"
 
 
-def limit(timeout: float | None = None) -> float:
-    """Return the seconds a start may take: `timeout`, or DTK_START_TIMEOUT, or 120."""
-    if timeout is not None:
-        return timeout
-    text = os.environ.get("DTK_START_TIMEOUT", str(DEFAULT_TIMEOUT))
+def limit() -> float:
+    """Return the seconds a start may take: DTK_START_TIMEOUT, or 120."""
+    text = os.environ.get("DTK_START_TIMEOUT", "120")
     with contextlib.suppress(ValueError):
         if float(text) > 0:
             return float(text)
@@ -64,12 +61,11 @@ def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
     try:
         _listen(address, world).close()
     except OSError as error:
-        cause = (
-            f"{error.strerror or error}; it must be an address of this host and a port this user "
-            "may use"
-        )
         if error.errno == errno.EADDRINUSE:
             cause = f"in use by {_holder(address)}; end that process or give this rank another port"
+        else:
+            what = "it must be an address of this host and a port this user may use"
+            cause = f"{error.strerror or error}; {what}"
         raise _refused(rank, f"cannot listen on its own address {address}: {cause}") from None
 
 

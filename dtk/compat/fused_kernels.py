@@ -1,9 +1,9 @@
 """TensorFlow operations that make one pass over memory where Keras 3 makes many.
 
 SGD                    same bits: always used
-Adam, AdamW            last digits differ: used if the user or `dtk tune` has chosen it
+Adam, AdamW            last digits differ: used between several ranks, unless DTK_FUSED_ADAM=0
 any, under XLA         compiled by XLA, as in Keras
-BatchNormalization     used if chosen, as for Adam
+BatchNormalization     as Adam, unless DTK_FUSED_BATCH_NORM=0
 
     of one optimizer     update_step                 fuse_updates
     while steps trace    BatchNormalization.call     patch_norms
@@ -12,7 +12,6 @@ BatchNormalization     used if chosen, as for Adam
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -21,7 +20,8 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM
-from dtk.patches import patch
+from dtk.nests import Function
+from dtk.patches import patch_around
 
 _Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 _Operation: TypeAlias = Callable[[keras.Optimizer, list[tf.Tensor], tf.Tensor, tf.Tensor], None]
@@ -51,39 +51,28 @@ class _Update:
     ) -> None:
         if variable.shape.num_elements() == 0:
             return  # other ranks have all parts of it
+        update = self._by_parts
         if isinstance(gradient, tf.IndexedSlices) or not _is_plain(variable):
-            self._by_parts(gradient, variable, learning_rate)
+            update(gradient, variable, learning_rate)
         elif self._operation is not None and variable.dtype.is_floating:
-            self._operate(self._operation, gradient, variable, learning_rate)
+            place = self._optimizer._get_variable_index(variable) if self._slots else 0
+            # Slot copies on the same device as the updated variable.
+            slots = [_local(getattr(self._optimizer, name)[place].value) for name in self._slots]
+            if not all(map(_is_plain, slots)):
+                update(gradient, variable, learning_rate)
+                return
+            rate, gradient = (tf.cast(one, variable.dtype) for one in (learning_rate, gradient))
+            handles = [one.handle for one in (variable, *slots)]
+            self._operation(self._optimizer, handles, gradient, rate)
         elif self.compiled and variable.shape.num_elements() >= _WORTH_COMPILING:
-            self._compile(gradient, variable, learning_rate)
+            compiled = tf.function(
+                lambda gradient, rate: update(gradient, variable, rate),
+                autograph=False,
+                jit_compile=True,
+            )
+            compiled(gradient, tf.convert_to_tensor(learning_rate))
         else:
-            self._by_parts(gradient, variable, learning_rate)
-
-    def _operate(
-        self,
-        operation: _Operation,
-        gradient: tf.Tensor,
-        variable: tf.Variable,
-        learning_rate: tf.Tensor,
-    ) -> None:
-        place = self._optimizer._get_variable_index(variable) if self._slots else 0
-        # Slot copies on the same device as the updated variable.
-        slots = [_local(getattr(self._optimizer, name)[place].value) for name in self._slots]
-        if not all(map(_is_plain, slots)):
-            self._by_parts(gradient, variable, learning_rate)
-            return
-        rate, gradient = (tf.cast(one, variable.dtype) for one in (learning_rate, gradient))
-        operation(self._optimizer, [one.handle for one in (variable, *slots)], gradient, rate)
-
-    def _compile(
-        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor
-    ) -> None:
-        @functools.partial(tf.function, autograph=False, jit_compile=True)
-        def update(gradient: tf.Tensor, learning_rate: tf.Tensor) -> None:
-            self._by_parts(gradient, variable, learning_rate)
-
-        update(gradient, tf.convert_to_tensor(learning_rate))
+            update(gradient, variable, learning_rate)
 
 
 def fuse_updates(optimizer: keras.Optimizer) -> None:
@@ -92,7 +81,8 @@ def fuse_updates(optimizer: keras.Optimizer) -> None:
     Keras's own update runs an operation for each product and sum, and each passes over the memory
     of the variable, the gradient and the slots: for 10.5 M weights SGD takes 13 ms instead of 6,
     with Nesterov's momentum 20 instead of 8. TensorFlow's operations for SGD compute the same bits.
-    Its operation for Adam differs in the last digits, so it is used only with DTK_FUSED_ADAM=1.
+    Its operation for Adam differs in the last digits, so it is used with DTK_FUSED_ADAM=1 alone,
+    which strategies of several ranks set.
     """
     if isinstance(vars(optimizer).get("update_step"), _Update):
         return
@@ -184,20 +174,20 @@ def patch_norms() -> Iterator[None]:
     if os.environ.get(FUSED_BATCH_NORM) != "1":
         yield
         return
-    original = keras.layers.BatchNormalization.call
 
-    @functools.wraps(original)
     def call(
         layer: keras.layers.BatchNormalization,
         inputs: tf.Tensor,
         training: bool | None = None,
         mask: tf.Tensor | None = None,
+        *,
+        original: Function[tf.Tensor],
     ) -> tf.Tensor:
         if training and layer.trainable and mask is None and _fits(layer, inputs):
             return _fused(layer, inputs)
         return original(layer, inputs, training=training, mask=mask)
 
-    with patch(keras.layers.BatchNormalization, call=call):
+    with patch_around(keras.layers.BatchNormalization, call=call):
         yield
 
 

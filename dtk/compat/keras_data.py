@@ -1,43 +1,125 @@
-"""Keras's data adapters and its epoch iterator, which give `fit` its batches.
+"""Keras's data adapters and its epoch iterator: the batches that `fit` reads, cut by rank.
+
+dtk gives the epoch iterator the cut dataset. Between epochs it is another one: shuffled anew, in
+batches of another size, or starting where a checkpoint was saved.
 
 while a pipeline is made   ArrayDataAdapter._epoch          pipeline_of
                            functions that shuffle           shuffled_from
-of one epoch iterator      _get_iterator                    on_opening
+of one epoch iterator      _get_iterator                    Feed.take
                            _enumerate_iterator              patch_steps, at_end_of_data
-                           catch_stop_iteration             after_loop
-                           _interrupted_warning             end_quietly
+                           catch_stop_iteration             patch_loop
+                           _interrupted_warning             Feed.rebatch
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, TypedDict
 
+import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
-from dtk.compat import names
-from dtk.nests import Nest
+from dtk import placement
+from dtk.cluster import progress
+from dtk.compat import keras_models, names, tf_datasets
+from dtk.compat.tf_datasets import PerRankDataset
+from dtk.input import digests, row_maps, slicing
+from dtk.nests import Logs, Specs, Tree
 from dtk.patches import patch
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
 
+# A dataset that a script gives to `fit`, or that Keras reads in its place.
+Dataset: TypeAlias = "tf.data.Dataset | PerRankDataset"
+
 # The steps of an epoch: numbers of an execution's first and last step, and the iterator over the
 # data that it reads.
-Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Nest]]]
+Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Tree]]]
 
 
-def arrays_of(adapter: ArrayDataAdapter) -> tuple[Nest, ...]:
-    """Return the data of an adapter of arrays: inputs, targets and row weights."""
-    return adapter._inputs
+# Batches, cut by rank.
 
 
-def shuffles(adapter: ArrayDataAdapter) -> bool | str | None:
-    """Return how an adapter of arrays shuffles; falsy if it does not."""
-    return adapter._shuffle
+def cut(dataset: Dataset, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
+    """Cut a dataset for the replicas of this process."""
+    if isinstance(dataset, PerRankDataset):
+        if dataset.whole is None:
+            return slicing.read_ahead(dataset.local.enumerate().map(_own_rows))
+        dataset = dataset.whole
+    return tf_datasets.cut_in_order(dataset, functools.partial(_cut, strategy))
+
+
+def _cut(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, ahead: bool
+) -> tf.data.Dataset:
+    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
+    if strategy.world.size == 1:
+        return slicing.cut_dataset(dataset, ranks, size, ahead=ahead)
+    maps = strategy.extended.row_maps(dataset)
+    if maps is not None:
+        return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
+    return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
+
+
+@tf.autograph.experimental.do_not_convert
+def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
+    return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
+
+
+def cut_batches(
+    batches: Iterable[Tree], strategy: tf.distribute.Strategy
+) -> list[slicing.Slices]:
+    """Cut single global batches, of tensors or arrays."""
+    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
+    return [slicing.cut(as_tensors(batch), ranks, size) for batch in batches]
+
+
+def as_tensors(batch: Tree) -> Tree:
+    """Convert every leaf of a batch to a tensor."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+    )
+
+
+class EpochDataset:
+    """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
+
+    def __init__(self, given: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
+        if not _is_per_rank(given):
+            slicing.check_rows(spec_of(given))
+        self.given, self._adapter, self._cut = given, adapter, cut
+
+    @functools.cached_property
+    def _pipeline(self) -> Dataset:
+        return _tuned_for(self._adapter, self._cut(self.given))
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter(self._pipeline)
+
+
+def spec_of(given: Dataset) -> Specs:
+    """Return the spec of a batch with any number of rows, from which Keras builds models."""
+    whole = getattr(given, "whole", None)
+    spec = slicing.spec_of((given if whole is None else whole).element_spec)
+    return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
+
+
+def _tuned_for(adapter: DataAdapter, dataset: Dataset) -> Dataset:
+    """Disable tuning of a pipeline that takes rows from arrays: it has nothing to tune."""
+    return slicing.untuned(dataset) if isinstance(adapter, ArrayDataAdapter) else dataset
+
+
+def _is_per_rank(dataset: Dataset) -> bool:
+    """Return whether every rank reads its own pipeline."""
+    return isinstance(dataset, PerRankDataset) and dataset.whole is None
+
+
+# Pipelines and steps of Keras.
 
 
 def pipeline_of(adapter: DataAdapter) -> tf.data.Dataset:
@@ -74,62 +156,6 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     return dataset
 
 
-def dataset_of(iterator: TFEpochIterator) -> tf.data.Dataset:
-    """Return the dataset that an epoch iterator opens in each epoch."""
-    return iterator._distributed_dataset
-
-
-def set_dataset(iterator: TFEpochIterator, dataset: tf.data.Dataset) -> None:
-    """Make the following epochs read another dataset."""
-    iterator._distributed_dataset = dataset
-
-
-def batches_in(iterator: TFEpochIterator) -> int | None:
-    """Return the number of batches in an epoch iterator's data."""
-    return iterator._num_batches
-
-
-def set_batches_in(iterator: TFEpochIterator, count: int | None) -> None:
-    """Set the number of batches in an epoch iterator's data."""
-    iterator._num_batches = count
-
-
-def is_open(iterator: TFEpochIterator) -> bool:
-    """Return whether the next epoch may continue an open iterator over the data."""
-    return iterator._current_iterator is not None
-
-
-def steps_seen(iterator: TFEpochIterator) -> int:
-    """Return the number of steps taken from the open iterator over the data."""
-    return iterator._steps_seen
-
-
-def forget_place(iterator: TFEpochIterator) -> None:
-    """Make the next epoch begin with a new iterator over the data."""
-    iterator._current_iterator = None
-
-
-def set_place(iterator: TFEpochIterator, current: Iterator[Nest], seen: int) -> None:
-    """Make the next epoch continue a given iterator over the data."""
-    iterator._current_iterator, iterator._steps_seen = current, seen
-
-
-def open_data(iterator: TFEpochIterator) -> Iterator[Nest]:
-    """Open the data as an epoch does; a dataset shuffles anew each time."""
-    return iter(iterator._get_iterator())
-
-
-def on_opening(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever the data is opened anew."""
-    get_iterator = iterator._get_iterator
-
-    def observed() -> tf.data.Iterator:
-        call()
-        return get_iterator()
-
-    iterator._get_iterator = observed
-
-
 def patch_steps(
     iterator: TFEpochIterator,
     change: Callable[[Steps], Steps],
@@ -164,8 +190,8 @@ def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
     patch_steps(iterator, until_end)
 
 
-def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function after each loop over an epoch iterator, of any length.
+def patch_loop(iterator: TFEpochIterator) -> None:
+    """Note the end of data after each loop over an epoch iterator, of any length.
 
     A loop that an exception ends does not call it. The iterator is changed once, as in
     `at_end_of_data`.
@@ -179,11 +205,276 @@ def after_loop(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
     def through() -> Iterator[None]:
         with catch():
             yield
-        call()
+        progress.end_of_data()
 
     iterator.catch_stop_iteration = through
 
 
-def end_quietly(iterator: TFEpochIterator) -> None:
-    """Keep Keras from warning when the data ends before the steps do."""
-    iterator._interrupted_warning = lambda: None
+# The data of a running `fit`.
+
+
+class FeedPosition(TypedDict):
+    """Position of a `fit` in its data, as plain numbers."""
+
+    iterators: int  # how often the data was opened
+    seen: int  # steps read since the data was last opened
+    open: bool  # whether an epoch goes on with the open data
+    batch_size: int | None  # rows of a global batch; None where unknown
+    batches: int | None  # batches of an epoch; None where unknown
+
+
+class Feed:
+    """The data of the running `fit`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        cut: Callable[[Dataset], Dataset] | None,
+    ):
+        self.model = model
+        self.strategy = strategy
+        self.iterator: TFEpochIterator = None
+        self.rows_unknown = False
+        self._cut = cut  # None where a single replica reads all rows
+        self._callbacks: keras.callbacks.CallbackList = None
+        self._given_adapter: DataAdapter = None
+        self._batch_size: int | None = None
+        self._openings = 0
+        # The seed of an epoch's order of rows; None where Keras draws the order.
+        self._order: tf.Variable | None = None
+
+    def take(
+        self, iterator: TFEpochIterator, callbacks: keras.callbacks.CallbackList | None
+    ) -> Specs:
+        """Let an epoch iterator of Keras read cut batches; return the spec of a global batch.
+
+        `fit` passes the same iterator of validation data in every epoch: it is cut only once.
+        """
+        given, adapter = iterator._distributed_dataset, iterator.data_adapter
+        if isinstance(given, EpochDataset):
+            given = given.given
+        elif self._cut is None:
+            iterator._distributed_dataset = _tuned_for(adapter, given)
+        else:
+            iterator._distributed_dataset = EpochDataset(given, adapter, self._cut)
+        patch_loop(iterator)
+        if callbacks is not None and self.iterator is None:
+            self._begin(iterator, given, callbacks)
+        return spec_of(given)
+
+    def _begin(
+        self, iterator: TFEpochIterator, given: Dataset, callbacks: keras.callbacks.CallbackList
+    ) -> None:
+        """Take the data of a `fit` that begins."""
+        self.iterator, self._callbacks = iterator, callbacks
+        self.rows_unknown, self._given_adapter = _is_per_rank(given), iterator.data_adapter
+        self._batch_size, self._openings, self._order = None, 0, None
+        get_iterator = iterator._get_iterator
+
+        def counted() -> tf.data.Iterator:
+            self._openings += 1
+            return get_iterator()
+
+        iterator._get_iterator = counted
+        self._tell_steps(iterator.num_batches)
+
+    def end(self) -> None:
+        """Forget the data of a `fit` that is over, or was left by an exception."""
+        self.iterator = self._callbacks = None
+
+    def _tell_steps(self, steps: int | None) -> None:
+        """Tell the callbacks, the progress bar among them, how many steps an epoch has."""
+        self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+
+    def show_learned_steps(self) -> None:
+        """Give the progress bar the number of steps, once an epoch has counted them."""
+        iterator = self.iterator
+        if iterator is None or self._callbacks.params.get("steps") is not None:
+            return
+        if iterator.num_batches is not None:
+            # Keras counts the attempt that found no more data, too.
+            self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
+
+    def _distributed(self, adapter: DataAdapter, steps: int = -1) -> EpochDataset:
+        """Return the dataset that Keras reads for a data adapter; `steps` limits its batches."""
+        if self._order is not None and _is_shuffled(adapter):
+            dataset = shuffled_from(adapter, self._order)
+        else:
+            dataset = pipeline_of(adapter)
+        cut = self._cut or self.strategy.experimental_distribute_dataset
+        return EpochDataset(dataset if steps < 0 else dataset.take(steps), adapter, cut)
+
+    def shuffle(self, epoch: int) -> None:
+        """Shuffle the rows of arrays for this epoch, in the same order on every rank.
+
+        As without dtk: with a fixed seed Keras repeats one order in every epoch, and a script that
+        sets no seed gets a new order in each.
+        """
+        iterator, seed = self.iterator, self.strategy.shuffle_seed.of_epoch(epoch)
+        if iterator is None or not _is_shuffled(iterator.data_adapter):
+            return
+        if (seed is None) != (self._order is None):
+            with tf.device(placement.host()):
+                self._order = None if seed is None else tf.Variable(seed, False, dtype=tf.int64)
+            iterator._distributed_dataset = self._distributed(iterator.data_adapter)
+        if self._order is not None:
+            self._order.assign(seed)
+
+    # Batch size between epochs.
+
+    def set_batches(self, adapter: DataAdapter) -> None:
+        """Read the following epochs from another Keras data adapter."""
+        iterator = self.iterator
+        iterator._distributed_dataset = self._distributed(adapter)
+        iterator.data_adapter = adapter
+        iterator._num_batches, iterator._current_iterator = adapter.num_batches, None
+        self._tell_steps(iterator.num_batches)
+
+    def batch_size(self) -> int | None:
+        """Return the global batch size of the running `fit`; None where it is unknown."""
+        if self._batch_size is not None:
+            return self._batch_size
+        adapter = self.iterator.data_adapter
+        return None if self.rows_unknown else adapter.batch_size
+
+    def rows_in(self, steps: int) -> int | None:
+        """Count the rows in the first batches of an epoch, from the batch size."""
+        adapter, size = self.iterator.data_adapter, self.batch_size()
+        if size is None:
+            return None
+        partial = adapter.partial_batch_size if steps == adapter.num_batches else None
+        return steps * size - (size - partial if partial else 0)
+
+    def rows_counted(self, steps: int) -> int | None:
+        """Count the rows in the first batches of this epoch, exactly."""
+        iterator = self.iterator
+        adapter = iterator.data_adapter
+        if (
+            not isinstance(adapter, ArrayDataAdapter)
+            or iterator.steps_per_epoch is not None
+        ):
+            return None
+        return self.rows_in(min(steps, adapter.num_batches))
+
+    def check_rebatch(self) -> None:
+        """Check that `rebatch` is possible."""
+        given = self._given_adapter
+        if isinstance(given, ArrayDataAdapter) or (
+            isinstance(given, TFDatasetAdapter) and not self.rows_unknown
+        ):
+            return
+        raise ValueError(
+            f"the batch size of data from a {type(given).__name__} cannot be changed during fit; "
+            "give fit arrays or a tf.data.Dataset of global batches"
+        )
+
+    def rebatch(self, size: int) -> None:
+        """Read the following epochs in global batches of another size.
+
+        Arrays keep their order of rows (the same shuffle, cut differently). A dataset is rebatched
+        at the end of the script's pipeline; Keras then learns the number of steps in the next
+        epoch.
+        """
+        if size == self.batch_size():
+            return
+        adapter = self._adapter(size)
+        self.set_batches(adapter)
+        self._batch_size = size
+        if adapter.num_batches is None:
+            # An epoch of unknown length ends where the data ends: nothing to warn about.
+            self.iterator._interrupted_warning = lambda: None
+
+    def _adapter(self, size: int) -> DataAdapter:
+        """Make an adapter of the data given to `fit`, in global batches of `size` rows."""
+        self.check_rebatch()
+        given = self._given_adapter
+        if isinstance(given, ArrayDataAdapter):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given._inputs)
+            return ArrayDataAdapter(
+                x, y, sample_weight, batch_size=size, shuffle=given._shuffle
+            )
+        data = given.get_tf_dataset()
+        whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
+        return TFDatasetAdapter(whole.rebatch(size))
+
+    def peek(self, size: int, rows: int) -> tuple[Iterator[Tree], int]:
+        """Return a separate iterator over the first rows in batches of `size`, and its steps."""
+        adapter = self._adapter(size)
+        steps = -(-rows // size)
+        steps = min(steps, adapter.num_batches or steps)
+        self._openings += 1  # A pipeline that shuffles draws a new order at each opening.
+        return iter(self._distributed(adapter, steps)), steps
+
+    # Position in the data, to resume from.
+
+    def position(self, in_epoch: bool) -> FeedPosition:
+        """Return the position of the running `fit` in its data, as plain numbers."""
+        iterator = self.iterator
+        ahead = iterator.steps_per_execution if in_epoch else 0
+        return {
+            "iterators": self._openings,
+            "seen": iterator._steps_seen - ahead,
+            "open": in_epoch or iterator._current_iterator is not None,
+            "batch_size": self.batch_size(),
+            "batches": None if self._batch_size else iterator._num_batches,
+        }
+
+    def resume_at(self, step: int, position: FeedPosition) -> None:
+        """Make the next epoch begin at a step, with the rows that belong there.
+
+        A dataset shuffles anew at each opening, so the data is opened as often as before; then the
+        batches already seen are passed over.
+        """
+        iterator = self.iterator
+
+        def resumed(steps: Steps) -> Steps:
+            if step and position["batch_size"] != self.batch_size():
+                raise ValueError(
+                    f"step {step} of an epoch was reached with batch_size="
+                    f"{position['batch_size']}, so batch_size={self.batch_size()} cannot continue "
+                    "the epoch; use the same batch size, or a checkpoint from the end of an epoch"
+                )
+            self._find_position(step, position)
+            for begin, end, batches in steps:
+                if begin >= step:
+                    yield begin, end, batches
+                elif iterator.steps_per_epoch is None:
+                    _pass_over(batches, end - begin + 1)
+
+        patch_steps(iterator, resumed, once=True)
+
+    def resume_after_steps(self, logs: Logs, position: FeedPosition) -> None:
+        """Make the next epoch run no steps: all are done, and only its validation is left."""
+
+        def none_left(steps: Steps) -> Steps:
+            del steps
+            self._find_position(0, position)
+            # Keras asks for the epoch's logs after the last step.
+            keras_models.answer_once(self.model, logs)
+            yield from ()
+
+        patch_steps(self.iterator, none_left, once=True)
+
+    def _find_position(self, step: int, position: FeedPosition) -> None:
+        iterator = self.iterator
+        stream = iterator.steps_per_epoch is not None
+        inside = position["open"] if stream else step > 0
+        if iterator._num_batches is None and not self._batch_size:
+            iterator._num_batches = position["batches"]
+        if not isinstance(iterator.data_adapter, ArrayDataAdapter):
+            while self._openings < position["iterators"] - inside:
+                iter(iterator._get_iterator())
+        if stream and inside:
+            opened = iterator._current_iterator = iter(iterator._get_iterator())
+            _pass_over(opened, position["seen"])
+            iterator._steps_seen = position["seen"] - step
+
+
+def _is_shuffled(adapter: DataAdapter) -> bool:
+    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
+
+
+def _pass_over(batches: Iterator[Tree], count: int) -> None:
+    for _ in range(count):
+        next(batches, None)

@@ -3,9 +3,8 @@
 for good         keras.Model.fit and its like               patch_calls
                  functions that write a model to a path     patch_saving
 inside a scope   keras.Model.compile                        patch_compile
-of one model     _maybe_symbolic_build                      patch_build
-                 compute_loss                               patch_compute_loss
-                 make_train_function and its like           patch_functions
+of one model     _maybe_symbolic_build, compute_loss,
+                 make_train_function and its like           patch_model
                  _get_metrics_result_or_logs, once          answer_once
 """
 
@@ -27,7 +26,7 @@ from keras.src.saving import saving_lib
 from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
-from dtk.nests import Args, Function, Kwargs, Logs, Nest, Specs
+from dtk.nests import Args, Function, Kwargs, Logs, Specs, Tree
 from dtk.patches import definer, patch, patch_for_good
 
 # What models, losses and metrics raise when a part of a batch is not what they take.
@@ -134,29 +133,35 @@ def patch_calls(handle: Handler) -> None:
     A model's own override runs as before; Keras's methods that it calls go through here.
     """
 
-    def handled(original: Function[object], name: str) -> Function[object]:
-        def call(self: keras.Model, *args: object, **kwargs: object) -> object:
-            return handle(self, name, functools.partial(original, self), args, kwargs)
-
-        call._dtk_handler = handle  # type: ignore[attr-defined]
-        return call
+    def call(
+        name: str,
+        model: keras.Model,
+        *args: object,
+        original: Function[object],
+        **kwargs: object,
+    ) -> object:
+        return handle(model, name, functools.partial(original, model), args, kwargs)
 
     for name in _CALLS:
-        patch_for_good(keras.Model, name, functools.partial(handled, name=name))
+        patch_for_good(keras.Model, name, functools.partial(call, name))
+    keras.Model.fit._dtk_handler = handle
 
 
 def patch_saving(write: Write) -> None:
     """Let `write` save every model, or its weights, from now on."""
 
-    def written(original: Function[object], name: str) -> Function[object]:
-        def save(model: keras.Model, filepath: object, *args: object, **kwargs: object) -> object:
-            how = _ADDRESS.sub("", f"{name} {args} {kwargs}")
-            return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
-
-        return save
+    def save(
+        model: keras.Model,
+        filepath: object,
+        *args: object,
+        original: Function[object],
+        **kwargs: object,
+    ) -> object:
+        how = _ADDRESS.sub("", f"{original.__name__} {args} {kwargs}")
+        return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
 
     for owner, name in _SAVES:
-        patch_for_good(owner, name, functools.partial(written, name=name))
+        patch_for_good(owner, name, save)
 
 
 @contextlib.contextmanager
@@ -230,11 +235,6 @@ def is_first_time(model: keras.Model, what: str) -> bool:
     return what not in happened
 
 
-def patch_build(model: keras.Model, build: Function[None]) -> None:
-    """Make Keras call `build(iterator=None, data_batch=None)` before a model's first step."""
-    model._maybe_symbolic_build = build
-
-
 def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
     """Return the trainer that `set_trainer` has set on a model, or None."""
     found = getattr(model, "_dtk_trainer", None)
@@ -246,21 +246,13 @@ def set_trainer(model: keras.Model, trainer: object) -> None:
     model._dtk_trainer = trainer
 
 
-def patch_compute_loss(model: keras.Model, compute_loss: Function[tf.Tensor | None]) -> None:
-    """Replace a model's `compute_loss`."""
-    model.compute_loss = compute_loss
-
-
-def patch_functions(
-    model: keras.Model,
-    train: Function[Callable[[tf.data.Iterator], Nest]],
-    test: Function[Callable[[tf.data.Iterator], Nest]],
-    predict: Function[Callable[[list[Nest]], Nest]],
+def patch_model(
+    model: keras.Model, build: Function[None], **methods: Function[object]
 ) -> None:
-    """Replace the methods by which a model makes its step functions."""
-    model.make_train_function = train
-    model.make_test_function = test
-    model.make_predict_function = predict
+    """Replace methods of a model, and how Keras builds it from data before its first step."""
+    model._maybe_symbolic_build = build
+    for name, method in methods.items():
+        setattr(model, name, method)
 
 
 def lacks_state(model: keras.Model) -> bool:
@@ -288,7 +280,7 @@ def counted_elsewhere(model: keras.Model) -> list[str]:
     return [one.name for one in metrics if any(np.any(np.asarray(v)) for v in one.variables)]
 
 
-def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
+def build_from(model: keras.Model, data_batch: Tree | Specs) -> None:
     """Build a model, its metrics and its optimizer from a batch or its specification.
 
     A model with a train step and without `call` is left out: its step builds what it uses.
@@ -302,7 +294,7 @@ def build_from(model: keras.Model, data_batch: Nest | Specs) -> None:
         _build(model, data_batch)
 
 
-def _build(model: keras.Model, data_batch: Nest | Specs) -> None:
+def _build(model: keras.Model, data_batch: Tree | Specs) -> None:
     if takes_own_step(model):
         model._symbolic_build(data_batch=data_batch)
         return

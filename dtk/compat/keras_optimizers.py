@@ -18,25 +18,24 @@ An optimizer that wraps another counts as two.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 
 from dtk.compat.keras_variables import VariablePart, copy_mark
-from dtk.nests import Array, Function, Gradients, Nest
-from dtk.patches import definer, patch, patch_for_good
+from dtk.nests import Array, Function, Gradients, Tree
+from dtk.patches import patch_around, patch_for_good
 
 _Note = TypeVar("_Note")
 
 _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
 # An optimizer's own `apply`, and its function that clips gradients.
-Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Nest]
+Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Tree]
 Clip: TypeAlias = Callable[[Gradients], Gradients]
 
 
@@ -62,17 +61,12 @@ def patch_clip(
     clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
     running = threading.local()  # replicas may be threads
 
-    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Nest:
+    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Tree:
         running.variables = trainable_variables
         return update(grads, trainable_variables)
 
     optimizer._backend_apply_gradients = updated
     optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
-
-
-def square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return a gradient's sum of squares, computed as optimizers do for its norm."""
-    return keras.ops.sum(keras.ops.square(gradient))
 
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
@@ -83,16 +77,25 @@ def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return found
 
 
+def is_multi(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
+    return isinstance(optimizer, _MULTI)
+
+
+def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return an optimizer and all optimizers inside it, outermost first."""
+    found = chain(optimizer)
+    for one in found:  # it grows meanwhile
+        if is_multi(one):
+            found += [inside for member in one.optimizers for inside in chain(member)]
+    return found
+
+
 def is_linear(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer does the same with two slices as with their sum."""
     if type(optimizer) is not keras.optimizers.SGD:
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
-
-
-def is_multi(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer is a `MultiOptimizer`, which divides variables among others."""
-    return isinstance(optimizer, _MULTI)
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -117,7 +120,7 @@ def slots_by_variable(
 
 def patch_apply(
     optimizer: keras.Optimizer,
-    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Nest],
+    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Tree],
 ) -> Apply:
     """Make `apply` call `around(gradients, variables, apply)`; return the old `apply`."""
     apply = optimizer.apply
@@ -127,7 +130,7 @@ def patch_apply(
     def applied(
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> Nest:
+    ) -> Tree:
         return around(list(grads), trainable_variables, apply)
 
     optimizer.apply = applied
@@ -137,29 +140,27 @@ def patch_apply(
 def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
     """Make every optimizer call `check(optimizer, variables)` before it applies, from now on."""
 
-    def checked(original: Function[Nest]) -> Function[Nest]:
-        @tf.autograph.experimental.do_not_convert
-        @functools.wraps(original)
-        def apply(
-            self: keras.Optimizer,
-            grads: Gradients,
-            trainable_variables: Sequence[keras.Variable] | None = None,
-        ) -> Nest:
-            check(self, trainable_variables or [])
-            return original(self, grads, trainable_variables)
-
-        return apply
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        optimizer: keras.Optimizer,
+        grads: Gradients,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        *,
+        original: Function[Tree],
+    ) -> Tree:
+        check(optimizer, trainable_variables or [])
+        return original(optimizer, grads, trainable_variables)
 
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        patch_for_good(kind, "apply", checked)
+        patch_for_good(kind, "apply", apply)
 
 
-def patch_swaps(around: Callable[[keras.Model, Callable[[], Nest]], Nest]) -> None:
+def patch_swaps(around: Callable[[keras.Model, Callable[[], Tree]], Tree]) -> None:
     """Make `SwapEMAWeights` call `around(model, swap)` to exchange weights and averages."""
 
-    def swapped(original: Function[Nest]) -> Function[Nest]:
-        return lambda callback: around(callback.model, lambda: original(callback))
+    def swapped(callback: keras.callbacks.Callback, *, original: Function[Tree]) -> Tree:
+        return around(callback.model, lambda: original(callback))
 
     for name in ("_swap_variables", "_finalize_ema_values"):
         patch_for_good(keras.callbacks.SwapEMAWeights, name, swapped)
@@ -196,7 +197,8 @@ def patch_build(
     build, finalize = optimizer.build, optimizer.finalize_variable_values
 
     def build_expanded(variables: Sequence[keras.Variable]) -> None:
-        with _slots_marked():
+        add = {"add_variable_from_reference": _marked_slot}
+        with patch_around(keras.optimizers.Optimizer, **add):
             build(expand(variables))
         built(variables)
 
@@ -204,25 +206,20 @@ def patch_build(
     optimizer.finalize_variable_values = lambda variables: finalize(expand(variables))
 
 
-@contextlib.contextmanager
-def _slots_marked() -> Iterator[None]:
-    owner = definer(keras.optimizers.Optimizer, "add_variable_from_reference")
-    original = owner.add_variable_from_reference  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
-    def add(
-        self: keras.Optimizer, reference_variable: keras.Variable, *args: object, **kwargs: object
-    ) -> keras.Variable:
-        slot = original(self, reference_variable, *args, **kwargs)
-        copy_mark(reference_variable, slot)
-        return slot
-
-    with patch(owner, add_variable_from_reference=add):
-        yield
+def _marked_slot(
+    optimizer: keras.Optimizer,
+    reference_variable: keras.Variable,
+    *args: object,
+    original: Function[keras.Variable],
+    **kwargs: object,
+) -> keras.Variable:
+    slot = original(optimizer, reference_variable, *args, **kwargs)
+    copy_mark(reference_variable, slot)
+    return slot
 
 
 def patch_finalize(
-    optimizer: keras.Optimizer, around: Callable[[Callable[[], Nest]], Nest]
+    optimizer: keras.Optimizer, around: Callable[[Callable[[], Tree]], Tree]
 ) -> None:
     """Make an optimizer call `around(finalize)` to set the last values of its variables."""
     finalize = optimizer.finalize_variable_values
@@ -278,6 +275,15 @@ def given_rate(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
     """Return the schedule or function of an optimizer's learning rate, if it has one."""
     rate = optimizer._learning_rate
     return rate if callable(rate) and not isinstance(rate, keras.Variable) else None
+
+
+def is_replaced(variable: keras.Variable) -> bool:
+    """Return whether an optimizer replaces a variable by its gradient.
+
+    Keras's float8 layers have it do this for their scales and for the largest values they have
+    seen.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def takes_adamw(muon: keras.Optimizer, variable: keras.Variable) -> bool:

@@ -3,9 +3,8 @@
 scale_loss_for_distribution and its like    patch_losses
 keras.Variable.assign                       patch_assign
 update_state of keras.metrics.Mean and Sum  patch_means
-result, update_state of a model's metrics   patch_results, patch_updates
-tf.GradientTape.gradient                    patch_gradient
-    and __enter__                           patch_tapes
+result, update_state of a model's metrics   patch_metrics
+tf.GradientTape.gradient and __enter__      patch_tapes
 calls of a script's tf.function             patch_tf_functions
 keras.ops.take                              patch_take
 moments of synchronized layers              patch_moments
@@ -30,8 +29,8 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, functio
 
 from dtk.compat import names
 from dtk.compat.keras_models import layers_of
-from dtk.nests import Args, Function, Kwargs, Nest
-from dtk.patches import definer, patch
+from dtk.nests import Args, Function, Kwargs, Tree
+from dtk.patches import definer, patch, patch_around
 
 _BACKEND = "keras.src.backend.tensorflow"
 _LIBRARIES = ("dtk", "keras", "tensorflow")
@@ -40,7 +39,7 @@ _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
 
 # Computes gradients from target, sources and output gradients; in a list, if the sources are one.
-Gradient: TypeAlias = Callable[[Nest, Nest, Nest], list[Nest]]
+Gradient: TypeAlias = Callable[[Tree, Tree, Tree], list[Tree]]
 
 
 # Losses and metrics.
@@ -53,21 +52,12 @@ def patch_losses(
 
     Each gets the arguments of Keras's function, and that function as the keyword `original`.
     """
-    functions = {
-        "scale_loss_for_distribution": scale,
-        "unscale_loss_for_distribution": unscale,
-        "reduce_weighted_values": weigh,
-    }
-    return patch(keras_losses, **_given_original(keras_losses, functions))
-
-
-def _given_original(
-    owner: object, functions: Mapping[str, Function[object]]
-) -> dict[str, Function[object]]:
-    return {
-        name: functools.partial(function, original=getattr(owner, name))
-        for name, function in functions.items()
-    }
+    return patch_around(
+        keras_losses,
+        scale_loss_for_distribution=scale,
+        unscale_loss_for_distribution=unscale,
+        reduce_weighted_values=weigh,
+    )
 
 
 def masked_weight(
@@ -77,16 +67,9 @@ def masked_weight(
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def patch_assign(observe: Callable[[keras.Variable], None]) -> AbstractContextManager[None]:
-    """Return a context in which `observe` gets each Keras variable before it is assigned."""
-    assign = keras.Variable.assign
-
-    @functools.wraps(assign)
-    def observed(self: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-        observe(self)
-        return assign(self, value)
-
-    return patch(definer(keras.Variable, "assign"), assign=observed)
+def patch_assign(assign: Function[tf.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which `assign(variable, value, original=...)` assigns Keras variables."""
+    return patch_around(definer(keras.Variable, "assign"), assign=assign)
 
 
 @contextlib.contextmanager
@@ -95,41 +78,21 @@ def patch_means(update: Function[object]) -> Iterator[None]:
 
     These are `keras.metrics.Mean` and `Sum`.
     """
-
-    def updated(original: Function[object]) -> Function[object]:
-        @functools.wraps(original)
-        def update_state(
-            self: keras.Metric, values: tf.Tensor, sample_weight: tf.Tensor | None = None
-        ) -> object:
-            return update(self, values, sample_weight, original=original)
-
-        return update_state
-
-    with contextlib.ExitStack() as stack:
-        for kind in (keras.metrics.Mean, keras.metrics.Sum):
-            stack.enter_context(patch(kind, update_state=updated(kind.update_state)))
+    with (
+        patch_around(keras.metrics.Mean, update_state=update),
+        patch_around(keras.metrics.Sum, update_state=update),
+    ):
         yield
 
 
-def patch_results(
-    metrics: Sequence[keras.Metric], result: Callable[[keras.Metric, Callable[[], Nest]], Nest]
-) -> AbstractContextManager[None]:
-    """Return a context in which `result(metric, original)` computes the results of metrics."""
-    return _patch_methods(metrics, "result", result)
-
-
-def patch_updates(
-    metrics: Sequence[keras.Metric], update: Function[object]
-) -> AbstractContextManager[None]:
-    """Return a context in which `update(metric, original, ...)` updates metrics."""
-    return _patch_methods(metrics, "update_state", update)
-
-
 @contextlib.contextmanager
-def _patch_methods(
+def patch_metrics(
     metrics: Sequence[keras.Metric], name: str, function: Function[object]
 ) -> Iterator[None]:
-    """Return a context in which metrics have another method; in nested ones, the outer one's."""
+    """Return a context in which `function(metric, original, ...)` is a method of metrics.
+
+    In nested contexts, the function of the outer one is.
+    """
     with contextlib.ExitStack() as stack:
         for metric in metrics:
             if name not in vars(metric):
@@ -142,7 +105,7 @@ def _patch_methods(
 
 
 def patch_tapes(
-    differentiate: Callable[[Gradient, Values, Nest, Nest, Nest], Nest],
+    differentiate: Callable[[Gradient, Values, Tree, Tree, Tree], Tree],
     watched: Callable[[], Values] | None = None,
 ) -> AbstractContextManager[None]:
     """Return a context in which a function replaces `tf.GradientTape.gradient`.
@@ -150,32 +113,31 @@ def patch_tapes(
     It gets the tape's own function, the values that `watched` has returned for the tape to watch in
     place of variables, and the arguments of the call: target, sources and output gradients.
     """
-    enter, original = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
-    def watching(tape: tf.GradientTape) -> tf.GradientTape:
-        entered = enter(tape)
+    def watching(tape: tf.GradientTape, original: Function[tf.GradientTape]) -> tf.GradientTape:
+        entered = original(tape)
         values = watched() if watched is not None else {}
         setattr(entered, _WATCHED, values)
         entered.watch(list(values.values()))
         return entered
 
-    @functools.wraps(original)
     def gradient(
         tape: tf.GradientTape,
-        target: Nest,
-        sources: Nest,
-        output_gradients: Nest = None,
+        target: Tree,
+        sources: Tree,
+        output_gradients: Tree = None,
         *args: object,
+        original: Function[list[Tree]],
         **more: object,
-    ) -> Nest:
-        def own(target: Nest, sources: Nest, output_gradients: Nest) -> list[Nest]:
+    ) -> Tree:
+        def own(target: Tree, sources: Tree, output_gradients: Tree) -> list[Tree]:
             return original(tape, target, sources, output_gradients, *args, **more)
 
         values = getattr(tape, _WATCHED, {})
         return differentiate(own, values, target, sources, output_gradients)
 
     entering = {} if watched is None else {"__enter__": watching}
-    return patch(tf.GradientTape, gradient=gradient, **entering)
+    return patch_around(tf.GradientTape, gradient=gradient, **entering)
 
 
 # Functions and layers.
@@ -186,13 +148,13 @@ def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[Non
 
     A loss in a separate graph could not be weighed by tensors of the step's graph.
     """
-    kind = type(tf.function(lambda: None))
-    original = kind.__call__
 
-    @functools.wraps(original)
     def call(
-        self: tf.types.experimental.PolymorphicFunction, *args: object, **kwargs: object
-    ) -> Nest:
+        self: tf.types.experimental.PolymorphicFunction,
+        *args: object,
+        original: Function[Tree],
+        **kwargs: object,
+    ) -> Tree:
         python = self.python_function
         package = (getattr(python, "__module__", None) or "").partition(".")[0]
         if not wanted() or package in _LIBRARIES:
@@ -203,7 +165,7 @@ def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[Non
         with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # even if the caller is not converted
             return python(*given.args, **given.kwargs)
 
-    return patch(kind, __call__=call)
+    return patch_around(type(tf.function(lambda: None)), __call__=call)
 
 
 def _canonical(
@@ -226,20 +188,19 @@ def patch_take(
     take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
 ) -> AbstractContextManager[None]:
     """Return a context in which `take(x, indices, axis, original)` replaces `keras.ops.take`."""
-    home = names.home_of(_BACKEND, "take")
-    original = home.take
 
-    @functools.wraps(original)
-    def replacement(x: tf.Tensor, indices: tf.Tensor, axis: int | None = None) -> tf.Tensor:
+    def replacement(
+        x: tf.Tensor, indices: tf.Tensor, axis: int | None = None, *, original: Function[tf.Tensor]
+    ) -> tf.Tensor:
         return take(x, indices, axis, original)
 
-    return patch(home, take=replacement)
+    return patch_around(names.home_of(_BACKEND, "take"), take=replacement)
 
 
 def patch_moments(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
     """Return a context in which a function computes the moments of synchronized layers."""
     home = names.home_of(_BACKEND, "_compute_moments_sync")
-    return patch(home, **_given_original(home, {"_compute_moments_sync": moments}))
+    return patch_around(home, _compute_moments_sync=moments)
 
 
 @contextlib.contextmanager

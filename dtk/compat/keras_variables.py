@@ -104,9 +104,10 @@ def flat_shard_of(variable: keras.Variable) -> FlatShard | None:
     return mark if isinstance(mark, FlatShard) else None
 
 
-def is_sharded(variable: keras.Variable) -> bool:
-    """Return whether ranks with whole models hold a part each of a variable."""
-    return flat_shard_of(variable) is not None
+def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """Return the shape of a variable; of the whole where each rank holds a part."""
+    shard = shard_of(variable)
+    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
 
 
 def set_owner(variable: keras.Variable, owner: OneRanks) -> None:

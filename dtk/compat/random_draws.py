@@ -36,8 +36,8 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops_v2,
 )
 
-from dtk.nests import Function, Nest
-from dtk.patches import patch
+from dtk.nests import Function, Tree
+from dtk.patches import patch_around
 
 BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
@@ -109,21 +109,19 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
     with contextlib.ExitStack() as stack:
         own = _Generators()
         stack.callback(own.swap)  # restores the generators that `restart` has seeded
-        for kind, name in ((keras.Layer, "_maybe_build"), (keras.random.SeedGenerator, "__init__")):
-            build = _with_own_numbers(getattr(kind, name), own)
-            stack.enter_context(patch(kind, **{name: build}))
-        functions = type(tf.function(lambda: None))
-        stack.enter_context(patch(functions, __call__=_anew(functions.__call__)))
-
+        build = functools.partial(_with_own_numbers, own)
+        stack.enter_context(patch_around(keras.Layer, _maybe_build=build))
+        stack.enter_context(patch_around(keras.random.SeedGenerator, __init__=build))
+        stack.enter_context(patch_around(type(tf.function(lambda: None)), __call__=_call_anew))
         for module, name, draw in _replacements(layouts, of_rows):
-            draw = _unless_building(getattr(module, name), draw)
-            stack.enter_context(patch(module, **{name: draw}))
+            draw = functools.partial(_unless_building, draw)
+            stack.enter_context(patch_around(module, **{name: draw}))
         yield of_rows
 
 
 def _replacements(
     layouts: Mapping[int, str], of_rows: list[int]
-) -> Iterator[tuple[ModuleType, str, Function[Nest]]]:
+) -> Iterator[tuple[ModuleType, str, Function[Tree]]]:
     """Yield every function of TensorFlow and Keras that draws, and what takes its place."""
     for module in _GENERATED:
         for name, original in [*vars(module).items()]:
@@ -150,45 +148,38 @@ class _Generators:
         random.setstate(of_python)
 
 
-def _with_own_numbers(build: Function[None], own: _Generators) -> Function[None]:
+def _with_own_numbers(
+    own: _Generators, *args: object, original: Function[None], **kwargs: object
+) -> None:
     """Make weights and seeds as without `by_row`, since they outlive it."""
-
-    @functools.wraps(build)
-    def built(*args: object, **kwargs: object) -> None:
-        if _drawn.building:  # a nested layer
-            return build(*args, **kwargs)
+    if _drawn.building:  # a nested layer
+        return original(*args, **kwargs)
+    own.swap()
+    _drawn.building = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _drawn.building = False
         own.swap()
-        _drawn.building = True
-        try:
-            return build(*args, **kwargs)
-        finally:
-            _drawn.building = False
-            own.swap()
-
-    return built
 
 
-def _unless_building(original: Function[Nest], replacement: Function[Nest]) -> Function[Nest]:
-    @functools.wraps(original)
-    def chosen(*args: object, **kwargs: object) -> Nest:
-        return (original if _drawn.building else replacement)(*args, **kwargs)
-
-    return chosen
+def _unless_building(
+    draw: Function[Tree], *args: object, original: Function[Tree], **kwargs: object
+) -> Tree:
+    return (original if _drawn.building else draw)(*args, **kwargs)
 
 
-def _anew(call: Function[Nest]) -> Function[Nest]:
-    """Make `tf.function` objects call a copy of themselves without traces."""
-
-    @functools.wraps(call)
-    def call_anew(
-        self: tf.types.experimental.PolymorphicFunction, *args: object, **kwargs: object
-    ) -> Nest:
-        return call(self._clone(None), *args, **kwargs)
-
-    return call_anew
+def _call_anew(
+    self: tf.types.experimental.PolymorphicFunction,
+    *args: object,
+    original: Function[Tree],
+    **kwargs: object,
+) -> Tree:
+    """Call a copy of a `tf.function` object, without its traces."""
+    return original(self._clone(None), *args, **kwargs)
 
 
-def _seeded(sampler: Function[Nest], *args: object, **kwargs: object) -> Nest:
+def _seeded(sampler: Function[Tree], *args: object, **kwargs: object) -> Tree:
     return sampler(*args, **kwargs | {"seed": 1, "seed2": 1})
 
 

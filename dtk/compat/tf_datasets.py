@@ -12,7 +12,7 @@ from tensorflow.python.framework import op_def_registry
 
 from dtk.input import row_maps
 from dtk.input.row_maps import RowMaps
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
 # Makes the pipeline of one of several processes or workers.
 MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -27,7 +27,7 @@ _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
 _TRANSPARENT = ("Prefetch", "Options")
 
 
-def regroup(parts: tuple[Nest, ...]) -> Nest:
+def regroup(parts: tuple[Tree, ...]) -> Tree:
     """Turn one structure per replica into one structure of per-replica values."""
     return distribute_utils.regroup(parts, always_wrap=True)
 
@@ -67,7 +67,7 @@ class PerRankDataset(input_lib.DistributedDataset):
         """Number of batches in an epoch; a property, as in `tf.distribute.DistributedDataset`."""
         return self.local.cardinality()
 
-    def map(self, function: Function[Nest]) -> PerRankDataset:
+    def map(self, function: Function[Tree]) -> PerRankDataset:
         """Apply a function to every batch, as Keras does to turn class weights into row weights."""
         whole = None if self.whole is None else self.whole.map(function)
         return PerRankDataset(lambda: self.local.map(function), whole, self._regrouped)
@@ -79,17 +79,17 @@ class PerRankDataset(input_lib.DistributedDataset):
     def __len__(self) -> int:
         return len(self.local)
 
-    def __iter__(self) -> Iterator[Nest]:
+    def __iter__(self) -> Iterator[Tree]:
         if self._on_read is not None:
             return self._observed(self._on_read)
         return map(regroup, self.local) if self._regrouped else iter(self.local)
 
-    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Nest]:
+    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Tree]:
         for rows, digest in self.local:
             on_read(digest)
             yield rows
 
-    def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
+    def reduce(self, initial_state: Tree, reduce_func: Callable[[Tree, Tree], Tree]) -> Tree:
         """Reduce all local elements, as `for` does inside a `tf.function`."""
         if not self._regrouped:
             return self.local.reduce(initial_state, reduce_func)
@@ -338,11 +338,11 @@ def _rebuilt(given: tf.data.Dataset, maps: Sequence[tf.data.Dataset]) -> tf.data
     return given
 
 
-def _on_second(node: tf.data.Dataset) -> Function[tuple[tf.Tensor, Nest]]:
+def _on_second(node: tf.data.Dataset) -> Function[tuple[tf.Tensor, Tree]]:
     wrapped, spec = node._map_func, node._input_dataset.element_spec
 
     @tf.autograph.experimental.do_not_convert
-    def apply(first: tf.Tensor, second: Nest) -> tuple[tf.Tensor, Nest]:
+    def apply(first: tf.Tensor, second: Tree) -> tuple[tf.Tensor, Tree]:
         made = wrapped.function(*structure.to_tensor_list(spec, second))
         return first, structure.from_compatible_tensor_list(wrapped.output_structure, made)
 

@@ -24,31 +24,53 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
-from dtk.compat.keras_variables import (
-    VARIABLE_CLASSES,
-    MirroredVariable,
-    SyncOnReadVariable,
-    components,
-    local_value,
-)
+from dtk.compat import keras_variables, tf_replicas
 from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_in_order, take_apart
-from dtk.compat.tf_replicas import (
-    all_reduce,
-    if_present,
-    is_whole,
-    op_name,
-    replica_index,
-    undivided,
-)
 from dtk.input import digests, row_maps, slicing
-from dtk.input.pipelines import in_time
 from dtk.input.row_maps import RowMaps
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
-_Reduced = TypeVar("_Reduced", bound=Nest)
+_Reduced = TypeVar("_Reduced", bound=Tree)
 
 
-class AllReduceExtended(one_device_strategy.OneDeviceExtended):
+class _Collective(tf.distribute.StrategyExtended):
+    """Reductions by collectives of the running replica, for both extended objects."""
+
+    # Divides sparse gradients by the origin of their slices.
+    divide_slices = staticmethod(tf_replicas.undivided)
+
+    def _use_merge_call(self) -> bool:
+        # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
+        # gradient accumulation and steps_per_execution > 1 work.
+        return False
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
+        del options
+        if tf_replicas.is_whole():
+            return value
+        communicator, mine = self.replica_communicator(), tf_replicas.if_present(value)
+        return tf_replicas.all_reduce(communicator, reduce_op, mine, self.divide_slices)
+
+    def reduce_over_replicas(
+        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Reduce tensors over the replicas, in a replica context."""
+        if tf_replicas.is_whole():
+            return values
+        return self.replica_communicator().allreduce(values, op)
+
+    def _batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Tree, object]],
+        options: object,
+    ) -> Tree:
+        return self._reduce_to(reduce_op, [v for v, _ in value_destination_pairs], None, options)
+
+
+class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     """Extended object of processes that hold one replica each; a communicator reduces values."""
 
     def __init__(
@@ -56,7 +78,6 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     ):
         super().__init__(container_strategy, device)
         self._communicator = communicator
-        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
         self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
         self._reasons: set[str] = set()  # already printed by `row_maps`
@@ -65,15 +86,14 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return 1 if is_whole() else self._communicator.size
+        return 1 if tf_replicas.is_whole() else self._communicator.size
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
 
-    def _use_merge_call(self) -> bool:
-        # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
-        # gradient accumulation and steps_per_execution > 1 work.
-        return False
+    def replica_communicator(self) -> Communicator:
+        """Return the communicator of the running replica: this process's."""
+        return self._communicator
 
     @property
     def _container(self) -> tf.distribute.Strategy:
@@ -86,10 +106,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         """Whether this is rank 0."""
         return self._communicator.rank == 0 and not self._container.is_evaluator
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this is rank 0."""
-        return self.should_checkpoint
+    should_save_summary = should_checkpoint
 
     # Variables are plain TensorFlow ones, equal on all ranks by induction. Only variables that are
     # summed when read (Keras's metric state) need a special class.
@@ -108,7 +125,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         return distribute_utils.create_mirrored_variable(
             self._container_strategy(),
             create_one,
-            VARIABLE_CLASSES,
+            keras_variables.VARIABLE_CLASSES,
             distribute_utils.VARIABLE_POLICY_MAPPING,
             **kwargs,
         )
@@ -131,55 +148,26 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     # Running and reducing.
 
     def _call_for_each_replica(
-        self, fn: Function[Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]
-    ) -> Nest:
+        self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
             return fn(*args, **kwargs)
 
-    def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
-        del options
-        if is_whole():
-            return value
-        return all_reduce(self._communicator, reduce_op, if_present(value), self.divide_slices)
-
-    def reduce_over_replicas(
-        self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Reduce tensors over the replicas, in a replica context."""
-        return values if is_whole() else self._communicator.allreduce(values, op)
-
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, destinations: object, options: object
+    ) -> Tree:
         del destinations, options
-        value = tf.nest.map_structure(local_value, value)
+        value = tf.nest.map_structure(keras_variables.local_value, value)
         if self._reads_are_local:
             return tf.nest.map_structure(tf.convert_to_tensor, value)
         return self._replica_ctx_all_reduce(reduce_op, value)
-
-    def _batch_reduce_to(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Sequence[tuple[Nest, object]],
-        options: object,
-    ) -> Nest:
-        del options
-        return self._replica_ctx_all_reduce(
-            reduce_op, [local_value(value) for value, _ in value_destination_pairs]
-        )
 
     def _gather_to_implementation(
         self, value: tf.Tensor, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
         del destinations, options
-        return self.gather(value, axis)
-
-    def gather(self, value: tf.Tensor | tf.Variable, axis: int = 0) -> tf.Tensor:
-        """Concatenate the values of all replicas, in rank order."""
-        value = tf.convert_to_tensor(local_value(value))
+        value = tf.convert_to_tensor(keras_variables.local_value(value))
         if axis == 0:
             return self._communicator.allgather(value)
         order = [axis, *(d for d in range(value.shape.rank) if d != axis)]
@@ -206,7 +194,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
     ) -> tf.data.Dataset:
         del options
         if self._communicator.size == 1:
-            return in_time(dataset)
+            return slicing.in_time(dataset)
         slicing.check_rows(dataset.element_spec)
         rank, size = self._communicator.rank, self._communicator.size
         digest = None if self._observe is None else digests.digest_of
@@ -215,11 +203,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
             maps = self.row_maps(given)
             if maps is not None:
                 return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
-            if digest is None:
-                only = tf.autograph.experimental.do_not_convert(lambda *parts: parts[0])
-                return slicing.cut_dataset_exactly(given, (rank,), size, ahead).map(only)
-            own = digests.with_digest(lambda batch: slicing.cut_exactly(batch, (rank,), size)[0])
             return slicing.mapped(given.enumerate(), own, ahead)
+
+        def own(number: tf.Tensor, batch: Tree) -> Tree:
+            (rows,) = slicing.cut_exactly(batch, (rank,), size)
+            return rows if digest is None else (rows, digest(number, batch))
 
         local = functools.partial(cut_in_order, dataset, cut)
         return PerRankDataset(local, whole=dataset, on_read=self._observe)
@@ -256,11 +244,11 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         input_context = tf.distribute.InputContext(
             num_input_pipelines=size, input_pipeline_id=rank, num_replicas_in_sync=size
         )
-        return PerRankDataset(in_time(dataset_fn(input_context)), whole=None)
+        return PerRankDataset(slicing.in_time(dataset_fn(input_context)), whole=None)
 
     def _experimental_distribute_values_from_function(
-        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
-    ) -> Nest:
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Tree]
+    ) -> Tree:
         return value_fn(
             tf.distribute.experimental.ValueContext(
                 self._communicator.rank, self._communicator.size
@@ -268,7 +256,7 @@ class AllReduceExtended(one_device_strategy.OneDeviceExtended):
         )
 
 
-class MirroredExtended(mirrored_strategy.MirroredExtended):
+class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     """Extended object of several devices of one process, with TensorFlow's mirrored variables.
 
     TensorFlow's strategy reduces by merging its replica threads. That is impossible inside
@@ -284,31 +272,23 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         # one replica's step wait for the end of another's.
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
-        self.divide_slices: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided
         # Each strategy in this process needs its own group key.
         self._replicas = collective.replicas(self._devices, group=id(container_strategy))
 
-    def _use_merge_call(self) -> bool:
-        return False
-
     def replica_communicator(self) -> Communicator:
-        """Return the communicator of the running replica."""
-        return self._replicas[replica_index()]
+        """Return the communicator of the running replica: its device's."""
+        return self._replicas[tf_replicas.replica_index()]
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return 1 if is_whole() else super()._num_replicas_in_sync
+        return 1 if tf_replicas.is_whole() else super()._num_replicas_in_sync
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
-        if is_whole():
-            return value
-        if tf.executing_eagerly():
-            return self._merge(reduce_op, if_present(value))
-        return all_reduce(
-            self.replica_communicator(), reduce_op, if_present(value), self.divide_slices
-        )
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
+        if tf.executing_eagerly() and not tf_replicas.is_whole():
+            return self._merge(reduce_op, tf_replicas.if_present(value))
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
     def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
         # Eager replicas take turns, so a collective op would wait forever: merge the values.
@@ -317,16 +297,13 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Reduce tensors over the replicas, in a replica context."""
-        if is_whole():
-            return values
-        if not tf.executing_eagerly():
-            return self.replica_communicator().allreduce(values, op)
+        if tf_replicas.is_whole() or not tf.executing_eagerly():
+            return super().reduce_over_replicas(values, op)
         if op == "sum":
             return self._merge(tf.distribute.ReduceOp.SUM, values)
 
         def largest(_: object, merged: list[tf.Tensor]) -> list[tf.Tensor]:
-            return [tf.reduce_max(components(value), axis=0) for value in merged]
+            return [tf.reduce_max(keras_variables.components(value), axis=0) for value in merged]
 
         return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
 
@@ -340,26 +317,17 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         made = super()._create_variable(next_creator, **kwargs)
         # TensorFlow has no parameter for the class. A variable without copies keeps its class.
         if isinstance(made, values.MirroredVariable):
-            made.__class__ = MirroredVariable
+            made.__class__ = keras_variables.MirroredVariable
         elif isinstance(made, values.SyncOnReadVariable):
-            made.__class__ = SyncOnReadVariable
+            made.__class__ = keras_variables.SyncOnReadVariable
         return made
 
     def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: object, options: object
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, destinations: object, options: object
+    ) -> Tree:
         # Outside replicas this process has all values: add them up here, without collectives.
         del destinations, options
         return tf.nest.map_structure(lambda v: _reduce_components(reduce_op, v, self), value)
-
-    def _batch_reduce_to(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Sequence[tuple[Nest, object]],
-        options: object,
-    ) -> Nest:
-        del options
-        return [_reduce_components(reduce_op, value, self) for value, _ in value_destination_pairs]
 
     def _gather_to_implementation(
         self, value: tf.Tensor, destinations: object, axis: int, options: object
@@ -375,7 +343,7 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
         del options
         size = self._num_replicas_in_sync
         if size == 1:
-            return in_time(dataset)
+            return slicing.in_time(dataset)
         slicing.check_rows(dataset.element_spec)
 
         def cut() -> tf.data.Dataset:
@@ -396,19 +364,19 @@ class MirroredExtended(mirrored_strategy.MirroredExtended):
 
 
 def _reduce_components(
-    reduce_op: tf.distribute.ReduceOp, value: Nest, extended: tf.distribute.StrategyExtended
+    reduce_op: tf.distribute.ReduceOp, value: Tree, extended: tf.distribute.StrategyExtended
 ) -> tf.Tensor | tf.IndexedSlices:
     if isinstance(value, tf.distribute.DistributedValues) and isinstance(
         value.values[0], tf.IndexedSlices
     ):
-        return _add_slices(value.values, op_name(reduce_op))
+        return _add_slices(value.values, tf_replicas.op_name(reduce_op))
     if isinstance(value, tf.distribute.DistributedValues):
         parts = [tf.convert_to_tensor(part) for part in value.values]
     else:
         # Every replica holds a plain value.
         parts = [tf.convert_to_tensor(value)] * extended._num_replicas_in_sync
     total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
-    if op_name(reduce_op) == "mean":
+    if tf_replicas.op_name(reduce_op) == "mean":
         total = total / tf.cast(len(parts), total.dtype)
     return total
 
@@ -422,7 +390,7 @@ def _add_slices(parts: Sequence[tf.IndexedSlices], op: str) -> tf.IndexedSlices:
     )
 
 
-def _refuse_per_replica_batches(function: Function[Nest]) -> NoReturn:
+def _refuse_per_replica_batches(function: Function[Tree]) -> NoReturn:
     raise ValueError(
         "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
         "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "

@@ -17,11 +17,11 @@ from tensorflow.python.eager import context
 
 from dtk import placement
 from dtk.communicators.base import Communicator, with_values
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.patches import patch
 
 # A tensor, or a structure of tensors, `tf.IndexedSlices` and None.
-_Structure = TypeVar("_Structure", bound=Nest)
+_Structure = TypeVar("_Structure", bound=Tree)
 
 
 def op_name(reduce_op: tf.distribute.ReduceOp | str) -> str:
@@ -92,12 +92,17 @@ def if_present(value: _Structure) -> _Structure:
             lambda: [tf.zeros_like(v) for v in given],
         )
     remaining = iter(counted)
-    flat = [None if v is None else _with(v, next(remaining)) for v in flat]
+    flat = [None if v is None else on_values(v, lambda _: next(remaining)) for v in flat]
     return tf.nest.pack_sequence_as(value, flat)
 
 
-def _with(value: tf.Tensor | tf.IndexedSlices, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    return with_values(value, counted) if isinstance(value, tf.IndexedSlices) else counted
+def on_values(
+    gradient: tf.Tensor | tf.IndexedSlices, function: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor | tf.IndexedSlices:
+    """Apply a function to a tensor, or to the values of slices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return with_values(gradient, function(gradient.values))
+    return function(gradient)
 
 
 def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
@@ -139,7 +144,7 @@ def scope_kept() -> AbstractContextManager[None]:
     return patch(tf.compat.v1, reset_default_graph=lambda: None)
 
 
-def undivided(flat: list[Nest]) -> tuple[list[Nest], Callable[[list[Nest]], list[Nest]]]:
+def undivided(flat: list[Tree]) -> tuple[list[Tree], Callable[[list[Tree]], list[Tree]]]:
     """Return values undivided, and a function that joins them: it changes nothing."""
     return flat, list
 
@@ -148,7 +153,7 @@ def all_reduce(
     communicator: Communicator,
     reduce_op: tf.distribute.ReduceOp,
     value: _Structure,
-    divide: Function[tuple[list[Nest], Function[list[Nest]]]] = undivided,
+    divide: Function[tuple[list[Tree], Function[list[Tree]]]] = undivided,
 ) -> _Structure:
     """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks."""
     flat = tf.nest.flatten(value)

@@ -10,8 +10,9 @@ import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2, sharded_variable
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 
+from dtk.communicators.base import Communicator
 from dtk.compat.tf_datasets import MakesDataset
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -57,6 +58,10 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     @property
     def _container(self) -> tf.distribute.Strategy:
         return self._container_strategy()
+
+    def replica_communicator(self) -> Communicator:
+        """Return the communicator of this process, which computes alone."""
+        return self._container.communicator
 
     def _use_merge_call(self) -> bool:
         return False
@@ -112,8 +117,8 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         return variable
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: object = None
-    ) -> Nest:
+        self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
+    ) -> Tree:
         del reduce_op, options
         self._container.check_whole_step("a reduction over workers inside a step")
         return value

@@ -16,7 +16,7 @@ from dtk.compat import keras_data, tf_datasets
 from dtk.data.rows import Data, are_arrays
 from dtk.even_division import even_bounds
 from dtk.input import slicing
-from dtk.nests import Nest
+from dtk.nests import Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -86,7 +86,7 @@ class _Rereadable(NamedTuple):
 
     what: str  # kind of data, in words
     batches: float | None  # see `Share`
-    read: Callable[[], Iterable[Nest]]  # returns global batches, or this rank's own
+    read: Callable[[], Iterable[Tree]]  # returns global batches, or this rank's own
     own: bool = False  # whether the batches are this rank's own
 
 
@@ -138,20 +138,15 @@ def describe(
     if batches < 1:
         raise ValueError(f"batches={batches}, expected 1 or more")
     source = _source(dataset, strategy, batch_size)
-    seen = [
-        _parts(batch, strategy, source.own) for batch in itertools.islice(source.read(), batches)
-    ]
-    mine = []
+    read = itertools.islice(source.read(), batches)
+    seen = [_parts(batch, strategy, source.own) for batch in read]
+    communicator, mine = strategy.communicator, []
     for index, rank in enumerate(strategy.local_ranks()):
         types = seen[0][index][1] if seen else ()
         parts = tuple(by_rank[index][0] for by_rank in seen)
-        mine.append((rank, source.batches, types, parts))
-    hosts = strategy.communicator.hosts
-    shares = [
-        Share(rank, hosts[process], count, types, parts)
-        for process, told in enumerate(strategy.communicator.allgather_object(mine))
-        for rank, count, types, parts in told
-    ]
+        host = communicator.hosts[communicator.rank]
+        mine.append(Share(rank, host, source.batches, types, parts))
+    shares = [share for told in communicator.allgather_object(mine) for share in told]
     if source.own:
         shares = _with_global_rows(shares)
     description = Description(source.what, tuple(shares), tuple(_notes(shares)))
@@ -169,12 +164,13 @@ def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Re
             "leave it out"
         )
     if isinstance(dataset, tf_datasets.PerRankDataset):
-        if dataset.whole is not None:
-            return _pipeline(dataset.whole)
-        what = "a pipeline for each rank, not cut again"
-        return _Rereadable(what, _count(dataset.local), lambda: dataset.local, own=True)
+        if dataset.whole is None:
+            local, what = dataset.local, "a pipeline for each rank, not cut again"
+            return _Rereadable(what, _count(local), lambda: local, own=True)
+        dataset = dataset.whole
     if isinstance(dataset, tf.data.Dataset):
-        return _pipeline(dataset)
+        what = "a tf.data.Dataset of global batches"
+        return _Rereadable(what, _count(dataset), lambda: dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         count = dataset.num_batches
         numbers: Iterable[int] = itertools.count() if count is None else range(count)
@@ -200,19 +196,14 @@ def _arrays(arrays: Data, strategy: DtkStrategy, batch_size: int | None) -> _Rer
     return _Rereadable(what, adapter.num_batches, adapter.get_tf_dataset)
 
 
-def _pipeline(dataset: tf.data.Dataset) -> _Rereadable:
-    return _Rereadable("a tf.data.Dataset of global batches", _count(dataset), lambda: dataset)
-
-
 def _count(dataset: tf.data.Dataset) -> float | None:
     count = int(dataset.cardinality())
-    if count == tf.data.INFINITE_CARDINALITY:
-        return math.inf
-    return count if count >= 0 else None
+    unknown = {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}
+    return unknown.get(count, count)
 
 
 def _parts(
-    batch: Nest, strategy: DtkStrategy, own: bool
+    batch: Tree, strategy: DtkStrategy, own: bool
 ) -> list[tuple[BatchPartRead, tuple[str, ...]]]:
     """Return the part of a batch, and the types of its rows, for each replica of this process."""
     batch = tf.nest.map_structure(
@@ -240,11 +231,7 @@ def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
     steps = itertools.zip_longest(*(share.parts for share in shares))
     rows = [sum(part.taken for part in parts if part is not None) for parts in steps]
     return [
-        share._replace(
-            parts=tuple(
-                part._replace(rows=total) for part, total in zip(share.parts, rows, strict=False)
-            )
-        )
+        share._replace(parts=tuple(map(lambda p, n: p._replace(rows=n), share.parts, rows)))
         for share in shares
     ]
 
@@ -252,19 +239,18 @@ def _with_global_rows(shares: Sequence[Share]) -> list[Share]:
 def _notes(shares: Sequence[Share]) -> Iterable[str]:
     """Yield remarks on mistakes, at most one of each kind."""
     first = shares[0]
-    for share in shares[1:]:
-        if share.batches != first.batches:
-            yield (
-                f"rank {first.rank} has {_batches(first)}, rank {share.rank} {_batches(share)}; "
-                "every rank must take the same number of steps"
-            )
-            break
+    other = next((share for share in shares if share.batches != first.batches), None)
+    if other is not None:
+        yield (
+            f"rank {first.rank} has {_batches(first)}, rank {other.rank} {_batches(other)}; "
+            "every rank must take the same number of steps"
+        )
     for batch, parts in enumerate(zip(*(share.parts for share in shares), strict=False)):
         wholes = [part.whole for part in parts]
-        other = next((i for i, whole in enumerate(wholes) if whole != wholes[0]), None)
-        if other is not None:
+        odd = next((i for i, whole in enumerate(wholes) if whole != wholes[0]), None)
+        if odd is not None:
             yield (
-                f"ranks 0 and {other} were given different rows in batch {batch}; give every rank "
+                f"ranks 0 and {odd} were given different rows in batch {batch}; give every rank "
                 "the same global batches, or each its part by dtk.data.shard"
             )
             return
@@ -279,21 +265,16 @@ def _notes(shares: Sequence[Share]) -> Iterable[str]:
                 return
 
 
-def _hash(batch: Nest) -> str:
+def _hash(batch: Tree) -> str:
     digest = hashlib.blake2b(digest_size=4)
-    for leaf in _dense(batch):
-        array = leaf.numpy()
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    for array in (leaf.numpy() for leaf in leaves if isinstance(leaf, tf.Tensor)):
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(str(array.tolist()).encode() if array.dtype == object else array.tobytes())
     return digest.hexdigest()
 
 
-def _dense(batch: Nest) -> list[tf.Tensor]:
-    leaves = tf.nest.flatten(batch, expand_composites=True)
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-
-
-def _sample(batch: Nest) -> str:
+def _sample(batch: Tree) -> str:
     leaf = tf.nest.flatten(batch)[0]
     if not isinstance(leaf, tf.Tensor) or not leaf.shape[0]:
         return ""
@@ -305,7 +286,7 @@ def _sample(batch: Nest) -> str:
     return " ".join([*shown, *(["..."] if len(values) > _VALUES else [])])
 
 
-def _types(batch: Nest) -> tuple[str, ...]:
+def _types(batch: Tree) -> tuple[str, ...]:
     return tuple(
         f"{leaf.dtype.name}{list(leaf.shape[1:])}"
         for leaf in tf.nest.flatten(batch)

@@ -23,7 +23,6 @@ from dtk.data.rows import Data, Indices
 from dtk.data.sharing import agree_on_seed, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
-from dtk.nests import Array, Specs
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks import rank_checks
 
@@ -158,9 +157,18 @@ class PartitionedMinibatches:
             [3 4]
         """
         begin, size = self._position, self._checked_size(batch_size)
-        return tf.data.Dataset.from_generator(
-            lambda: self._from(begin, size), output_signature=_specification(self._data)
+
+        def read() -> Iterator[Data]:
+            position = begin
+            while not self._is_over(position):
+                taken, _ = self._minibatch(position, size)
+                position += len(taken)
+                yield rows.take(self._data, taken)
+
+        specs = tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), self._data
         )
+        return tf.data.Dataset.from_generator(read, output_signature=specs)
 
     def get_state(self) -> Position:
         """Return the position and the seed of the order, as plain numbers."""
@@ -176,21 +184,20 @@ class PartitionedMinibatches:
             ValueError: The state is from data with another number of rows.
         """
         if state["rows"] != self._rows:
-            raise ValueError(
-                at_rank(
-                    self._rank,
-                    f"the saved state is at row {state['position']} of data with {state['rows']} "
-                    f"rows, and this data has {self._rows}; give the data it was saved with",
-                )
+            told = (
+                f"the saved state is at row {state['position']} of data with {state['rows']} "
+                f"rows, and this data has {self._rows}; give the data it was saved with"
             )
+            raise ValueError(at_rank(self._rank, told))
         self._position, self._seed = state["position"], state["seed"]
 
     def _is_over(self, position: int) -> bool:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
     def _minibatch(self, position: int, size: int) -> tuple[Indices, bool]:
-        """Return the rows of a global minibatch, and whether it ends its sweep."""
-        sweep, begin, end = minibatch_at(position, size, self._rows)
+        """Return the rows of a global minibatch, and whether it ends its sweep, as in CNTK."""
+        sweep, begin = divmod(position, self._rows)
+        end = min(begin + size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows
 
     def _order(self, sweep: int) -> Indices:
@@ -198,41 +205,14 @@ class PartitionedMinibatches:
             return range(self._rows)
         kept, order = self._kept
         if kept != (self._seed, sweep):
-            order = sweep_order(self._rows, self._seed, sweep)
+            order = np.random.RandomState([self._seed, sweep]).permutation(self._rows)
             self._kept = ((self._seed, sweep), order)
         return order
-
-    def _from(self, position: int, size: int) -> Iterator[Data]:
-        while not self._is_over(position):
-            taken, _ = self._minibatch(position, size)
-            position += len(taken)
-            yield rows.take(self._data, taken)
 
     def _checked_size(self, size: int) -> int:
         if size < 1:
             raise ValueError(at_rank(self._rank, f"a minibatch of {size} rows; ask for 1 or more"))
         return size
-
-
-def sweep_order(rows: int, seed: int, sweep: int) -> Array:
-    """Return the order of one sweep over the rows, another one for each sweep.
-
-    Example:
-        >>> sorted(sweep_order(5, seed=0, sweep=3).tolist())
-        [0, 1, 2, 3, 4]
-    """
-    return np.random.RandomState([seed, sweep]).permutation(rows)
-
-
-def minibatch_at(position: int, size: int, rows: int) -> tuple[int, int, int]:
-    """Return the sweep, begin and end of a minibatch; it ends with its sweep, as in CNTK.
-
-    Example:
-        >>> [minibatch_at(position, 4, rows=10) for position in (0, 4, 8, 10)]
-        [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4)]
-    """
-    sweep, begin = divmod(position, rows)
-    return sweep, begin, min(begin + size, rows)
 
 
 def _checked_rows(data: Data, sweeps: int | None) -> int:
@@ -245,9 +225,3 @@ def _checked_rows(data: Data, sweeps: int | None) -> int:
     if count == 0 or (sweeps is not None and sweeps < 1):
         raise ValueError(f"{count} rows and sweeps={sweeps}; expected at least 1 of each")
     return count
-
-
-def _specification(data: Data) -> Specs:
-    return tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], tf.as_dtype(leaf.dtype)), data
-    )

@@ -22,7 +22,7 @@ from dtk.communicators.base import Communicator
 from dtk.compat import tf_datasets
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
-from dtk.input.pipelines import read_ahead
+from dtk.input.slicing import read_ahead
 from dtk.strategies.dtk_strategy import DtkStrategy
 
 

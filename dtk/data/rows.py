@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast, overload
 import numpy as np
 import tensorflow as tf
 
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 
 _Item = TypeVar("_Item")
 
 # Data with rows: arrays, a sequence of samples, a dataset of single elements.
-Data: TypeAlias = "Nest | Array | Sequence[object] | tf.data.Dataset"
+Data: TypeAlias = "Tree | Array | Sequence[object] | tf.data.Dataset"
 
 Slice: TypeAlias = "slice[int | None, int | None, int | None]"
 
@@ -58,7 +58,7 @@ class Elements(NamedTuple):
     """Elements of a `tf.data.Dataset`, kept in memory."""
 
     spec: Specs  # their specification
-    held: list[Nest]  # the elements
+    held: list[Tree]  # the elements
 
     def dataset(self) -> tf.data.Dataset:
         """Return a dataset of the elements, in this order."""
@@ -152,7 +152,7 @@ def _take_array(array: Array | tf.Tensor, indices: Indices) -> Array | tf.Tensor
     return tf.gather(array, indices) if isinstance(array, tf.Tensor) else array[indices]
 
 
-def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Nest]:
+def _read(dataset: tf.data.Dataset, indices: Iterable[int]) -> dict[int, Tree]:
     """Read the elements at some positions, in one pass."""
     specs = tf.nest.flatten(dataset.element_spec)
     if odd := [spec for spec in specs if not isinstance(spec, tf.TensorSpec)]:

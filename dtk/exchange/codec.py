@@ -68,10 +68,7 @@ def encode(matrix: tf.Tensor, bits: int) -> Code:
         >>> code.packed.numpy().tolist(), code.scales.numpy().tolist()
         ([[19]], [[-2.0, 1.0]])
     """
-    if bits == 1:
-        scales, indices = _signs(matrix)
-    else:
-        scales, indices = _levels(matrix, bits)
+    scales, indices = _signs(matrix) if bits == 1 else _levels(matrix, bits)
     return Code(pack(indices, bits), scales)
 
 
@@ -102,7 +99,8 @@ def bytes_of(columns: int, entries: int, bits: int) -> int:
 
 def to_bytes(codes: Sequence[Code]) -> tf.Tensor:
     """Join codes into one flat uint8 tensor, with `bytes_of` bytes for each."""
-    flat = [tf.reshape(part, [-1]) for code in codes for part in (code.packed, _as_bytes(code))]
+    parts = [part for c in codes for part in (c.packed, tf.bitcast(c.scales, tf.uint8))]
+    flat = [tf.reshape(part, [-1]) for part in parts]
     return tf.concat([*flat, tf.zeros([0], tf.uint8)], 0)
 
 
@@ -112,18 +110,13 @@ def from_bytes(
     """Cut the bytes of several senders into codes: the inverse of `to_bytes`."""
     widths = [row_bytes(n, bits) for n in entries]
     sizes = [size for c, w in zip(columns, widths, strict=True) for size in (c * w, c * 8)]
-    parts = tf.split(rows, sizes, axis=1) if sizes else []
+    parts = iter(tf.split(rows, sizes, axis=1) if sizes else [])
     codes = []
-    for i, (count, width) in enumerate(zip(columns, widths, strict=True)):
-        height = rows.shape[0] * count
-        scales = tf.reshape(parts[2 * i + 1], (height, 2, 4))
-        packed = tf.reshape(parts[2 * i], (height, width))
+    for count, width in zip(columns, widths, strict=True):
+        packed = tf.reshape(next(parts), (rows.shape[0] * count, width))
+        scales = tf.reshape(next(parts), (rows.shape[0] * count, 2, 4))
         codes.append(Code(packed, tf.bitcast(scales, tf.float32)))
     return codes
-
-
-def _as_bytes(code: Code) -> tf.Tensor:
-    return tf.bitcast(code.scales, tf.uint8)
 
 
 def _top(bits: int) -> float:
@@ -191,8 +184,6 @@ def pack(numbers: tf.Tensor, bits: int) -> tf.Tensor:
         [[209, 1]]
     """
     rows, entries = numbers.shape
-    if bits == 16:
-        return tf.reshape(tf.bitcast(numbers, tf.uint8), (rows, 2 * entries))
     if bits > 8:
         low = tf.cast(tf.bitwise.bitwise_and(numbers, tf.constant(255, tf.uint16)), tf.uint8)
         high = tf.bitwise.right_shift(numbers, tf.constant(8, tf.uint16))
@@ -220,9 +211,6 @@ def unpack(packed: tf.Tensor, entries: int, bits: int) -> tf.Tensor:
         [[1.0, 2.0, 7.0]]
     """
     rows = tf.shape(packed)[0]
-    if bits == 16:
-        pairs = tf.reshape(packed, (rows, entries, 2))
-        return tf.cast(tf.bitcast(pairs, tf.uint16), tf.float32)
     if bits > 8:
         low, high = packed[:, :entries], packed[:, entries:]
         return tf.cast(low, tf.float32) + 256.0 * unpack(high, entries, bits - 8)

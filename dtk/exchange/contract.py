@@ -38,6 +38,9 @@ class Trained(NamedTuple):
     momenta: Sequence[tf.Variable] = ()  # the optimizer's averages of gradients, if it has any
 
 
+NOTHING_TRAINED = Trained()
+
+
 class BatchPart(NamedTuple):
     """This rank's part of a step's global batch."""
 
@@ -45,21 +48,22 @@ class BatchPart(NamedTuple):
     example_weight: tf.Tensor  # this rank's part of these rows, float64; the sum over ranks is 1
 
 
-class Exchange(abc.ABC):
+class Exchange(abc.ABC):  # noqa: B024
     """A way to send gradients or weights between workers.
 
     With one worker every exchange is the identity.
 
     Attributes:
+        op: The class of its ops.
         local: Whether workers also take local steps, so that weights differ between ranks after
             some steps.
         remembers: Whether a part of a step's gradients is added to a later step's gradients.
     """
 
+    op: type[ExchangeOp]
     local = False
     remembers = False
 
-    @abc.abstractmethod
     def init(
         self, communicator: Communicator, state: ExchangeState, trained: Trained
     ) -> ExchangeOp:
@@ -73,6 +77,7 @@ class Exchange(abc.ABC):
         Returns:
             An op of the same kind on all ranks.
         """
+        return self.op(communicator, state, trained, self)
 
     def check(self, communicator: Communicator) -> None:  # noqa: B027
         """Refuse a communicator with too many workers, or one that cannot sum the exchange's dtype.
@@ -98,9 +103,19 @@ class ExchangeOp(abc.ABC):
     factors = False
     block: ExchangeOp | None = None
 
-    def __init__(self, communicator: Communicator, state: ExchangeState):
-        self.communicator = communicator
-        self.state = state
+    def __init__(
+        self,
+        communicator: Communicator,
+        state: ExchangeState,
+        trained: Trained = NOTHING_TRAINED,
+        exchange: Exchange | None = None,
+    ):
+        self.communicator, self.state = communicator, state
+        self.trained, self.exchange = trained, exchange
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027
+        """Make the ops that this one is made of."""
 
     @abc.abstractmethod
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
@@ -133,6 +148,7 @@ class ExchangeState:
         sum       differs by rank; their sum counts (residuals, gradients not sent yet)
         mean      differs by rank; another number of ranks starts from their mean (local momentum)
         stripe    each rank has some rows of one whole, in rank order
+        scratch   no checkpoint needs it
 
     Example:
         >>> from dtk.communicators.local import LocalCommunicator
@@ -148,13 +164,12 @@ class ExchangeState:
         self._device = device
         self.prefix = ""
         self._kept: dict[str, _StateVariable] = {}
-        self._scratch: dict[str, tf.Variable] = {}
         self._restored: dict[str, SavedItem] = {}
 
     @property
     def variables(self) -> list[tf.Variable]:
         """Every variable made or kept so far."""
-        return [*(kept.variable for kept in self._kept.values()), *self._scratch.values()]
+        return [kept.variable for kept in self._kept.values()]
 
     def part(self, prefix: str) -> ExchangeState:
         """Return this state with a prefix before every name."""
@@ -171,15 +186,14 @@ class ExchangeState:
         rows: tuple[int, int] | None = None,
     ) -> tf.Variable:
         """Return the variable of this name; a new one holds zeros, or a checkpoint's values."""
-        if self.prefix + name not in self._kept:
-            self.keep(name, kind, self._make(name, shape, dtype), rows)
-        return self._kept[self.prefix + name].variable
 
-    def scratch(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-        """Return the variable of this name, which no checkpoint needs."""
-        if self.prefix + name not in self._scratch:
-            self._scratch[self.prefix + name] = self._make(name, shape, dtype)
-        return self._scratch[self.prefix + name]
+        def make() -> tf.Variable:
+            with tf.device(self._device):
+                return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+        if self.prefix + name not in self._kept:
+            self.keep(name, kind, outside_graph(make), rows)
+        return self._kept[self.prefix + name].variable
 
     def keep(
         self, name: str, kind: str, variable: tf.Variable, rows: tuple[int, int] | None = None
@@ -191,17 +205,12 @@ class ExchangeState:
         if saved is not None:
             outside_graph(lambda: self._assign(name, kept, saved))
 
-    def _make(self, name: str, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-        def make() -> tf.Variable:
-            with tf.device(self._device):
-                return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
-
-        return outside_graph(make)
-
     def collect(self, root: int | None = None) -> dict[str, SavedItem]:
         """Return the saved variables of all ranks; all ranks call it together."""
         saved = dict(self._restored)  # restored values that no step has asked for yet
         for name, kept in self._kept.items():
+            if kept.kind == "scratch":
+                continue
             value = tf.convert_to_tensor(kept.variable)
             if kept.kind in ("sum", "mean"):
                 value = self._communicator.allgather(value[None])

@@ -13,18 +13,38 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
-from dtk.exchange.contract import (
-    BatchPart,
-    Exchange,
-    ExchangeOp,
-    ExchangeState,
-    Gradient,
-    Trained,
-    Update,
-)
+from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
+
+
+class DelayedOp(ExchangeOp):
+    """Keeps gradients for one step."""
+
+    exchange: Delayed
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        self._inner = self.exchange.exchange.init(self.communicator, self.state, self.trained)
+
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """Sum the gradients of the last step, and keep the present ones."""
+        if any(isinstance(g, tf.IndexedSlices) for g in gradients):
+            raise ValueError(
+                "Delayed keeps whole gradients, and one of this model's is rows of a table "
+                "(tf.IndexedSlices); use exchange=Dense()"
+            )
+        started = self.state.variable("started", "same", (), tf.bool)
+        kept = [
+            self.state.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
+            for i, g in enumerate(gradients)
+        ]
+        reduced, _ = self._inner.update([v.read_value() for v in kept])
+        applied = started.read_value()
+        for variable, gradient in zip(kept, gradients, strict=True):
+            variable.assign(gradient)
+        started.assign(True)
+        return reduced, applied
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,7 @@ class Delayed(Exchange):
     """
 
     exchange: Exchange = field(default_factory=Dense)
+    op = DelayedOp
     remembers = True
 
     def __post_init__(self) -> None:
@@ -55,36 +76,3 @@ class Delayed(Exchange):
                 f"Delayed(exchange={self.exchange!r}); expected Dense or Quantized. A warm start "
                 "goes around it: WarmStart(Delayed(...), samples=...)"
             )
-
-    def init(
-        self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> ExchangeOp:
-        """See `Exchange.init`."""
-        return DelayedOp(self.exchange.init(communicator, state, trained))
-
-
-class DelayedOp(ExchangeOp):
-    """Keeps gradients for one step."""
-
-    def __init__(self, inner: ExchangeOp):
-        super().__init__(inner.communicator, inner.state)
-        self._inner = inner
-
-    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """Sum the gradients of the last step, and keep the present ones."""
-        if any(isinstance(g, tf.IndexedSlices) for g in gradients):
-            raise ValueError(
-                "Delayed keeps whole gradients, and one of this model's is rows of a table "
-                "(tf.IndexedSlices); use exchange=Dense()"
-            )
-        started = self.state.variable("started", "same", (), tf.bool)
-        kept = [
-            self.state.variable(f"delayed_{i}", "sum", g.shape, g.dtype)
-            for i, g in enumerate(gradients)
-        ]
-        reduced, _ = self._inner.update([v.read_value() for v in kept])
-        applied = started.read_value()
-        for variable, gradient in zip(kept, gradients, strict=True):
-            variable.assign(gradient)
-        started.assign(True)
-        return reduced, applied

@@ -9,19 +9,66 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.exchange.contract import (
-    BatchPart,
-    Exchange,
-    ExchangeOp,
-    ExchangeState,
-    Gradient,
-    Trained,
-    Update,
-)
+from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 from dtk.exchange.factors import Factored, reduce_products
 
 _DTYPES = ("float16", "bfloat16")
 _NAMES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+
+
+class DenseOp(ExchangeOp):
+    """An all-reduce, or an all-gather of a gradient's factors if that is faster; see `factors`.
+
+    Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
+    """
+
+    exchange: Dense
+    in_parts = False  # whether each rank gets its part of sums only
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        # Every rank multiplies factors by itself: different processors may differ in the last bit.
+        self.factors = self.exchange.factors and self.communicator.alike
+
+    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
+        """See `ExchangeOp.update`."""
+        # Last layers first: their gradients are ready first and are sent during the backward pass.
+        backwards = range(len(gradients))[::-1]
+        products = [i for i in backwards if isinstance(gradients[i], Factored)]
+        others = [i for i in backwards if i not in products]
+        results: list[Gradient] = list(gradients)
+        with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
+            totals = self._sums(others, [gradients[i] for i in others])
+        found = reduce_products(
+            {i: gradients[i] for i in products},
+            self.communicator,
+            self._sums,
+            self._product,
+            self.in_parts,
+        )
+        for i, total in (*zip(others, totals, strict=True), *found.items()):
+            results[i] = total
+        return results, None
+
+    def _product(self, place: int, factors: Factored) -> tf.Tensor:
+        """Multiply the factors of all ranks."""
+        del place
+        return factors.product()
+
+    def _sums(
+        self, places: Sequence[int], gradients: Sequence[Gradient]
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Add up gradients, given their places among those of the step."""
+        del places
+        dtype = self.exchange.dtype
+        narrow = [
+            g if dtype is None or isinstance(g, tf.IndexedSlices) else tf.cast(g, dtype)
+            for g in gradients
+        ]
+        return [
+            r if isinstance(r, tf.IndexedSlices) else tf.cast(r, g.dtype)
+            for r, g in zip(self.communicator.allreduce(narrow), gradients, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -48,6 +95,7 @@ class Dense(Exchange):
 
     dtype: str | None = None
     factors: bool = True
+    op = DenseOp
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
@@ -66,54 +114,3 @@ class Dense(Exchange):
                 f"{self}: {communicator.name} adds no {self.dtype} up, so whole floats would be "
                 f"sent; use {instead}"
             )
-
-    def init(
-        self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> ExchangeOp:
-        """See `Exchange.init`."""
-        return DenseOp(communicator, state, self.dtype, self.factors)
-
-
-class DenseOp(ExchangeOp):
-    """An all-reduce, or an all-gather of a gradient's factors if that is faster; see `factors`.
-
-    Rows of tables (`tf.IndexedSlices`) and factors keep their dtype: they are few.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        state: ExchangeState,
-        dtype: str | None,
-        factors: bool = True,
-    ):
-        super().__init__(communicator, state)
-        self._dtype = dtype
-        # Every rank multiplies factors by itself: different processors may differ in the last bit.
-        self.factors = factors and communicator.alike
-
-    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """See `ExchangeOp.update`."""
-        # Last layers first: their gradients are ready first and are sent during the backward pass.
-        backwards = range(len(gradients))[::-1]
-        products = [i for i in backwards if isinstance(gradients[i], Factored)]
-        others = [i for i in backwards if i not in products]
-        results: list[Gradient] = list(gradients)
-        with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
-            for i, total in zip(others, self._whole([gradients[i] for i in others]), strict=True):
-                results[i] = total
-        factored = [gradients[i] for i in products]
-        sums = reduce_products(factored, self.communicator, lambda places, g: self._whole(g))
-        for i, total in zip(products, sums, strict=True):
-            results[i] = total
-        return results, None
-
-    def _whole(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | tf.IndexedSlices]:
-        narrow = [
-            g if self._dtype is None or isinstance(g, tf.IndexedSlices) else tf.cast(g, self._dtype)
-            for g in gradients
-        ]
-        return [
-            r if isinstance(r, tf.IndexedSlices) else tf.cast(r, g.dtype)
-            for r, g in zip(self.communicator.allreduce(narrow), gradients, strict=True)
-        ]

@@ -16,7 +16,7 @@ Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -59,10 +59,10 @@ class Factored(NamedTuple):
         return tf.matmul(self.left, self.right, transpose_a=True)
 
 
-# Sums tensors over all ranks, given their places in the list of gradients.
-_Whole: TypeAlias = Callable[[list[int], list[tf.Tensor]], list[tf.Tensor]]
-# Multiplies factors of all ranks to this rank's part of a gradient, given its place in the list.
-_Part: TypeAlias = Callable[[int, Factored], tf.Tensor]
+# Sums tensors over all ranks, given the places of their gradients.
+_Whole: TypeAlias = Callable[[Sequence[int], list[tf.Tensor]], list[tf.Tensor]]
+# Multiplies the factors of all ranks, given the place of their gradient.
+_Product: TypeAlias = Callable[[int, Factored], tf.Tensor]
 
 
 def factored(
@@ -106,42 +106,38 @@ def _is_row_per_example(factor: tf.Tensor) -> bool:
 
 
 def reduce_products(
-    gradients: list[Factored],
+    gradients: dict[int, Factored],
     communicator: Communicator,
     whole: _Whole,
-    part: _Part | None = None,
-) -> list[tf.Tensor]:
+    product: _Product,
+    in_parts: bool = False,
+) -> dict[int, tf.Tensor]:
     """Sum gradients over all ranks, as factors if that is faster with this many rows.
 
-    With `part`, a rank needs only its part of each sum, which `whole` returns as well.
+    With `in_parts`, `whole` and `product` return only this rank's part of each sum.
     """
     results: dict[int, tf.Tensor] = {}
-    for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message has one dtype
-        places = [i for i, g in enumerate(gradients) if g.left.dtype == dtype]
-        reduced = _reduce_alike([gradients[i] for i in places], places, communicator, whole, part)
-        results.update(zip(places, reduced, strict=True))
-    return [results[i] for i in range(len(gradients))]
+    for dtype in dict.fromkeys(g.dtype for g in gradients.values()):  # a message has one dtype
+        alike = {i: g for i, g in gradients.items() if g.dtype == dtype}
+        reduced = _reduce_alike(alike, communicator, whole, product, in_parts)
+        results.update(zip(alike, reduced, strict=True))
+    return results
 
 
 def _reduce_alike(
-    gradients: list[Factored],
-    places: list[int],
+    gradients: dict[int, Factored],
     communicator: Communicator,
     whole: _Whole,
-    part: _Part | None,
+    product: _Product,
+    in_parts: bool,
 ) -> list[tf.Tensor]:
-    counts = _row_counts(gradients, communicator)
+    places, factors = list(gradients), list(gradients.values())
+    counts = _row_counts(factors, communicator)
     costs = communicator.costs
-    flops_per_byte = costs.flops_per_byte if costs else FLOPS_PER_BYTE
-
-    def multiplied() -> list[tf.Tensor]:
-        found = zip(places, _gathered(gradients, counts, communicator), strict=True)
-        return [g.product() if part is None else part(place, g) for place, g in found]
-
     return tf.cond(
-        _pays(gradients, counts, flops_per_byte, part is not None),
-        multiplied,
-        lambda: whole(places, [g.product() for g in gradients]),
+        _pays(factors, counts, costs.flops_per_byte if costs else FLOPS_PER_BYTE, in_parts),
+        lambda: list(map(product, places, _gathered(factors, counts, communicator))),
+        lambda: whole(places, [g.product() for g in factors]),
     )
 
 

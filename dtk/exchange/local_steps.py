@@ -18,61 +18,17 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator, with_values
-from dtk.exchange.contract import (
-    BatchPart,
-    Exchange,
-    ExchangeOp,
-    ExchangeState,
-    Gradient,
-    Trained,
-    Update,
-)
-
-
-class LocalExchange(Exchange):
-    """Base of the exchanges that send weights after a block of samples, and never gradients.
-
-    Each worker applies its own gradients at the given learning rate: the mean over its rows, as if
-    these were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
-    """
-
-    local = True
-
-    @abc.abstractmethod
-    def rows_in_block(self, size: int) -> int:
-        """Return the number of rows, over all workers, that closes a block.
-
-        Args:
-            size: Number of workers.
-        """
-
-    @abc.abstractmethod
-    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
-        """Give all workers new weights, the same on all of them.
-
-        Args:
-            block: The block to close, with this worker's weights and counts.
-            start: The weights at the start of the block.
-        """
-
-    def init(self, communicator: Communicator, state: ExchangeState, trained: Trained) -> LocalOp:
-        """See `Exchange.init`."""
-        return LocalOp(communicator, state, trained, self)
+from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 
 
 class LocalOp(ExchangeOp):
     """The open block: counts rows, and closes the block when it is full."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        state: ExchangeState,
-        trained: Trained,
-        exchange: LocalExchange,
-    ):
-        super().__init__(communicator, state)
-        self.block, self.trained = self, trained
-        self._exchange = exchange
+    exchange: LocalExchange
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        self.block = self
 
     @property
     def rows(self) -> tf.Variable:
@@ -86,13 +42,13 @@ class LocalOp(ExchangeOp):
     @property
     def weight(self) -> tf.Variable:
         """This worker's part of the rows of the last closed block: its weight in a mean."""
-        return self.state.scratch("share", (), tf.float32)
+        return self.state.variable("share", "scratch", (), tf.float32)
 
     @property
     def _start(self) -> list[tf.Variable]:
         # Not in checkpoints: a block is closed before a checkpoint is written.
         return [
-            self.state.scratch(f"start_{i}", v.shape, v.dtype)
+            self.state.variable(f"start_{i}", "scratch", v.shape, v.dtype)
             for i, v in enumerate(self.trained.variables)
         ]
 
@@ -127,7 +83,7 @@ class LocalOp(ExchangeOp):
             self._close()
             return True
 
-        full = rows >= self._exchange.rows_in_block(self.communicator.size)
+        full = rows >= self.exchange.rows_in_block(self.communicator.size)
         tf.cond(full, close, lambda: False)
 
     def count_exact(self, part: BatchPart) -> None:
@@ -146,7 +102,7 @@ class LocalOp(ExchangeOp):
     def _close(self) -> None:
         own, all_rows = self._own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float32)
         self.weight.assign(tf.math.divide_no_nan(own, all_rows))
-        self._exchange.combine(self, self._start)
+        self.exchange.combine(self, self._start)
         self.rows.assign(0)
         self._own_rows.assign(0.0)
 
@@ -154,6 +110,34 @@ class LocalOp(ExchangeOp):
         """Zero the optimizer's momentum: it belongs to weights that no worker has any more."""
         for variable in self.trained.momenta:
             variable.assign(tf.zeros_like(variable))
+
+
+class LocalExchange(Exchange):
+    """Base of the exchanges that send weights after a block of samples, and never gradients.
+
+    Each worker applies its own gradients at the given learning rate: the mean over its rows, as if
+    these were the whole batch. Steps must come from `fit` or `train_on_batch`, which count rows.
+    """
+
+    op = LocalOp
+    local = True
+
+    @abc.abstractmethod
+    def rows_in_block(self, size: int) -> int:
+        """Return the number of rows, over all workers, that closes a block.
+
+        Args:
+            size: Number of workers.
+        """
+
+    @abc.abstractmethod
+    def combine(self, block: LocalOp, start: Sequence[tf.Variable]) -> None:
+        """Give all workers new weights, the same on all of them.
+
+        Args:
+            block: The block to close, with this worker's weights and counts.
+            start: The weights at the start of the block.
+        """
 
 
 def _divided(gradient: Gradient, weight: tf.Tensor) -> Gradient:
@@ -190,7 +174,8 @@ class BlockMomentum(LocalExchange):
 
     Args:
         block_size: B, rows of all workers together.
-        momentum: eta of a whole block; None is 1 - 1/K.
+        momentum: eta of a whole block; None is 1 - 1/K. For CNTK's time constant tau it is
+            `dtk.schedules.momentum_from_time_constant(tau, block_size)`.
         rate: The block learning rate.
         nesterov: Whether to look ahead, as CNTK does; this moves weights 1 + eta times as far.
         reset_local_momentum: Whether to zero the optimizer's momentum after each block, since it

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.even_division import even_bounds
+from dtk.even_division import even_bounds, even_sizes
 from dtk.exchange import codec
 from dtk.exchange.contract import (
     BatchPart,
@@ -98,7 +98,7 @@ class Quantized(Exchange):
         """See `Exchange.init`."""
         if not self.codes:
             return Dense().init(communicator, state, trained)
-        return QuantizedOp(communicator, state, self.bits)
+        return QuantizedOp(communicator, state, trained, self)
 
 
 def is_coded(shape: Sequence[int], dtype: tf.DType, bits: int) -> bool:
@@ -123,19 +123,17 @@ class _Kernel(NamedTuple):
 
     columns: int
     entries: int  # of a column
-    owned: list[tuple[int, int]]  # of each rank: its first column, and the one after its last
-
-    def count(self, rank: int) -> int:
-        first, end = self.owned[rank]
-        return end - first
+    counts: list[int]  # how many columns each rank owns, in rank order
 
 
 class QuantizedOp(ExchangeOp):
     """The two stages for all coded gradients at once, with one message each."""
 
-    def __init__(self, communicator: Communicator, state: ExchangeState, bits: int):
-        super().__init__(communicator, state)
-        self.bits = bits
+    exchange: Quantized
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        self.bits = self.exchange.bits
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """See `ExchangeOp.update`."""
@@ -157,18 +155,18 @@ class QuantizedOp(ExchangeOp):
         self, gradients: dict[int, tf.Tensor], whole: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
         rank, size = self.communicator.rank, self.communicator.size
-        kernels = []
-        for gradient in gradients.values():
-            columns, entries = codec.matrix_shape(gradient.shape)
-            owned = [even_bounds(columns, each, size) for each in range(size)]
-            kernels.append(_Kernel(columns, entries, owned))
+        shapes = [codec.matrix_shape(gradient.shape) for gradient in gradients.values()]
+        kernels = [_Kernel(*shape, even_sizes(shape[0], size)) for shape in shapes]
         residuals = [
             self.state.variable(f"residual_{i}", "sum", (k.columns, k.entries))
             for i, k in zip(gradients, kernels, strict=True)
         ]
         of_sums = [
             self.state.variable(
-                f"owner_residual_{i}", "stripe", (k.count(rank), k.entries), rows=k.owned[rank]
+                f"owner_residual_{i}",
+                "stripe",
+                (k.counts[rank], k.entries),
+                rows=even_bounds(k.columns, rank, size),
             )
             for i, k in zip(gradients, kernels, strict=True)
         ]
@@ -221,13 +219,9 @@ class QuantizedOp(ExchangeOp):
     ) -> list[tf.Tensor]:
         """Stage 1: send codes to the owners; return the sums of this rank's columns."""
         rank, size = self.communicator.rank, self.communicator.size
-        blocks = [
-            codec.to_bytes(
-                [_rows(code, k.owned[j]) for code, k in zip(codes, kernels, strict=True)]
-            )
-            for j in range(size)
-            if j != rank
-        ]
+        pairs = list(zip(codes, kernels, strict=True))
+        by_rank = zip(*(_cut(code, k.counts) for code, k in pairs), strict=True)
+        blocks = [codec.to_bytes(of_rank) for j, of_rank in enumerate(by_rank) if j != rank]
         lengths = self._lengths(kernels)
         received, _ = self.communicator.alltoall(
             tf.concat(blocks, 0),
@@ -237,8 +231,8 @@ class QuantizedOp(ExchangeOp):
         sums = []
         for own, part, k in zip(decoded, parts, kernels, strict=True):
             others = codec.decode(part, k.entries, self.bits)
-            stacked = tf.reshape(others, (-1, k.count(rank), k.entries))
-            sums.append(own[slice(*k.owned[rank])] + tf.reduce_sum(stacked, 0))
+            stacked = tf.reshape(others, (-1, k.counts[rank], k.entries))
+            sums.append(tf.split(own, k.counts)[rank] + tf.reduce_sum(stacked, 0))
         return sums
 
     def _to_all(self, codes: list[codec.Code], kernels: list[_Kernel]) -> list[codec.Code]:
@@ -253,16 +247,16 @@ class QuantizedOp(ExchangeOp):
 
     def _codes_in(self, rows: tf.Tensor, kernels: list[_Kernel], owner: int) -> list[codec.Code]:
         """Cut bytes, a row for each sender, into the codes of an owner's columns."""
-        counts, entries = [k.count(owner) for k in kernels], [k.entries for k in kernels]
+        counts, entries = [k.counts[owner] for k in kernels], [k.entries for k in kernels]
         return codec.from_bytes(rows, counts, entries, self.bits)
 
     def _lengths(self, kernels: list[_Kernel]) -> list[int]:
         """Return, for each rank, the bytes of the codes of its columns."""
         return [
-            sum(codec.bytes_of(k.count(rank), k.entries, self.bits) for k in kernels)
+            sum(codec.bytes_of(k.counts[rank], k.entries, self.bits) for k in kernels)
             for rank in range(self.communicator.size)
         ]
 
 
-def _rows(code: codec.Code, rows: tuple[int, int]) -> codec.Code:
-    return codec.Code(*(part[slice(*rows)] for part in code))
+def _cut(code: codec.Code, counts: list[int]) -> list[codec.Code]:
+    return [codec.Code(*p) for p in zip(*(tf.split(t, counts) for t in code), strict=True)]

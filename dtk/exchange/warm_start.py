@@ -8,85 +8,21 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
-from dtk.exchange.contract import (
-    BatchPart,
-    Exchange,
-    ExchangeOp,
-    ExchangeState,
-    Gradient,
-    Trained,
-    Update,
-)
+from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 from dtk.exchange.dense import Dense
 from dtk.exchange.local_steps import LocalOp
-
-
-@dataclass(frozen=True)
-class WarmStart(Exchange):
-    """Exchange whole gradients for the first `samples` rows, then use `exchange`.
-
-    This is CNTK's `distributed_after`. In CNTK, every worker first trains on the same whole
-    minibatch; here the minibatch is split and whole gradients are summed, which gives the same
-    weights with 1/K of the computation.
-
-    Args:
-        exchange: The exchange after the warm start.
-        samples: Rows of global batches, counted over all calls of `fit` and kept in checkpoints.
-            The step that reaches this number is the last to exchange whole gradients.
-
-    Raises:
-        ValueError: An argument is out of range; or, at the first step, a script's own loop trains,
-            which does not count rows.
-
-    Example:
-        >>> from dtk.exchange import Quantized
-        >>> WarmStart(Quantized(bits=1), samples=60_000)
-        WarmStart(exchange=Quantized(bits=1), samples=60000)
-    """
-
-    exchange: Exchange
-    samples: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.exchange, Exchange) or isinstance(self.exchange, WarmStart | Auto):
-            raise ValueError(
-                f"WarmStart(exchange={self.exchange!r}); expected another exchange, such as "
-                "Quantized(bits=1)"
-            )
-        if not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1:
-            raise ValueError(
-                f"WarmStart(samples={self.samples!r}); expected a number of rows, 1 or more"
-            )
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """See `Exchange`."""
-        return self.exchange.local
-
-    @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """See `Exchange`."""
-        return self.exchange.remembers
-
-    def check(self, communicator: Communicator) -> None:
-        """See `Exchange.check`."""
-        self.exchange.check(communicator)
-
-    def init(
-        self, communicator: Communicator, state: ExchangeState, trained: Trained
-    ) -> ExchangeOp:
-        """See `Exchange.init`."""
-        first = Dense().init(communicator, state, trained)
-        return WarmStartOp(first, self.exchange.init(communicator, state, trained), self.samples)
 
 
 class WarmStartOp(ExchangeOp):
     """Uses one op at first, then another."""
 
-    def __init__(self, first: ExchangeOp, later: ExchangeOp, samples: int):
-        super().__init__(first.communicator, first.state)
-        self.block = later.block
-        self._first, self._later, self._samples = first, later, samples
+    exchange: WarmStart
+
+    def prepare(self) -> None:
+        """See `ExchangeOp.prepare`."""
+        made = self.communicator, self.state, self.trained
+        self._first, self._later = Dense().init(*made), self.exchange.exchange.init(*made)
+        self.block = self._later.block
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """See `ExchangeOp.update`."""
@@ -127,4 +63,57 @@ class WarmStartOp(ExchangeOp):
         return self.state.variable("samples_seen", "same", (), tf.int64)
 
     def _is_warm(self) -> tf.Tensor:
-        return self._seen().read_value() < self._samples
+        return self._seen().read_value() < self.exchange.samples
+
+
+@dataclass(frozen=True)
+class WarmStart(Exchange):
+    """Exchange whole gradients for the first `samples` rows, then use `exchange`.
+
+    This is CNTK's `distributed_after`. In CNTK, every worker first trains on the same whole
+    minibatch; here the minibatch is split and whole gradients are summed, which gives the same
+    weights with 1/K of the computation.
+
+    Args:
+        exchange: The exchange after the warm start.
+        samples: Rows of global batches, counted over all calls of `fit` and kept in checkpoints.
+            The step that reaches this number is the last to exchange whole gradients.
+
+    Raises:
+        ValueError: An argument is out of range; or, at the first step, a script's own loop trains,
+            which does not count rows.
+
+    Example:
+        >>> from dtk.exchange import Quantized
+        >>> WarmStart(Quantized(bits=1), samples=60_000)
+        WarmStart(exchange=Quantized(bits=1), samples=60000)
+    """
+
+    exchange: Exchange
+    samples: int
+    op = WarmStartOp
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exchange, Exchange) or isinstance(self.exchange, WarmStart | Auto):
+            raise ValueError(
+                f"WarmStart(exchange={self.exchange!r}); expected another exchange, such as "
+                "Quantized(bits=1)"
+            )
+        if not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1:
+            raise ValueError(
+                f"WarmStart(samples={self.samples!r}); expected a number of rows, 1 or more"
+            )
+
+    @property
+    def local(self) -> bool:  # type: ignore[override]
+        """See `Exchange`."""
+        return self.exchange.local
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """See `Exchange`."""
+        return self.exchange.remembers
+
+    def check(self, communicator: Communicator) -> None:
+        """See `Exchange.check`."""
+        self.exchange.check(communicator)

@@ -9,6 +9,8 @@ is imported here; what must be asked of it is asked in a subprocess.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import pathlib
 import platform
@@ -20,7 +22,7 @@ import sysconfig
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dtk import cache
@@ -48,6 +50,8 @@ BUILD_REQUIREMENTS = (
     "packaging==25.0",
 )
 CMAKE = "cmake==3.31.10"
+# Horovod's own switch for what sums on GPUs; it makes another library.
+_GPU_OPERATIONS = "HOROVOD_GPU_OPERATIONS"
 
 _MPI_PROBE = """
 #include <mpi.h>
@@ -97,10 +101,8 @@ def check_python() -> None:
             "Next: python3.11 -m venv .venv"
         )
     if ask([*PIP, "--version"]).returncode:
-        raise HorovodBuildError(
-            f"{sys.executable} has no pip, which fetches and installs Horovod. "
-            f"Next: {sys.executable} -m ensurepip"
-        )
+        told = f"{sys.executable} has no pip, which fetches and installs Horovod. Next: "
+        raise HorovodBuildError(f"{told}{sys.executable} -m ensurepip")
 
 
 def tensorflow_version() -> str:
@@ -136,19 +138,15 @@ def find_mpi() -> Mpi:
 
 def check_compiler() -> str:
     """Compile one line of C++17 and return the compiler's name."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler, cure = os.environ.get("CXX", "g++"), "Next: apt-get install g++ make"
     if shutil.which(compiler.split()[0]) is None:
-        raise HorovodBuildError(
-            f"the C++ compiler {compiler} is not on PATH. Next: apt-get install g++ make"
-        )
+        raise HorovodBuildError(f"the C++ compiler {compiler} is not on PATH. {cure}")
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "probe.cc")
         source.write_text("#include <optional>\nstd::optional<int> x;\n")
         probe = ask([*compiler.split(), "-std=c++17", "-c", str(source), "-o", os.devnull])
     if probe.returncode:
-        raise HorovodBuildError(
-            f"{compiler} cannot compile C++17 ({reason_of(probe)}). Next: apt-get install g++ make"
-        )
+        raise HorovodBuildError(f"{compiler} cannot compile C++17 ({reason_of(probe)}). {cure}")
     if shutil.which("make") is None:
         raise HorovodBuildError("make is not on PATH. Next: apt-get install make")
     return compiler
@@ -170,32 +168,47 @@ def numbers_in(version: str) -> tuple[int, ...]:
 # --- where wheels are kept ------------------------------------------------------------------------
 
 
-def cache_root() -> pathlib.Path:
-    """Return the folder that keeps wheels."""
-    return cache.folder() / "wheels"
-
-
 def cache_key(tensorflow: str, mpi: Mpi | None) -> str:
     """Return a name made of everything a compiled Horovod depends on.
 
     >>> cache_key("2.21.0", Mpi("openmpi", "4.1.4"))  # doctest: +SKIP
     'horovod-0.28.1-dtk2-cp311-tf2.21.0-openmpi4.1.4-linux_x86_64-glibc2.36'
     """
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    with_mpi = f"{mpi.vendor}{mpi.version}" if mpi else "nompi"
-    machine = re.sub(r"[^\w.]", "_", sysconfig.get_platform())
-    libc = "".join(platform.libc_ver()) or "libc"
-    # Horovod's own switch for reducing on GPUs (NCCL) makes another library
-    gpu = re.sub(r"\W", "_", os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower())
-    source = f"horovod-{HOROVOD_VERSION}-dtk{PATCH_VERSION}"
-    parts = [source, python, f"tf{tensorflow}", with_mpi, machine, libc]
-    return "-".join([*parts, gpu] if gpu else parts)
+    parts = [
+        f"horovod-{HOROVOD_VERSION}-dtk{PATCH_VERSION}",
+        f"cp{sys.version_info.major}{sys.version_info.minor}",
+        f"tf{tensorflow}",
+        f"{mpi.vendor}{mpi.version}" if mpi else "nompi",
+        re.sub(r"[^\w.]", "_", sysconfig.get_platform()),
+        "".join(platform.libc_ver()) or "libc",
+        re.sub(r"\W", "_", gpu_switches().get(_GPU_OPERATIONS, "").lower()),
+    ]
+    return "-".join(filter(None, parts))
+
+
+def gpu_switches() -> dict[str, str]:
+    """Return the switches for sums between GPUs: the user's, or NCCL where its parts are here."""
+    if _GPU_OPERATIONS in os.environ:
+        return {_GPU_OPERATIONS: os.environ[_GPU_OPERATIONS]}
+    told = [os.environ.get(f"{name}_HOME") for name in ("HOROVOD_CUDA", "CUDA", "HOROVOD_NCCL")]
+    wheel = importlib.util.find_spec("nvidia")
+    wheels = (wheel and wheel.submodule_search_locations) or []
+    cuda = _folder_with("bin/nvcc", [*told[:2], "/usr/local/cuda"])
+    places = [told[2], cuda, "/usr", *(f"{one}/nccl" for one in wheels)]
+    nccl = _folder_with("include/nccl.h", places)
+    if cuda is None or nccl is None:
+        return {}
+    named = {"HOROVOD_CUDA_HOME": cuda, "HOROVOD_NCCL_HOME": nccl}
+    return {_GPU_OPERATIONS: "NCCL", "HOROVOD_NCCL_LINK": "SHARED", **named}
+
+
+def _folder_with(file: str, folders: Iterable[str | None]) -> str | None:
+    return next((one for one in folders if one and pathlib.Path(one, file).is_file()), None)
 
 
 def cached_wheel(folder: pathlib.Path) -> pathlib.Path | None:
     """Return the wheel kept in `folder`, if there is one and it is whole."""
-    wheels = sorted(folder.glob(f"horovod-{HOROVOD_VERSION}*.whl"))
-    return next(filter(has_tensorflow_ops, wheels), None)
+    return next(filter(has_tensorflow_ops, folder.glob(f"horovod-{HOROVOD_VERSION}*.whl")), None)
 
 
 def keep(wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -222,19 +235,18 @@ class Build:
     """One build: a scratch directory, the tools in it, and one log of all that ran."""
 
     def __init__(self, scratch: pathlib.Path, log: pathlib.Path, echo: bool = False) -> None:
-        self.scratch, self.log, self.echo = scratch, log, echo
-        self.tools = scratch / "tools"
+        self.scratch, self.tools = scratch, scratch / "tools"
+        self.run = functools.partial(run_logged, log, echo)
 
     def fetch_tools(self) -> None:
         """Install the build's tools into a directory of its own; cmake only if none here fits."""
-        tools, cure = [*BUILD_REQUIREMENTS], "check the network and pip's configuration"
+        tools, failed = [*BUILD_REQUIREMENTS], "the build tools could not be fetched. Next: check "
+        failed += "the network and pip's configuration"
         if not usable_cmake():
             tools.append(CMAKE)
-            cure += ", or: apt-get install cmake (3.13 or later, below 4)"
+            failed += ", or: apt-get install cmake (3.13 or later, below 4)"
         install = [*PIP, "install", "--only-binary", ":all:", "--no-deps"]
-        failed = f"the build tools could not be fetched. Next: {cure}"
-        command = [*install, "--target", str(self.tools), *tools]
-        run_logged(command, self.log, failed, echo=self.echo)
+        self.run([*install, "--target", str(self.tools), *tools], failed)
 
     def fetch_source(self) -> pathlib.Path:
         """Download Horovod's source archive from the configured package index.
@@ -246,15 +258,13 @@ class Build:
         self.scratch.mkdir(parents=True, exist_ok=True)
         wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
         download = [*PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
-        run_logged(
+        self.run(
             [*download, "--require-hashes", "--requirement", str(wanted), "--dest", str(folder)],
-            self.log,
             f"horovod {HOROVOD_VERSION} could not be downloaded, or what came is not the "
             f"published source (SHA-256 {HOROVOD_SHA256}). Next: check the network and which "
             "package index pip is configured for, or: dtk install-horovod --sdist FILE, for an "
             "archive that you trust",
             self.environ(),
-            self.echo,
         )
         return next(folder.glob("horovod-*.tar.gz"))
 
@@ -265,8 +275,7 @@ class Build:
         safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, **safely)  # type: ignore[arg-type]
-        source = folder / f"horovod-{HOROVOD_VERSION}"
-        apply_patch(source)
+        apply_patch(source := folder / f"horovod-{HOROVOD_VERSION}")
         return source
 
     def compile(self, source: pathlib.Path, mpi: Mpi | None) -> pathlib.Path:
@@ -274,8 +283,14 @@ class Build:
         folder, failed = self.scratch / "wheel", "Horovod did not compile"
         command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
         command += ["--wheel-dir", str(folder), str(source)]
-        environ = {**self.environ(), **build_variables(mpi)}
-        run_logged(command, self.log, failed, environ, self.echo)
+        switches = {**self.environ(), **build_variables(mpi), **gpu_switches()}
+        # The wheel of NCCL has its library under the name that programs load, not the linker's.
+        library = pathlib.Path(switches.get("HOROVOD_NCCL_HOME", ""), "lib", "libnccl.so.2")
+        if library.is_file() and not library.with_name("libnccl.so").exists():
+            (links := self.scratch / "nccl").mkdir(exist_ok=True)
+            (links / "libnccl.so").symlink_to(library)
+            switches |= {"HOROVOD_NCCL_LIB": str(links), "LDFLAGS": f"-Wl,-rpath,{library.parent}"}
+        self.run(command, failed, switches)
         wheel = next(folder.glob("horovod-*.whl"))
         if not has_tensorflow_ops(wheel):
             raise HorovodBuildError(f"{failed}: {wheel.name} holds no TensorFlow library")
@@ -315,11 +330,11 @@ def apply_patch(source: pathlib.Path) -> None:
 
 
 def run_logged(
-    command: Sequence[str],
     log: pathlib.Path,
+    echo: bool,
+    command: Sequence[str],
     failed: str,
-    environ: Mapping[str, str] | None = None,
-    echo: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> None:
     """Run a command, append its output to `log`, and on failure show how the log ends."""
     with log.open("a") as out:
@@ -362,9 +377,9 @@ def check_sdist(sdist: pathlib.Path) -> None:
     cure = f"Next: dtk install-horovod without --sdist, which downloads horovod {HOROVOD_VERSION}"
     try:
         with tarfile.open(sdist) as archive:
-            depth = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]
-            member = archive.extractfile(depth[0]) if depth else None
-            text = member.read().decode() if member else ""
+            names = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]
+            members = [archive.extractfile(name) for name in names]
+            text = "".join(member.read().decode() for member in members if member)
     except (OSError, tarfile.TarError) as error:
         raise HorovodBuildError(f"{sdist} is not a source archive ({error}). {cure}") from error
     fields = dict(re.findall(r"^(Name|Version): (.*)$", text, re.MULTILINE))

@@ -77,9 +77,8 @@ def installed() -> Horovod:
         reason = reason_of(probe)
         if "No module named 'horovod'" in reason:
             raise HorovodBuildError("Horovod is not installed. Next: dtk install-horovod")
-        raise HorovodBuildError(
-            f"Horovod cannot be imported ({reason}). Next: dtk install-horovod --rebuild"
-        )
+        told = f"Horovod cannot be imported ({reason})"
+        raise HorovodBuildError(f"{told}. Next: dtk install-horovod --rebuild")
     found = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
     if found.built_for and found.built_for != found.tensorflow:
         raise HorovodBuildError(
@@ -124,13 +123,9 @@ def _both_read_three(
     """Run the processes to their end and read what each rank wrote."""
     started = time.monotonic()
     code, output = run(processes, timeout)
-    answers = {
-        rank: json.loads(file.read_text())
-        for rank in range(2)
-        if (file := pathlib.Path(folder, f"rank{rank}.json")).exists()
-    }
-    expected = {"size": 2, "sum": 3.0, "mpi": mpi}
-    if code == 0 and answers == {0: expected, 1: expected}:
+    files = {rank: pathlib.Path(folder, f"rank{rank}.json") for rank in range(2)}
+    answers = {rank: json.loads(f.read_text()) for rank, f in files.items() if f.exists()}
+    if code == 0 and answers == dict.fromkeys(range(2), {"size": 2, "sum": 3.0, "mpi": mpi}):
         return time.monotonic() - started
     if code is None:
         problem = f"two processes over {name} did not finish within {timeout:.0f} s"

@@ -6,14 +6,16 @@ Only then is it moved into its place.
 
 from __future__ import annotations
 
+import importlib
 import logging.handlers
 import os
 import re
 import statistics
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NamedTuple, TypeAlias
 
 import keras
@@ -25,16 +27,16 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.errors import at_rank
 from dtk.inference.weights import check_ready, quantized_layers, ranks_of
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer import model_files
 from dtk.version import pip_install
 
 # How each format's files end; a SavedModel is a folder.
-_ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
+ENDINGS = {"keras": ".keras", "litert": ".tflite", "onnx": ".onnx", "tf_saved_model": ""}
 Format: TypeAlias = Literal["tf_saved_model", "litert", "onnx", "keras"]
 # Runs an exported model: inputs -> outputs, see `load`.
-Run: TypeAlias = Callable[[Nest], Nest]
+Run: TypeAlias = Callable[[Tree], Tree]
 
 
 class ExportError(RuntimeError):
@@ -47,7 +49,7 @@ def export(
     format: Format = "tf_saved_model",
     *,
     strategy: DtkStrategy | Communicator | None = None,
-    sample: Nest | Array = None,
+    sample: Tree | Array = None,
     verify: bool = True,
     tolerance: float | None = None,
     **options: object,
@@ -107,9 +109,9 @@ def export(
             if x is not None:
                 model(x, training=False)  # Keras writes ONNX files of models that were called only
             _write(model, place, format, options)
-        except ImportError:
-            raise
         except Exception as error:
+            if isinstance(error, ImportError):
+                raise
             raise _failed(
                 f"model {model.name!r} cannot be exported as {format}: {_gist(error)}; "
                 f"{_cure(model, format)}"
@@ -126,10 +128,13 @@ def export(
 
 
 def _check_name(path: Path, format: str) -> None:
-    if format not in _ENDINGS:
-        raise ValueError(f"format={format!r}; known are {', '.join(sorted(_ENDINGS))}")
-    ending = _ENDINGS[format]
-    if path.suffix != ending and (ending or path.suffix in _ENDINGS.values()):
+    ending = ENDINGS.get(format)
+    if ending is None:
+        raise ValueError(
+            f"format={format!r}; known are {', '.join(sorted(ENDINGS))}. For TensorRT, give the "
+            "file of 'onnx' to `trtexec --onnx=`"
+        )
+    if path.suffix != ending and (ending or path.suffix in ENDINGS.values()):
         what = f"files that end with {ending}" if ending else "a folder without such an ending"
         raise ValueError(
             f"{str(path)!r} for format={format!r}, which writes {what}; give "
@@ -145,13 +150,8 @@ def _write(model: keras.Model, place: Path, format: str, options: Mapping[str, o
         with quiet.filtered():  # of what LiteRT's converter writes, whatever the level
             model.export(str(place), format=format, verbose=False, **options)
         return
-    try:
-        import onnxruntime  # noqa: F401
-        import tf2onnx  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"ONNX needs {error.name}, which is not installed; run `{pip_install('export')}`"
-        ) from error
+    _imported("tf2onnx")
+    _imported("onnxruntime")
     # tf2onnx logs an operation that it does not know, and goes on without it.
     logger, errors = logging.getLogger("tf2onnx"), logging.handlers.BufferingHandler(2**20)
     errors.setLevel(logging.ERROR)
@@ -167,6 +167,15 @@ def _write(model: keras.Model, place: Path, format: str, options: Mapping[str, o
         logger.propagate = propagates
     if errors.buffer:
         raise ExportError("; ".join(record.getMessage() for record in errors.buffer))
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"ONNX needs {name}, which is not installed; run `{pip_install('export')}`"
+        ) from error
 
 
 def _failed(what: str) -> ExportError:
@@ -196,7 +205,7 @@ def _gist(error: Exception) -> str:
 
 
 def _verify(
-    model: keras.Model, place: Path, format: str, x: Nest | Array, tolerance: float
+    model: keras.Model, place: Path, format: str, x: Tree | Array, tolerance: float
 ) -> None:
     """Run artifact and model on the same rows."""
     wanted, leaves = model(x, training=False), keras.tree.flatten(x)
@@ -227,7 +236,7 @@ def _verify(
         )
 
 
-def _drawn(model: keras.Model) -> Nest:
+def _drawn(model: keras.Model) -> Tree:
     """Return two rows of a model's inputs: random numbers from 0 to 1, or zeros."""
     specs = _specs_of(model)
     if specs is None:
@@ -324,12 +333,7 @@ def _litert(path: Path) -> Run:
 
 
 def _onnx(path: Path) -> Run:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ImportError(
-            f"running an ONNX file needs onnxruntime; run `{pip_install('export')}`"
-        ) from error
+    onnxruntime = _imported("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -341,7 +345,7 @@ def _onnx(path: Path) -> Run:
 _RUNTIMES = {".keras": _keras, ".tflite": _litert, ".onnx": _onnx}
 
 
-def _named(x: Nest, names: Sequence[str]) -> dict[str, Array]:
+def _named(x: Tree, names: Sequence[str]) -> dict[str, Array]:
     if not isinstance(x, Mapping):
         leaves = keras.tree.flatten(x)
         if len(leaves) != 1 or len(names) != 1:
@@ -356,7 +360,7 @@ def _named(x: Nest, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.asarray(x[name]) for name in names}
 
 
-def _unnamed(outputs: dict[str, Array]) -> Nest:
+def _unnamed(outputs: dict[str, Array]) -> Tree:
     """Return outputs without the names that TensorFlow makes up for those that have none."""
     made_up = [re.fullmatch(r"(?:output|Identity)(?:_(\d+))?(?::0)?", name) for name in outputs]
     if not all(made_up):
@@ -371,9 +375,8 @@ def size_of(path: str | os.PathLike[str]) -> int:
     Args:
         path: The file or folder.
     """
-    path = Path(path)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    files = [Path(path), *Path(path).rglob("*")]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 class Latency(NamedTuple):
@@ -418,10 +421,6 @@ def latency(call: Callable[[], object], calls: int = 50, warm_up: int = 5) -> La
         raise ValueError(f"calls={calls}, but quartiles take 2 or more")
     for _ in range(warm_up):
         call()
-    seconds = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        seconds.append(1e3 * (time.perf_counter() - began))
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    seconds = timeit.repeat(call, number=1, repeat=calls)
+    low, median, high = (1e3 * q for q in statistics.quantiles(seconds, n=4, method="inclusive"))
     return Latency(median, low, high, calls)

@@ -13,12 +13,9 @@ not at all, and a run that goes on makes the missing ones.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import itertools
 import json
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.files import DRAFT, written
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 
 _FORMAT = "dtk predictions, 1"
 # How outputs are nested, written to JSON: the name of a folder, or ["list" or "tuple", parts], or
@@ -122,16 +119,12 @@ class PartFiles:
 
     def done(self, manifest: Manifest) -> frozenset[int]:
         """Return the numbers of the parts that are there completely."""
-        names = {
-            file.stem
-            for name in manifest.outputs
-            for file in (self.directory / name).glob("part-*.npy")
-        }
-        numbers = (int(name.removeprefix("part-")) for name in names)
+        first = self.directory / next(iter(manifest.outputs))
+        numbers = (int(file.stem.removeprefix("part-")) for file in first.glob("part-*.npy"))
         return frozenset(n for n in numbers if self.rows(manifest, n) is not None)
 
 
-def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[str, Array]]:
+def outputs_of(predicted: Tree) -> tuple[Structure, dict[str, Array]]:
     """Name the arrays of a structure.
 
     Example:
@@ -141,7 +134,7 @@ def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[s
     """
     arrays: dict[str, Array] = {}
 
-    def of(part: Nest, name: str) -> Structure:
+    def of(part: Tree, name: str) -> Structure:
         if isinstance(part, dict):
             return ["dict", {key: of(each, f"{name}.{key}") for key, each in part.items()}]
         if isinstance(part, list | tuple):
@@ -152,7 +145,14 @@ def outputs_of(predicted: Nest, name: str = "output") -> tuple[Structure, dict[s
         arrays[folder] = _storable(np.asarray(part), folder)
         return folder
 
-    return of(predicted, name), arrays
+    structure = of(predicted, "output")
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise ValueError(
+            f"the outputs of a batch have different numbers of rows ({counts}), so that no row of "
+            "the data has all of them; return one value of each output for each row"
+        )
+    return structure, arrays
 
 
 def _storable(array: Array, name: str) -> Array:
@@ -171,8 +171,8 @@ def _storable(array: Array, name: str) -> Array:
     )
 
 
-def _structured(structure: Structure, arrays: Mapping[str, Array | Rows]) -> Nest:
-    """Nest arrays as a model returned them."""
+def _structured(structure: Structure, arrays: Mapping[str, Array | Rows]) -> Tree:
+    """Tree arrays as a model returned them."""
     if isinstance(structure, str):
         return arrays[structure]
     kind, parts = structure
@@ -223,7 +223,7 @@ class Predictions:
     def __len__(self) -> int:
         return len(next(iter(self._rows.values())))
 
-    def __getitem__(self, index: Index) -> Nest:
+    def __getitem__(self, index: Index) -> Tree:
         return _structured(
             self._structure, {name: rows[index] for name, rows in self._rows.items()}
         )
@@ -231,7 +231,7 @@ class Predictions:
     def __repr__(self) -> str:
         return f"Predictions({str(self.directory)!r}, {self.outputs})"
 
-    def batches(self, size: int) -> Iterator[Nest]:
+    def batches(self, size: int) -> Iterator[Tree]:
         """Read all rows in order, a few at a time.
 
         Args:
@@ -295,30 +295,32 @@ class Rows:
         self, files: Sequence[Path], counts: Sequence[int], dtype: str, shape: tuple[int, ...]
     ):
         self._files = files
-        self._ends = list(itertools.accumulate(counts))
+        self._ends = np.cumsum(counts)
         self.shape = (sum(counts), *shape)
         self.dtype = np.dtype(dtype)
-        self._opened = functools.lru_cache(maxsize=64)(self._open)
+        self._opened = functools.lru_cache(maxsize=64)(
+            lambda part: np.load(files[part], mmap_mode="r", allow_pickle=False)
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Index) -> Array:
         if isinstance(index, slice):
-            return self._range(*index.indices(len(self)))
-        if isinstance(index, int | np.integer):
-            part, place = self._place(operator.index(index))
-            return self._opened(part)[place]
-        wanted = np.asarray(index)
-        if wanted.dtype == bool:
-            if wanted.shape != (len(self),):
-                raise IndexError(f"a mask of shape {wanted.shape} for {len(self)} rows")
-            wanted = np.flatnonzero(wanted)
+            asked = np.arange(*index.indices(len(self)))
+        else:
+            np.broadcast_to(0, len(self))[index]  # raises what NumPy raises
+            asked = np.asarray(index)
+            asked = np.flatnonzero(asked) if asked.dtype == bool else asked.astype(int) % len(self)
+        wanted = asked.reshape(-1)
+        parts = np.searchsorted(self._ends, wanted, "right")
         found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
-        for row, each in enumerate(wanted):
-            part, place = self._place(operator.index(each))
-            found[row] = self._opened(part)[place]
-        return found
+        # Runs of rows that are in one file.
+        for run in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(parts)) + 1):
+            if len(run):
+                rows = self._opened(part := int(parts[run[0]]))
+                found[run] = rows[wanted[run] - (self._ends[part] - len(rows))]
+        return found.reshape(*asked.shape, *self.shape[1:])[()]
 
     def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
         everything = self[:]
@@ -326,25 +328,3 @@ class Rows:
 
     def __repr__(self) -> str:
         return f"Rows(shape={self.shape}, dtype={self.dtype}, files={len(self._files)})"
-
-    def _open(self, part: int) -> Array:
-        return np.load(self._files[part], mmap_mode="r", allow_pickle=False)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return the file that holds a row, and which row of it that is."""
-        row = index + len(self) if index < 0 else index
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {index} of {len(self)} rows")
-        part = bisect.bisect_right(self._ends, row)
-        return part, row - (self._ends[part - 1] if part else 0)
-
-    def _range(self, start: int, stop: int, step: int) -> Array:
-        if step != 1:
-            return self[np.arange(start, stop, step)]
-        found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-        while start < stop:
-            part, place = self._place(start)
-            rows = self._opened(part)[place : place + stop - start]
-            found[len(found) - (stop - start) :][: len(rows)] = rows
-            start += len(rows)
-        return found

@@ -6,14 +6,25 @@
     later, of 3 ranks                              [rank 0][rank 1]
 
 Ranks meet when they begin and when all is written, and never in between: a slow rank stops nobody.
+
+data                                        a batch is                      a rank reads
+arrays, memory maps, structures of them     `batch_size` rows               its own batches alone
+a keras.utils.PyDataset                     what `data[index]` returns      its own batches alone
+a function of an index, and `steps`         what `data(index)` returns      its own batches alone
+a tf.data.Dataset of batches                an element                      all, and skips most
+
+A part is some successive batches, and one file of each output. Its batches are cut in one way
+whatever the number of ranks, so that a row is always computed in the same company.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -21,13 +32,172 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
+from dtk.compat import tf_datasets
+from dtk.compat.keras_data import as_tensors
 from dtk.errors import at_rank
+from dtk.even_division import even_sizes
 from dtk.inference.part_files import Manifest, PartFiles, Predictions, outputs_of
-from dtk.inference.sources import Data, Source, source_of
 from dtk.inference.weights import check_ready, ranks_of, strategy_of
-from dtk.nests import Array, Nest
+from dtk.input import digests, slicing
+from dtk.nests import Array, Leaf, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.rank_checks import compare
+
+# Whatever can be predicted to disk.
+Data: TypeAlias = "Tree | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Tree]"
+# The parts that a rank predicts: number -> batches.
+Parts: TypeAlias = "Iterator[tuple[int, Iterator[Tree]]]"
+
+# Batch size of arrays when nothing is said, as Keras's.
+_BATCH_SIZE = 32
+
+
+class IndexedSource:
+    """Batches that are read by their index, in any order."""
+
+    read = None  # ranks read apart
+
+    def __init__(
+        self,
+        kind: str,
+        steps: int,
+        batch: Callable[[int], Tree],
+        batch_size: int | None = None,
+        rows: int | None = None,
+    ):
+        self.kind, self.steps, self.rows, self.batch_size = kind, steps, rows, batch_size
+        self.batch = lambda index: as_tensors(batch(index))
+
+    def first(self) -> Tree:
+        return self.batch(0)
+
+    def digest(self) -> int:
+        """Return a digest of the first batch, one in the middle, and the last."""
+        found = tf.constant(0, tf.int64)
+        for index in sorted({0, self.steps // 2, self.steps - 1}):
+            found = digests.add(found, digests.digest(_inputs(self.batch(index))))
+        return int(found)
+
+    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
+        """Read a block of the parts that are left: neighbours, so that a disk reads on."""
+        left = [part for part in range(-(-self.steps // per_part)) if part not in done]
+        sizes = even_sizes(len(left), size)
+        first = sum(sizes[:rank])
+        for part in left[first : first + sizes[rank]]:
+            indices = range(part * per_part, min((part + 1) * per_part, self.steps))
+            yield part, map(self.batch, indices)
+
+
+class StreamSource:
+    """Batches of a `tf.data.Dataset`, which every rank reads from the first to the last."""
+
+    kind, batch_size, rows = "dataset", None, None
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self._dataset = dataset
+        count = int(dataset.cardinality())
+        self.steps = count if count >= 0 else None  # None where only reading tells
+        self.read = (0, 0)  # batches that `parts_of` has read, and their digest
+
+    def first(self) -> Tree:
+        return next(iter(self._dataset))
+
+    def digest(self) -> int:
+        """Return a digest of the first batch."""
+        return int(digests.digest(_inputs(self.first())))
+
+    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
+        """Read everything, and yield every `size`-th of the parts that are left."""
+        turn = 0
+        for part, group in itertools.groupby(self._observed(), lambda each: each[0] // per_part):
+            if part not in done:
+                if turn % size == rank:
+                    yield part, (batch for _, batch in group)
+                turn += 1
+
+    def _observed(self) -> Iterator[tuple[int, Tree]]:
+        digest = tf.constant(0, tf.int64)
+        for number, batch in enumerate(self._dataset):
+            found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
+            digest = digests.add(digest, found)
+            self.read = number + 1, int(digest)
+            yield number, batch
+
+
+# Batches in a fixed order, the same on every rank and in every run.
+Source: TypeAlias = IndexedSource | StreamSource
+
+
+def _inputs(batch: Tree) -> Tree:
+    """Return what a batch is predicted from: targets and weights may change."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def source_of(data: Data, batch_size: int | None = None, steps: int | None = None) -> Source:
+    """Return the batches of any data that can be predicted to disk."""
+    kind = type(data).__name__
+    is_function = callable(data) and not isinstance(data, keras.utils.PyDataset)
+    has_batches = is_function or isinstance(data, tf.data.Dataset | keras.utils.PyDataset)
+    if has_batches and batch_size is not None:
+        raise ValueError(
+            f"batch_size={batch_size} with a {kind}, which has batches of its own; leave "
+            "batch_size out, and make its batches of that size"
+        )
+    if steps is not None and not is_function:
+        raise ValueError(
+            f"steps={steps} belongs to a function from an index to a batch; a {kind} knows its own "
+            "number"
+        )
+    if isinstance(data, tf_datasets.PerRankDataset):
+        raise ValueError(
+            "a dataset of dtk.data.shard holds this rank's own rows; give every rank the whole "
+            "dataset, or file names by a function: predict_to_disk divides the work itself"
+        )
+    if isinstance(data, tf.data.Dataset):
+        if int(data.cardinality()) in (0, tf.data.INFINITE_CARDINALITY):
+            what = "no batch to predict" if int(data.cardinality()) == 0 else "no end"
+            raise ValueError(
+                f"the dataset has {what}; check what it is made of, leave out repeat(), or end it "
+                "with take(steps)"
+            )
+        slicing.check_rows(data.element_spec)
+        return StreamSource(data)
+    if isinstance(data, keras.utils.PyDataset):
+        kind, batch, steps = "PyDataset", data.__getitem__, data.num_batches
+    elif callable(data):
+        kind, batch = "function", data
+    else:
+        return _of_arrays(data, _BATCH_SIZE if batch_size is None else batch_size)
+    if steps is None or steps < 1:
+        raise ValueError(
+            f"a {kind} of steps={steps} batches; give steps=... of 1 or more for a function, and a "
+            "PyDataset whose __len__ is a number"
+        )
+    return IndexedSource(kind, steps, batch)
+
+
+def _of_arrays(arrays: Tree | Array, batch_size: int) -> IndexedSource:
+    leaves = tf.nest.flatten(arrays)
+    if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
+        names = sorted({type(leaf).__name__ for leaf in leaves})
+        raise TypeError(
+            f"data to predict is made of {', '.join(names) or 'nothing'}; give arrays with rows "
+            "(or a structure of them), a tf.data.Dataset of batches, a keras.utils.PyDataset, or a "
+            "function from an index to a batch"
+        )
+    counts = [int(leaf.shape[0]) for leaf in leaves]
+    if len(set(counts)) > 1 or counts[0] == 0 or batch_size < 1:
+        raise ValueError(
+            f"the arrays to predict have {counts} rows, and batch_size={batch_size}; give all of "
+            "them the same number of rows, 1 or more, and batches of 1 or more"
+        )
+
+    def batch(index: int) -> Tree:
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        return (tf.nest.map_structure(lambda leaf: leaf[rows], arrays),)
+
+    return IndexedSource("arrays", -(-counts[0] // batch_size), batch, batch_size, counts[0])
+
 
 # A file of a part is no larger than this, unless one batch is.
 _BYTES = 64 * 2**20
@@ -138,18 +308,16 @@ def predict_to_disk(
         return Predictions(files.directory)
     for part, batches in source.parts_of(ranks.rank, ranks.size, done, manifest.per_part):
         files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
-    read_steps = source.steps
     if source.read is not None:
-        compare(
-            [("batches that were read (their number and hash)", source.read)], ranks, _SAME_DATA
-        )
-        read_steps = source.read[0]
+        what = "batches that were read (their number and hash)"
+        compare([(what, source.read)], ranks, _SAME_DATA)
+    read_steps = source.steps if source.read is None else source.read[0]
     ranks.barrier()
     on_root(ranks, lambda: _complete(files, manifest, read_steps, ranks.rank))
     return Predictions(files.directory)
 
 
-def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
+def _predictor(model: keras.Model) -> Callable[[Tree], Tree]:
     """Make a function that predicts a batch without asking other processes.
 
     `Model.predict` of a distributed model is a collective of all ranks. This is not: each rank may
@@ -163,14 +331,14 @@ def _predictor(model: keras.Model) -> Callable[[Nest], Nest]:
         return lambda data: model.predict_on_batch(keras.utils.unpack_x_y_sample_weight(data)[0])
 
     @tf.autograph.experimental.do_not_convert
-    def predict(data: Nest) -> Nest:
+    def predict(data: Tree) -> Tree:
         return model.predict_step(data)
 
     compiled = predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
     return lambda data: tf.nest.map_structure(_as_array, compiled(data))
 
 
-def _as_array(output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> Array:
+def _as_array(output: Leaf) -> Array:
     if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
         raise ValueError(
             f"an output is a {type(output).__name__}, which files of rows cannot hold; end the "
@@ -206,11 +374,10 @@ def _batches_of(rows_per_file: int | None, source: Source) -> int:
 
 
 def _planned(
-    asked: Manifest, source: Source, predict: Callable[[Nest], Nest], size: int
+    asked: Manifest, source: Source, predict: Callable[[Tree], Tree], size: int
 ) -> Manifest:
     """Predict the first batch, and plan by what comes out."""
     structure, arrays = outputs_of(predict(source.first()))
-    _check_rows(arrays)
     per_part = asked.per_part
     if not per_part:
         per_part = max(1, _BYTES // max(1, sum(array.nbytes for array in arrays.values())))
@@ -232,8 +399,8 @@ def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
 
 
 def _predict_part(
-    predict: Callable[[Nest], Nest],
-    batches: Iterator[Nest],
+    predict: Callable[[Tree], Tree],
+    batches: Iterator[Tree],
     manifest: Manifest,
     rank: int,
     part: int,
@@ -242,36 +409,22 @@ def _predict_part(
     predicted: dict[str, list[Array]] = {name: [] for name in manifest.outputs}
     for batch in batches:
         structure, arrays = outputs_of(predict(batch))
-        _check_rows(arrays)
         if structure != manifest.structure:
-            raise ValueError(
-                at_rank(
-                    rank,
-                    f"in part {part} the model returns {structure}, in the first batch "
-                    f"{manifest.structure}; it must return the same structure for every batch",
-                )
+            told = (
+                f"in part {part} the model returns {structure}, in the first batch "
+                f"{manifest.structure}; it must return the same structure for every batch"
             )
+            raise ValueError(at_rank(rank, told))
         for name, array in arrays.items():
             wanted, shape = manifest.outputs[name][1], tuple(array.shape[1:])
             if shape != wanted:
-                raise ValueError(
-                    at_rank(
-                        rank,
-                        f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
-                        "first batch; pad batches to one length, so that all rows fit in one array",
-                    )
+                told = (
+                    f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
+                    "first batch; pad batches to one length, so that all rows fit in one array"
                 )
+                raise ValueError(at_rank(rank, told))
             predicted[name].append(array)
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
-
-
-def _check_rows(arrays: dict[str, Array]) -> None:
-    counts = {name: len(array) for name, array in arrays.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(
-            f"the outputs of a batch have different numbers of rows ({counts}), so that no row of "
-            "the data has all of them; return one value of each output for each row"
-        )
 
 
 def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int) -> None:
@@ -280,21 +433,17 @@ def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
     missing = [part for part, rows in enumerate(found) if rows is None]
     if missing:
-        raise ValueError(
-            at_rank(
-                rank,
-                f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
-                f"{missing[0]}, though every rank has written its own; give a directory of a file "
-                "system that all hosts share",
-            )
+        told = (
+            f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
+            f"{missing[0]}, though every rank has written its own; give a directory of a file "
+            "system that all hosts share"
         )
+        raise ValueError(at_rank(rank, told))
     parts = tuple(rows for rows in found if rows is not None)
     if manifest.rows is not None and sum(parts) != manifest.rows:
-        raise ValueError(
-            at_rank(
-                rank,
-                f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
-                "return one row for each row of a batch",
-            )
+        told = (
+            f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
+            "return one row for each row of a batch"
         )
+        raise ValueError(at_rank(rank, told))
     files.write_manifest(dataclasses.replace(manifest, parts=parts))

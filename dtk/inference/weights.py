@@ -87,16 +87,13 @@ def quantize(
             "what keras.saving.load_model(path) returns in a job without them"
         )
     check_ready(model, ranks)
-    before = {layer: layer.quantization_mode for layer in _layers_of(model)}
-    already = [layer.name for layer, found in before.items() if found is not None]
+    layers, already = _layers_of(model), quantized_layers(model)
     if already:
-        raise ValueError(
-            at_rank(
-                ranks.rank,
-                f"{len(already)} layers of model {model.name!r} are quantised already, such as "
-                f"{already[0]!r}; load the model as it was before, and quantise that once",
-            )
+        told = (
+            f"{len(already)} layers of model {model.name!r} are quantised already, such as "
+            f"{already[0].name!r}; load the model as it was before, and quantise that once"
         )
+        raise ValueError(at_rank(ranks.rank, told))
     size = _bytes_of(model)
     with warnings.catch_warnings():
         # One for each layer, of those without weights, too; what was left is returned.
@@ -105,20 +102,18 @@ def quantize(
         warnings.filterwarnings("ignore", r"`model.quantize\(\)`: \d+ layer")
         silent = "verbose" in inspect.signature(model.quantize).parameters
         model.quantize(mode, filters=filters, **({"verbose": False} if silent else {}))
-    done = tuple(layer.name for layer in before if layer.quantization_mode is not None)
-    left = tuple(layer.name for layer in before if layer.quantization_mode is None)
+    done = tuple(layer.name for layer in layers if layer.quantization_mode is not None)
+    left = tuple(layer.name for layer in layers if layer.quantization_mode is None)
     if not done:
-        kinds = sorted({type(layer).__name__ for layer in before})
-        raise ValueError(
-            at_rank(
-                ranks.rank,
-                f"Keras quantises no layer of model {model.name!r}, whose weights are in "
-                f"{', '.join(kinds)}: it knows Dense, EinsumDense and Embedding"
-                f"{'' if filters is None else f', and was given filters={filters!r}'}. For "
-                "convolutions use LiteRT's: dtk.inference.export(model, 'model.tflite', 'litert', "
-                "optimizations=[tf.lite.Optimize.DEFAULT])",
-            )
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        told = (
+            f"Keras quantises no layer of model {model.name!r}, whose weights are in "
+            f"{', '.join(kinds)}: it knows Dense, EinsumDense and Embedding"
+            f"{'' if filters is None else f', and was given filters={filters!r}'}. For "
+            "convolutions use LiteRT's: dtk.inference.export(model, 'model.tflite', 'litert', "
+            "optimizations=[tf.lite.Optimize.DEFAULT])"
         )
+        raise ValueError(at_rank(ranks.rank, told))
     check_ready(model, ranks)
     return Quantized(done, left, size, _bytes_of(model))
 
@@ -135,10 +130,8 @@ def _layers_of(model: keras.Model) -> list[keras.Layer]:
 
 def _bytes_of(model: keras.Model) -> int:
     """Return how many bytes a model's weights have in memory."""
-    return sum(
-        variable.value.dtype.size * int(variable.value.shape.num_elements())
-        for variable in model.weights
-    )
+    values = [variable.value for variable in model.weights]
+    return sum(value.dtype.size * int(value.shape.num_elements()) for value in values)
 
 
 def strategy_of(model: keras.Model) -> DtkStrategy | None:
@@ -161,27 +154,23 @@ def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Co
         )
     place = detect()
     if place.size > 1 and place.role in ("worker", "chief"):
-        raise NotDistributedError(
-            at_rank(
-                place.rank,
-                f"model {model.name!r} belongs to no strategy, in a job of {place.size} processes: "
-                "each would do all of the work. Give strategy=..., or load the model inside "
-                "strategy.scope()",
-            )
+        told = (
+            f"model {model.name!r} belongs to no strategy, in a job of {place.size} processes: "
+            "each would do all of the work. Give strategy=..., or load the model inside "
+            "strategy.scope()"
         )
+        raise NotDistributedError(at_rank(place.rank, told))
     return LocalCommunicator()
 
 
 def check_ready(model: keras.Model, communicator: Communicator) -> str:
     """Finish pending updates, and return a hash of the weights, which all ranks must share."""
     if not model.built:
-        raise ValueError(
-            at_rank(
-                communicator.rank,
-                f"model {model.name!r} has no weights yet: fit it, load it from a file, or call it "
-                "on one batch first",
-            )
+        told = (
+            f"model {model.name!r} has no weights yet: fit it, load it from a file, or call it "
+            "on one batch first"
         )
+        raise ValueError(at_rank(communicator.rank, told))
     trainer = model_scope.trainer_of(model)
     if trainer is not None:
         trainer.flush()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.input import slicing
-from dtk.nests import Array, Nest
+from dtk.nests import Array, Tree
 
 # Number of first batches digested with all bytes, and of entries digested in later ones.
 _WHOLE_BATCHES = 4
@@ -29,24 +29,12 @@ FIRST_BATCHES = "dtk_first_batches"
 _FACTOR = 0x5851F42D4C957F2D
 
 
-def with_digest(
-    cut: Callable[[Nest], Nest],
-) -> Callable[[tf.Tensor, Nest], tuple[Nest, tf.Tensor]]:
-    """Return a function for `dataset.enumerate().map` that cuts a batch and computes its digest."""
-
-    @tf.autograph.experimental.do_not_convert
-    def cut_with_digest(number: tf.Tensor, batch: Nest) -> tuple[Nest, tf.Tensor]:
-        return cut(batch), digest_of(number, batch)
-
-    return cut_with_digest
-
-
-def digest_of(number: tf.Tensor, batch: Nest) -> tf.Tensor:
+def digest_of(number: tf.Tensor, batch: Tree) -> tf.Tensor:
     """Compute the digest of a pipeline's batch with this number."""
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def digest(batch: Nest, whole: bool | tf.Tensor = True) -> tf.Tensor:
+def digest(batch: Tree, whole: bool | tf.Tensor = True) -> tf.Tensor:
     """Compute a number that differs between different batches.
 
     Example:
@@ -99,7 +87,7 @@ def first_of(
         return tf.nest.map_structure(_of_shape, slices, spec)
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # see `pipelines`
+    options.autotune.enabled = False  # see `slicing`
     options.dataset_name = FIRST_BATCHES
     return elements[0], iter(dataset.map(as_before).with_options(options))
 

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from dtk.even_division import even_bounds
 from dtk.input import slicing
-from dtk.nests import Nest
+from dtk.nests import Tree
 
 
 class RowMaps(NamedTuple):
@@ -47,7 +47,7 @@ class RowMaps(NamedTuple):
 
 
 # Takes the number of a batch and the batch; returns its digest.
-_Digest = Callable[[tf.Tensor, Nest], tf.Tensor]
+_Digest = Callable[[tf.Tensor, Tree], tf.Tensor]
 
 
 def cut_dataset(
@@ -55,8 +55,7 @@ def cut_dataset(
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank, before its rows are mapped."""
 
-    @tf.autograph.experimental.do_not_convert
-    def as_slices(about: tf.Tensor, part: Nest) -> slicing.Slices:
+    def as_slices(about: tf.Tensor, part: Tree) -> slicing.Slices:
         rows, count, found = tf.unstack(about[0])
         return slicing.Slices((part,), (count,), rows, found)
 
@@ -68,8 +67,7 @@ def cut_dataset_exactly(
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank without padding rows, before its rows are mapped."""
 
-    @tf.autograph.experimental.do_not_convert
-    def without_padding(about: tf.Tensor, part: Nest) -> Nest:
+    def without_padding(about: tf.Tensor, part: Tree) -> Tree:
         _, count, found = tf.unstack(about[0])
         if about.shape[0] is not None:  # all batches have the same size
             count = _own_rows(maps, rank, size)
@@ -83,7 +81,7 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
     """Return batches of one rank's rows, with (rows, own rows, digest) repeated for each row."""
 
     @tf.autograph.experimental.do_not_convert
-    def cut(number: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
+    def cut(number: tf.Tensor, batch: Tree) -> tuple[tf.Tensor, Tree]:
         parts, counts, rows, _ = slicing.cut(batch, (rank,), size)
         found = tf.constant(maps.salt, tf.int64)
         if digest is not None:

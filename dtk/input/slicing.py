@@ -14,17 +14,14 @@ its results count as zero.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from dtk.even_division import even_bounds
-from dtk.input import pipelines
-from dtk.nests import Function, Leaf, Nest, Specs
-
-_Made = TypeVar("_Made", covariant=True)
-_Given = ParamSpec("_Given")
+from dtk.nests import Leaf, Specs, Tree
 
 
 class Slices(NamedTuple):
@@ -32,7 +29,7 @@ class Slices(NamedTuple):
 
     # one structure per replica of this process, in rank order; None marks an absent part of a
     # structure, as in Keras. A slice without rows holds a padding row
-    parts: tuple[Nest, ...]
+    parts: tuple[Tree, ...]
     # number of each part's own rows, int64 scalars; 0 for a padding row
     counts: tuple[tf.Tensor, ...]
     # rows of the whole global batch, int64 scalar; () if it is known only as a sum over ranks. ()
@@ -43,7 +40,7 @@ class Slices(NamedTuple):
     digest: tf.Tensor = ()
 
 
-def _leaves(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
+def _leaves(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
     return [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
 
 
@@ -51,7 +48,7 @@ def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 
-def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
+def check_rows(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
     """Refuse data that is not batched."""
     leaves = _leaves(batch)
     if not leaves:
@@ -65,7 +62,7 @@ def check_rows(batch: Nest | Specs) -> list[Leaf | tf.TypeSpec]:
     return leaves
 
 
-def count_rows(batch: Nest) -> tf.Tensor:
+def count_rows(batch: Tree) -> tf.Tensor:
     """Count the rows of a batch: the leading dimension that its leaves share.
 
     Zipped datasets may differ: 24 rows beside 8 are 8 rows, each with three of the 24.
@@ -90,7 +87,7 @@ def _rows_are_equal(leaves: Sequence[Leaf]) -> bool:
     return len(leaves) == 1 or (len(known) == 1 and None not in known)
 
 
-def _multiples(batch: Nest, rows: tf.Tensor) -> Nest:
+def _multiples(batch: Tree, rows: tf.Tensor) -> Tree:
     """Return how many rows of each leaf belong to one row of the batch; None means one."""
     leaves = check_rows(batch)
     if _rows_are_equal(leaves):
@@ -133,7 +130,7 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
 
-def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
+def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
     bounds = [even_bounds(rows, rank, size) for rank in ranks]
@@ -142,21 +139,21 @@ def cut(batch: Nest, ranks: Sequence[int], size: int) -> Slices:
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
-def cut_exactly(batch: Nest, ranks: Sequence[int], size: int) -> tuple[Nest, ...]:
+def cut_exactly(batch: Tree, ranks: Sequence[int], size: int) -> tuple[Tree, ...]:
     """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
     return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
 
 
-def rows_of(batch: Nest, begin: int, end: int) -> Nest:
+def rows_of(batch: Tree, begin: int, end: int) -> Tree:
     """Take some rows of a batch."""
     bounds = tf.constant(begin, tf.int64), tf.constant(end, tf.int64)
     return _parts(batch, count_rows(batch), [bounds])[0]
 
 
 def _parts(
-    batch: Nest, rows: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
-) -> tuple[Nest, ...]:
+    batch: Tree, rows: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
+) -> tuple[Tree, ...]:
     """Take the rows between each pair of bounds."""
     leaves, multiples = tf.nest.flatten(batch), tf.nest.flatten(_multiples(batch, rows))
     parts = []
@@ -166,7 +163,7 @@ def _parts(
     return tuple(parts)
 
 
-def padding_row(batch: Nest) -> Nest:
+def padding_row(batch: Tree) -> Tree:
     """Append a row of zeros to the dense parts of a batch that has no rows."""
     missing = tf.cast(count_rows(batch) == 0, tf.int32)
     return tf.nest.map_structure(lambda leaf: _pad_rows(leaf, missing), batch)
@@ -179,7 +176,7 @@ def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
     return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
 
 
-def forget_rows(batch: Nest) -> Nest:
+def forget_rows(batch: Tree) -> Tree:
     """Hide the number of rows from tracing, so that every rank traces the same ops.
 
     Slices differ by a row, and a static row count changes the graph: a constant has no gradient, so
@@ -204,7 +201,7 @@ def _forget(leaf: Leaf | None) -> Leaf | None:
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
 
-def spec_of(data: Nest | Specs) -> Specs:
+def spec_of(data: Tree | Specs) -> Specs:
     """Return the specification of a batch with any number of rows."""
     return tf.nest.map_structure(_without_rows, data)
 
@@ -227,55 +224,95 @@ def cut_dataset(
     dataset: tf.data.Dataset,
     ranks: Sequence[int],
     size: int,
-    digest: Callable[[tf.Tensor, Nest], tf.Tensor] | None = None,
+    digest: Callable[[tf.Tensor, Tree], tf.Tensor] | None = None,
     ahead: bool = True,
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset for the given ranks."""
-    if digest is None:
-        return _map(dataset, cut, ranks, size, ahead)
 
-    @tf.autograph.experimental.do_not_convert
-    def cut_with_digest(number: tf.Tensor, batch: Nest) -> Slices:
-        return cut(batch, ranks, size)._replace(digest=digest(number, batch))
+    def cut_one(number: tf.Tensor, batch: Tree) -> Slices:
+        slices = cut(batch, ranks, size)
+        return slices if digest is None else slices._replace(digest=digest(number, batch))
 
-    return mapped(dataset.enumerate(), cut_with_digest, ahead)
+    return mapped(dataset.enumerate(), cut_one, ahead)
 
 
 def cut_dataset_exactly(
     dataset: tf.data.Dataset, ranks: Sequence[int], size: int, ahead: bool = True
 ) -> tf.data.Dataset:
     """Cut every global batch of a dataset without padding rows."""
-    return _map(dataset, cut_exactly, ranks, size, ahead)
-
-
-def _map(
-    dataset: tf.data.Dataset,
-    how: Callable[[Nest, Sequence[int], int], Nest],
-    ranks: Sequence[int],
-    size: int,
-    ahead: bool,
-) -> tf.data.Dataset:
-    # No AutoGraph: it would take half a second and find nothing to convert in this file.
-    cutting = tf.autograph.experimental.do_not_convert(lambda batch: how(batch, ranks, size))
-    return mapped(dataset, on_elements(dataset, cutting), ahead)
+    # Numbered as above: TensorFlow would pass the parts of a tuple as so many arguments.
+    numbered = dataset.enumerate()
+    return mapped(numbered, lambda number, batch: cut_exactly(batch, ranks, size), ahead)
 
 
 def mapped(
-    dataset: tf.data.Dataset, function: Callable[_Given, Nest], ahead: bool = True
+    pairs: tf.data.Dataset, function: Callable[[tf.Tensor, Tree], Tree], ahead: bool = True
 ) -> tf.data.Dataset:
-    """Apply a function to every element, in order; in parallel and ahead if allowed."""
-    if not ahead or pipelines.may_not_read_ahead(dataset):
-        return dataset.map(function, synchronous=True)  # else TensorFlow makes it parallel
-    parallel = dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return pipelines.read_ahead(parallel)
+    """Apply a function to every pair, in order; in parallel and ahead if allowed."""
+    # AutoGraph would take half a second and find nothing to convert in this file.
+    function = tf.autograph.experimental.do_not_convert(function)
+    if not ahead or _may_not_read_ahead(pairs):
+        return pairs.map(function, synchronous=True)  # else TensorFlow makes it parallel
+    parallel = pairs.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return read_ahead(parallel)
 
 
-def on_elements(dataset: tf.data.Dataset, function: Callable[[Nest], _Made]) -> Function[_Made]:
-    """Return a function for `dataset.map` that passes each element unchanged to another function.
+# Pipelines that end when their data does.
+#
+# While a pipeline is read, TensorFlow models it in a separate thread, which tunes every
+# `tf.data.AUTOTUNE`: after 10 ms, then 20, 40, and so on up to a minute. Closing the pipeline wakes
+# that thread and waits for its end. But the thread wakes before the flag that ends it is set. If it
+# gets a core at once, it goes back to sleep, and closing waits for this sleep: about as long again
+# as the pipeline was read. (`CancellationManager::StartCancel` calls back before it sets the flag
+# that `model::Model::OptimizeLoop` reads; TensorFlow 2.21.) On one core this happens nearly every
+# time, at the end of every epoch; with two idle cores, one time in ten. If it happens on one of
+# many ranks, all wait for that rank.
+#
+# Without the model TensorFlow reads ahead only where a pipeline says so, runs the calls of a plain
+# `map` one after the other, and takes AUTOTUNE for as many parallel calls as the process has
+# threads, up to 16. So dtk disables the model only where it gains nothing: on one core, and where
+# `fit` or `evaluate` gets arrays. A script that sets `autotune.enabled` decides for itself. So does
+# Keras, which forbids reading ahead if a `PyDataset` has workers: they stop at the end of an epoch.
 
-    TensorFlow passes the parts of a tuple as arguments, so the pair `(a, b)` and a tuple around the
-    one input `[a, b]` would look alike.
+
+def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Prefetch elements of a dataset, unless its options forbid it.
+
+    Example:
+        >>> list(read_ahead(tf.data.Dataset.range(3)).as_numpy_iterator())
+        [0, 1, 2]
     """
-    if not isinstance(dataset.element_spec, tuple):
-        return function
-    return tf.autograph.experimental.do_not_convert(lambda *parts: function(parts))
+    if _may_not_read_ahead(dataset):
+        return dataset
+    ahead = dataset.prefetch(tf.data.AUTOTUNE)
+    return untuned(ahead) if _on_one_core() else ahead
+
+
+def in_time(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Prefetch elements of a script's own pipeline on one core, where tuning gains nothing."""
+    if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
+        return dataset
+    return read_ahead(dataset) if _on_one_core() else dataset
+
+
+def _may_not_read_ahead(dataset: tf.data.Dataset) -> bool:
+    """Return whether a dataset's options forbid reading ahead."""
+    return dataset.options().autotune.enabled is False
+
+
+def _on_one_core() -> bool:
+    return len(os.sched_getaffinity(0)) == 1
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Disable the model that tunes a pipeline while it is read.
+
+    Example:
+        >>> untuned(tf.data.Dataset.range(3)).options().autotune.enabled
+        False
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import queue
-import select
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from dtk.cluster.report_channel import pair, receive, record, variables
+from dtk.cluster.report_channel import pair, receive, record, takes_more, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
 from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
@@ -178,30 +177,16 @@ def run_rank(
     argv: Sequence[str],
     env: Mapping[str, str],
     cwd: str,
-    job: str,
+    job: str,  # a mark of this rank alone
     grace: float,
     save_grace: float,
-    serves: bool,
-    watch_every: float,
-    reserved: str,
-    cores: Sequence[int],
-    silence: float,
+    serves: bool,  # whether others need it to save what they have
+    watch_every: float,  # seconds between two looks at it, told to the launcher; 0 for none
+    reserved: str,  # a port to hold until it ends, "host:port"; "" for none
+    cores: Sequence[int],  # those it is bound to; all when empty
+    silence: float,  # seconds after which a launcher that says nothing is gone
 ) -> int:
-    """Run one rank here until it ends, or the launcher is gone; it orders by `Rank.order`'s words.
-
-    Args:
-        argv: The command.
-        env: Variables added to this environment.
-        cwd: Folder to start in.
-        job: A mark of this rank alone.
-        grace: Seconds between SIGTERM and SIGKILL.
-        save_grace: Seconds that the rank has to begin a checkpoint, and as many to write it.
-        serves: Whether others need it to save what they have.
-        watch_every: Seconds between two looks at the rank, told to the launcher; 0 for none.
-        reserved: A port to hold until it ends, "host:port"; "" for none.
-        cores: Those it is bound to; all when empty.
-        silence: Seconds after which a launcher that says nothing is gone.
-    """
+    """Run one rank here until it ends or the launcher is gone; see `Rank.order` for its orders."""
     held = contextlib.ExitStack()
     host, _, port = reserved.rpartition(":")
     if host:
@@ -294,9 +279,7 @@ def _pass_on(report: bytes) -> None:
 
 def _say(line: bytes) -> None:
     """Write a line to standard error, unless earlier output still waits for a reader."""
-    poll = select.poll()
-    poll.register(2, select.POLLOUT)
-    if poll.poll(0):
+    if takes_more(2):
         with contextlib.suppress(OSError):
             os.write(2, line)
 

@@ -27,7 +27,6 @@ from dtk.launch.starter import PortTakenError
 LONGEST_WAIT = 60.0  # seconds between a failure and the next attempt
 LOOK_EVERY = 5.0  # seconds between two looks at hosts that are too few
 PATIENCE = 600.0  # seconds for which enough hosts are waited for
-_PROBE_EVERY = 30.0  # seconds between two looks at a host that a running job does without
 # Another program may take a port between the plan and the start of the job.
 _PLANS = 3
 _AT_ONCE = 32  # hosts that are asked at a time
@@ -42,56 +41,42 @@ class Attempt:
     number: int  # how often it was started before
 
 
+@dataclasses.dataclass
 class Attempts:
-    """Starts a job until it succeeds, or may not be started again.
+    """Starts a job until it succeeds, or may not be started again."""
 
-    Args:
-        make: Plans the job of an attempt.
-        answers: Whether a host answers.
-        say: Tells the user something.
-        hosts: Where to run; this machine when empty.
-        workers: How many ranks; every slot of `hosts` when None.
-        min_workers: Fewest ranks to go on with; all when None.
-        max_restarts: How often it may be started again.
-        probe_every: Seconds between two looks at a host that a running job does without.
-    """
+    make: Callable[[Attempt], Job]  # plans the job of an attempt
+    answers: Callable[[str], bool]  # whether a host answers
+    say: Callable[[str], None]
+    hosts: tuple[Host, ...]  # where to run; this machine when empty
+    workers: int | None  # how many ranks; every slot of `hosts` when None
+    min_workers: int | None  # fewest to go on with; all when None
+    max_restarts: int
+    probe_every: float = 30.0  # seconds between two looks at a host that a running job does without
+    jobs: list[Job] = dataclasses.field(default_factory=list)
+    _restarts: int = 0
+    _code: int = 0
 
-    def __init__(
-        self,
-        make: Callable[[Attempt], Job],
-        answers: Callable[[str], bool],
-        say: Callable[[str], None],
-        hosts: Sequence[Host],
-        workers: int | None,
-        min_workers: int | None,
-        max_restarts: int,
-        probe_every: float = _PROBE_EVERY,
-    ) -> None:
-        self.jobs: list[Job] = []
-        self._make, self._answers, self._say = make, answers, say
-        self._hosts = tuple(hosts)
-        self._wanted = sum(host.slots for host in self._hosts) if workers is None else workers
-        self._fewest = self._wanted if min_workers is None else min_workers
-        self._most, self._probe_every = max_restarts, probe_every
-        self._restarts = self._code = 0
+    def __post_init__(self) -> None:
+        self._wanted = sum(h.slots for h in self.hosts) if self.workers is None else self.workers
+        self._fewest = self._wanted if self.min_workers is None else self.min_workers
 
     def run(self) -> int:
         """See the job to its end, and return its exit code."""
-        code = 0
         # The first is of all ranks: a mistyped host is likelier than a lost one.
-        attempt: Attempt | None = Attempt(self._hosts, self._wanted, 0)
+        attempt: Attempt | None = Attempt(self.hosts, self._wanted, 0)
         while attempt is not None:
             code, goes_on = self._run(attempt)
-            attempt = self._next(attempt, code) if goes_on else None
-            if goes_on and attempt is None:
-                code = code or 1
-        return code
+            if not goes_on:
+                return code
+            attempt = self._next(attempt)
+        return code or 1
 
     def _run(self, attempt: Attempt) -> tuple[int, bool]:
         """See one attempt to its end; return its exit code, and whether another may follow."""
         missing = self._missing(attempt)
         if missing:
-            self._say(
+            self.say(
                 f"going on with {attempt.workers} workers, without {', '.join(missing)}, until it "
                 "answers again"
             )
@@ -103,23 +88,23 @@ class Attempts:
             if not attempt.number:
                 raise
             # A host may go between being asked and being used.
-            self._say(str(error))
+            self.say(str(error))
             return 1, self._restart(1)
         if is_for_more_hosts and code:
             return self._code, True
-        if code == 0 or stopped or not self._most:
+        if code == 0 or stopped or not self.max_restarts:
             return code, False
         if job.failed_before_working_together and not attempt.number:
-            self._say("not started again: it failed before the ranks did anything together")
+            self.say("not started again: it failed before the ranks did anything together")
             return code, False
         return code, self._restart(code)
 
     def _started(self, attempt: Attempt) -> Job:
         for _ in range(_PLANS - 1):
-            self.jobs.append(self._make(attempt))
+            self.jobs.append(self.make(attempt))
             with contextlib.suppress(PortTakenError):
                 return self.jobs[-1].start()
-        self.jobs.append(self._make(attempt))
+        self.jobs.append(self.make(attempt))
         return self.jobs[-1].start()
 
     def _wait(self, job: Job, missing: Sequence[str]) -> bool:
@@ -127,7 +112,7 @@ class Attempts:
         answered: set[str] = set()
         while True:
             try:
-                job.wait(self._probe_every if missing else None)
+                job.wait(self.probe_every if missing else None)
                 return False
             except TimeoutError:
                 now = self._answering(missing)
@@ -135,53 +120,53 @@ class Attempts:
             back = sorted(now & answered)
             answered = now
             if back:
-                self._say(f"{', '.join(back)} answers again: the job is ended, to go on with it")
+                self.say(f"{', '.join(back)} answers again: the job is ended, to go on with it")
                 job.stop()
                 return True
 
     def _restart(self, code: int) -> bool:
         """Use one restart after a failure, and wait a while; return whether there was one."""
         self._code = code
-        if self._restarts >= self._most:
-            self._say(f"no restart is left of {self._most}")
+        if self._restarts >= self.max_restarts:
+            self.say(f"no restart is left of {self.max_restarts}")
             return False
         self._restarts += 1
         seconds = min(LONGEST_WAIT, 2.0 ** (self._restarts - 1))
-        count = f"restart {self._restarts} of {self._most}"
-        self._say(f"starting the job again in {seconds:g} s ({count})")
+        count = f"restart {self._restarts} of {self.max_restarts}"
+        self.say(f"starting the job again in {seconds:g} s ({count})")
         time.sleep(seconds)
         return True
 
-    def _next(self, before: Attempt, code: int) -> Attempt | None:
+    def _next(self, before: Attempt) -> Attempt | None:
         """Wait until enough hosts answer for another attempt; None if they do not for long."""
         waited = 0.0
         while True:
-            answering = self._answering(host.name for host in self._hosts)
-            hosts = tuple(host for host in self._hosts if host.name in answering)
-            slots = sum(host.slots for host in hosts) if self._hosts else self._wanted
+            answering = self._answering(host.name for host in self.hosts)
+            hosts = tuple(host for host in self.hosts if host.name in answering)
+            slots = sum(host.slots for host in hosts) if self.hosts else self._wanted
             attempt = Attempt(hosts, min(self._wanted, slots), before.number + 1)
             if attempt.workers >= self._fewest:
                 return attempt
-            missing = ", ".join(host.name for host in self._hosts if host not in hosts)
+            missing = ", ".join(host.name for host in self.hosts if host not in hosts)
             if waited >= PATIENCE:
-                self._say(
+                self.say(
                     f"not started again: no answer from {missing} for {PATIENCE / 60:g} minutes, "
                     f"and {attempt.workers} of at least {self._fewest} workers fit the other hosts"
                 )
                 return None
             if not waited:
-                self._say(f"waiting until {missing} can be reached")
+                self.say(f"waiting until {missing} can be reached")
             waited += LOOK_EVERY
             time.sleep(LOOK_EVERY)
 
     def _missing(self, attempt: Attempt) -> list[str]:
         """Return the names of the hosts that an attempt has to leave out."""
         is_whole = attempt.workers == self._wanted
-        return [host.name for host in self._hosts if not is_whole and host not in attempt.hosts]
+        return [host.name for host in self.hosts if not is_whole and host not in attempt.hosts]
 
     def _answering(self, hosts: Iterable[str]) -> set[str]:
         if not (names := list(hosts)):
             return set()
         with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
-            found = zip(names, pool.map(self._answers, names), strict=True)
+            found = zip(names, pool.map(self.answers, names), strict=True)
             return {name for name, is_there in found if is_there}

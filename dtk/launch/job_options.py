@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -18,7 +17,6 @@ from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, machines
 from dtk.launch.plan import check_communicator as check_communicator
 from dtk.launch.plan import check_slots as check_slots
-from dtk.version import pip_install
 
 # What `signal.signal` takes and returns.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -75,15 +73,14 @@ class JobCommand(click.Command):
         """Parse the arguments."""
         try:
             return super().make_context(info_name, args, parent, **extra)
-        except click.NoSuchOption as error:
-            close = " or ".join(error.possibilities or ())
-            if _OTHERS_NUMBER.fullmatch(error.option_name):
-                close = "-n"
-            told = f"no such option: {error.option_name}"
-            told += f", did you mean {close}?" if close else ""
-            raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
         except click.UsageError as error:
             told = error.format_message().rstrip(".")
+            if isinstance(error, click.NoSuchOption):
+                close = " or ".join(error.possibilities or ())
+                if _OTHERS_NUMBER.fullmatch(error.option_name):
+                    close = "-n"
+                told = f"no such option: {error.option_name}"
+                told += f", did you mean {close}?" if close else ""
             raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
 
     def invoke(self, ctx: click.Context) -> object:
@@ -135,12 +132,10 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
 
 def installed() -> list[str]:
     """Return the communicators that a job can use here; `dtk run` takes the first by itself."""
-    found = ["collective"]
-    if mpi_installs.mpirun() is not None:
-        found.insert(0, "mpi")
-    if importlib.util.find_spec("horovod") is not None:
-        found.append("horovod")
-    return found
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    mpi = ["mpi"] if mpi_installs.mpirun() else []
+    first = [*mpi, "collective"] if mpi_installs.unasked() else ["collective", *mpi]
+    return [*first, *(["horovod"] if has_horovod else [])]
 
 
 def check_installed(name: str) -> None:
@@ -148,11 +143,8 @@ def check_installed(name: str) -> None:
 
     Check everything else first: a package does not cure any other mistake.
     """
-    if name == "mpi" and name not in installed():
-        raise CommunicatorError(
-            f"--communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
-            f"`{pip_install('mpi')}`"
-        )
+    if name == "mpi":
+        mpi_installs.required_mpirun()
     if name == "horovod" and name not in installed():
         raise CommunicatorError(
             "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"

@@ -15,13 +15,11 @@ import errno
 import importlib.util
 import os
 import resource
-import select
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import IO
 
 # Added to a job's mark: processes that outlive its ranks, and end with its launcher.
 BESIDE = ".beside"
@@ -94,13 +92,6 @@ def end(
         _signal(pids, signal.SIGKILL)
         time.sleep(0.02)
         pids = search.look()
-
-
-def takes_more(pipe: IO[bytes] | IO[str]) -> bool:
-    """Return whether a line can be written to a pipe without waiting for its reader."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def abort(pid: int) -> None:

@@ -39,22 +39,20 @@ BOOTSTRAP = (
 # take it for its own.
 _FOREIGN = (
     "TF_CONFIG",
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_HOSTNAME",
     "DTK_HOSTS",
-)
-_FOREIGN_PREFIXES = (
     "OMPI_COMM_WORLD_",
     "PMI_",
     "PMIX_",
     "MPI_LOCAL",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
     "HOROVOD_CROSS_",
     "HOROVOD_GLOO_RENDEZVOUS_",
     "HOROVOD_GLOO_IFACE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
 )
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
@@ -65,13 +63,15 @@ DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAlive
 SILENCE = 90.0
 HEARTBEAT = 10.0
 _LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
+# If clocks differ by more seconds, the lines of a job are no longer in order.
+_APART = 2.0
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
 
 
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job."""
-    return name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES)
+    return name.startswith(_FOREIGN)
 
 
 def is_loopback(host: str) -> bool:
@@ -159,6 +159,32 @@ def survey(
     return HostFacts(tuple(free), tuple(cores), interface, versions, ahead)
 
 
+def compare(facts: Mapping[str, HostFacts]) -> list[str]:
+    """Raise if versions differ between hosts; return warnings about clocks."""
+    versions = {host: known.versions for host, known in facts.items()}
+    if any(versions.values()):
+        # Hosts without versions are this machine: add its versions.
+        versions = {host: known or agent.versions() for host, known in versions.items()}
+    for name in ("Python", "dtk", "tensorflow", "keras"):
+        found: dict[str, list[str]] = {}
+        for host, known in versions.items():
+            if name in known:
+                found.setdefault(known[name], []).append(host)
+        if len(found) > 1:
+            told = ", ".join(f"{version} on {' and '.join(at)}" for version, at in found.items())
+            raise ClusterError(
+                f"hosts differ in {name}: {told}; ranks must compute alike: install the same "
+                "everywhere, or share one environment"
+            )
+    return [
+        f"the clock of {host} is {abs(known.ahead):.0f} s "
+        f"{'ahead of' if known.ahead > 0 else 'behind'} this machine's: times in logs and files "
+        "will not agree"
+        for host, known in facts.items()
+        if abs(known.ahead) > _APART
+    ]
+
+
 def remote_command(host: str, remote_shell: str, python: str = sys.executable) -> list[str]:
     """Return the command that runs an agent on another host."""
     try:
@@ -198,18 +224,16 @@ class Guard:
         pipe = self._process.stdin
         assert pipe is not None
         with self._lock:
-            if job_processes.takes_more(pipe):  # one that is stopped reads nothing
+            if report_channel.takes_more(pipe):  # one that is stopped reads nothing
                 pipe.write(line)
                 pipe.flush()
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave, or end it."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it is gone already
             self._say("done\n")
             self._process.stdin.close()
-        except OSError:
-            pass  # it is gone already
         try:
             self._process.wait(_LEAVES)
         except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP

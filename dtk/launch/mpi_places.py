@@ -18,11 +18,9 @@ import base64
 import contextlib
 import fcntl
 import os
-import pwd
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Collection, Sequence
@@ -34,7 +32,6 @@ from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, machines
 from dtk.launch.rank import killer
-from dtk.version import pip_install
 
 START_SECONDS = 30.0
 # Of what mpirun gives a process, that which MPI reads.
@@ -52,8 +49,6 @@ _PLACE = (
 )
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
-_LOOPBACK = "0100007F:"  # of /proc/net/tcp, see proc(5)
-_ESTABLISHED, _LISTENS = "01", "0A"
 
 
 class Loss(NamedTuple):
@@ -95,13 +90,7 @@ class MPIPlaces:
     def _start(
         self, hosts: Sequence[str], remote_shell: str, errors: int
     ) -> subprocess.Popen[bytes]:
-        path = mpi_installs.mpirun()
-        if path is None:
-            raise CommunicatorError(
-                f"communicator mpi: no mpirun of Open MPI beside {sys.executable}, or no mpi4py; "
-                f"run `{pip_install('mpi')}`"
-            )
-        command = [str(path), "--bind-to", "none", "-n", str(len(hosts))]
+        command = [str(mpi_installs.required_mpirun()), "--bind-to", "none", "-n", str(len(hosts))]
         # Its folder is named by its process id, and what a killed server with the same id left
         # in a common place would keep it from starting.
         command += ["--prtemca", "prte_local_tmpdir_base", str(self._folder)]
@@ -256,38 +245,27 @@ def _variables(line: bytes) -> dict[str, str]:
 
 def _strangers(server: int, own: Collection[int]) -> list[str]:
     """Name the processes, other than our own, that are connected to one by 127.0.0.1."""
-    found = []
-    with contextlib.suppress(OSError):  # a file of /proc that this user may not read
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        mine = _sockets(server)
-        ports = {
-            line[1]
-            for line in lines
-            if line[3] == _LISTENS and line[1].startswith(_LOOPBACK) and line[9] in mine
-        }
-        for line in lines:
-            if line[2] in ports and line[3] == _ESTABLISHED and line[9] != "0":
-                everyone = map(int, filter(str.isdigit, os.listdir("/proc")))
-                pid = next((pid for pid in everyone if line[9] in _sockets(pid)), None)
-                if pid not in own:
-                    found.append(_named(pid, int(line[7])))
-    return found
+    import psutil  # here, since few jobs wait like that
+
+    connections = psutil.net_connections("tcp4")
+    listens = {
+        one.laddr
+        for one in connections
+        if one.pid == server and one.status == psutil.CONN_LISTEN and one.laddr.ip == "127.0.0.1"
+    }
+    return [
+        _named(one.pid)
+        for one in connections
+        if one.raddr in listens and one.status == psutil.CONN_ESTABLISHED and one.pid not in own
+    ]
 
 
-def _sockets(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets; none of one that this user may not look at."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return {name[8:-1] for name in found if name.startswith("socket:[")}
+def _named(pid: int | None) -> str:
+    import psutil
 
-
-def _named(pid: int | None, user: int) -> str:
-    name, process = str(user), "a process" if pid is None else f"process {pid}"
-    with contextlib.suppress(KeyError):
-        name = pwd.getpwuid(user).pw_name
-    with contextlib.suppress(OSError):
-        process += f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
-    return f"{process} of user {name}"
+    if pid is None:
+        return "a process of another user"
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return f"process {pid} ({process.name()}) of user {process.username()}"
+    return f"process {pid}"

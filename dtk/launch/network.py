@@ -21,8 +21,7 @@ from dtk.cluster.slurm import PORTS
 from dtk.errors import ClusterError
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of linux/sched.h
-_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # of linux/sockios.h, linux/if.h
-_LOOPBACK = b"lo"
+_SET_FLAGS, _UP = 0x8914, 0x1  # of linux/sockios.h, linux/if.h
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _TABLE = """\
@@ -72,9 +71,7 @@ def isolate() -> None:
             with open(f"/proc/self/{file}", "w") as opened:
                 opened.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = struct.pack("16sh14x", _LOOPBACK, 0)
-        before = struct.unpack("16sh14x", fcntl.ioctl(control, _GET_FLAGS, request))[1]
-        fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sh14x", _LOOPBACK, before | _UP))
+        fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sh14x", b"lo", _UP))
 
 
 def rules(hosts: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TextIO, TypeVarTuple
+from typing import IO, TextIO
 
 import click
 
@@ -23,7 +24,7 @@ from dtk.errors import ClusterError
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
-from dtk.launch.screen import Pace, Screen, ShownText, Sink, plain
+from dtk.launch.screen import Pace, Screen, ShownText, Sink
 from dtk.quiet import is_noise
 
 # TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
@@ -42,8 +43,6 @@ _HOLD = 0.5  # seconds that a line waits for those of others
 _EQUAL = 10.0  # seconds in which an equal line of another process is the same event
 _MOST = 10_000  # lines that are held, and as many that are known afterwards
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
-
-Given = TypeVarTuple("Given")
 
 
 class _Stream:
@@ -152,9 +151,7 @@ class JobOutput:
         self._sources: list[_Stream] = []
         self._closed = threading.Event()
 
-    def _sink(self, target: TextIO | int | None, name: str) -> Sink:
-        is_file = isinstance(target, int)
-
+    def _sink(self, stream: TextIO | None, name: str, is_file: bool = False) -> Sink:
         def failed(why: str) -> None:
             what = f"{name} takes nothing: {why}. The job goes on without"
             if self._directory is not None and not is_file:
@@ -167,7 +164,7 @@ class JobOutput:
                 end = "the job is ended, with exit code 141"
                 self._beside(sink, f"nobody reads {name} any more, as after `| head`: {end}")
 
-        sink = Sink(target, name, failed, None if is_file else gone, lambda: self._state.stopping)
+        sink = Sink(stream, name, failed, None if is_file else gone, lambda: self._state.stopping)
         return sink
 
     def _beside(self, sink: Sink, text: str) -> None:
@@ -200,7 +197,8 @@ class JobOutput:
         path = self._directory / (rank.process.name.replace(" ", "-") + ".log")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if self._append else os.O_TRUNC)
         try:
-            rank.file = self._sink(os.open(path, flags, 0o666), str(path))
+            file = os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+            rank.file = self._sink(file, str(path), is_file=True)
         except OSError as error:
             raise ClusterError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -232,22 +230,22 @@ class JobOutput:
         """Start the threads that read what a process writes and reports."""
         popen, process = rank.popen, rank.process
         if reports is not None:
-            self._start_reader(rank, self._listen, rank, popen, reports)
+            self._start_reader(rank, functools.partial(self._listen, rank, popen, reports))
         for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
             assert pipe is not None
             drawn, prefix = self._is_drawn(process, sink), self._prefix(process, sink)
             source = _Stream(rank, sink, prefix, pipe is popen.stderr, drawn)
             self._sources.append(source)
-            self._start_reader(rank, self._read, source, pipe)
+            self._start_reader(rank, functools.partial(self._read, source, pipe))
 
-    def _start_reader(self, rank: Rank, read: Callable[[*Given], None], *given: *Given) -> None:
-        reader = threading.Thread(target=self._guarded, args=(read, *given), daemon=True)
+    def _start_reader(self, rank: Rank, read: Callable[[], None]) -> None:
+        reader = threading.Thread(target=self._guarded, args=(read,), daemon=True)
         rank.readers.append(reader)
         reader.start()
 
-    def _guarded(self, work: Callable[[*Given], None], *given: *Given) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            work(*given)
+            work()
         except Exception as error:  # whatever it is, nobody reads any more
             self._state.stop(error)
 
@@ -317,7 +315,7 @@ class JobOutput:
             self._show_rows(source)  # else they would stand below what they have become
         for line in lines:
             if rank.file is not None:
-                rank.file.write(plain(line) + "\n")
+                rank.file.write(click.unstyle(line) + "\n")
             if stderr and rank.dump is not None:
                 rank.dump.append(line)
             elif not stderr or not (
@@ -357,7 +355,7 @@ class JobOutput:
     def _show(self, source: _Stream, now: float) -> None:
         if source.rank.file is not None:
             for row in source.in_file.due(source.text, now):
-                source.rank.file.write(plain(row) + "\n")
+                source.rank.file.write(click.unstyle(row) + "\n")
         self._show_rows(source)
         if not source.drawn and source.rank.process is self._state.processes[0]:
             for row in source.on_screen.due(source.text, now):

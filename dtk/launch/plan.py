@@ -145,19 +145,7 @@ def check(
     ps: int = 0,
     evaluator: bool = False,
 ) -> None:
-    """Refuse what cannot be planned on any hosts, before these are asked.
-
-    Args:
-        command: As for `plan`, as are the others.
-        workers: Number of training processes.
-        hosts: Where to run.
-        communicator: What moves the bytes.
-        ps: Number of parameter servers.
-        evaluator: Whether there is one.
-
-    Raises:
-        ClusterError: Says what contradicts what.
-    """
+    """Refuse what cannot be planned on any hosts, before these are asked; see `plan`."""
     if not command:
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
     check_communicator(communicator)

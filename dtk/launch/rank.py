@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from dtk.cluster import usage
+from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
 from dtk.launch import agent, job_processes
 from dtk.launch.machines import Guard
@@ -175,7 +176,7 @@ class Rank:
         # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
         # falls silent.
         with contextlib.suppress(OSError, ValueError):
-            if pipe is not None and job_processes.takes_more(pipe):
+            if pipe is not None and takes_more(pipe):
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
 

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TextIO
 
+from dtk.cluster.report_channel import takes_more
+
 _UP = "\x1b[1A\x1b[2K"
 _PIECE = select.PIPE_BUF  # of which a pipe that is ready for writing takes one at once
 _LOOK = 200  # milliseconds between two looks at a stream that takes nothing
@@ -42,16 +44,15 @@ class Sink:
 
     def __init__(
         self,
-        target: TextIO | int | None,
+        stream: TextIO | None,
         name: str,
         on_error: Callable[[str], None],
         on_gone: Callable[[str], None] | None = None,
         is_ending: Callable[[], bool] = bool,
     ) -> None:
         self.name = name
-        self._stream = None if isinstance(target, int) else target
-        self._descriptor = target if isinstance(target, int) else _descriptor(target)
-        self._encoding = getattr(target, "encoding", None) or "utf-8"
+        self._stream, self._descriptor = stream, _descriptor(stream)
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._on_error, self._on_gone = on_error, on_gone
         self._is_ending = is_ending
         self._failed = False
@@ -95,14 +96,12 @@ class Sink:
             self._fail(getattr(error, "strerror", None) or str(error))
 
     def close(self) -> None:
-        """Close the file that was given by its descriptor."""
-        if self._stream is not None:
-            return
+        """Close the file."""
         with self._lock:  # or a late line could go to a file that has got its number
-            if self._descriptor is not None:
+            if self._stream is not None:
                 with contextlib.suppress(OSError):  # of which writing has told
-                    os.close(self._descriptor)
-                self._descriptor = None
+                    self._stream.close()
+            self._stream = self._descriptor = None
 
     def _fail(self, why: str) -> None:
         if not self._failed:
@@ -110,12 +109,11 @@ class Sink:
             self._on_error(why)
 
     def _write(self, data: bytes) -> None:
-        if self._stream is not None:
-            if self._descriptor is None:
-                self._stream.write(data.decode(self._encoding))
-            self._stream.flush()
-        elif self._descriptor is None:
+        if self._stream is None:
             raise ValueError("it is closed")
+        if self._descriptor is None:
+            self._stream.write(data.decode(self._encoding))
+        self._stream.flush()
         left = memoryview(data)
         # Not by the stream: it would keep what was not taken, and fail of it again at the exit.
         while self._descriptor is not None and left and self._is_ready(self._descriptor):
@@ -124,15 +122,13 @@ class Sink:
 
     def _is_ready(self, descriptor: int) -> bool:
         """Wait until something can be written; False if that takes too long."""
-        poll = select.poll()
-        poll.register(descriptor, select.POLLOUT)
-        if poll.poll(0):
+        if takes_more(descriptor):
             return True
         if self._is_given_up:
             return False
         self._waits_since = began = time.monotonic()
         try:
-            while not poll.poll(_LOOK):
+            while not takes_more(descriptor, _LOOK):
                 if self._is_ending() and time.monotonic() - began > _PATIENCE:
                     self._is_given_up = True
                     return False
@@ -142,12 +138,9 @@ class Sink:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-    if stream is None:
-        return None
-    try:
-        return stream.fileno()
-    except (OSError, ValueError, AttributeError):
-        return None  # in memory
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
+        return stream.fileno()  # type: ignore[union-attr]
+    return None
 
 
 class Screen:
@@ -155,8 +148,8 @@ class Screen:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
-        drawn = [sink for sink in sinks if sink.is_terminal and not dumb]
-        self.terminal = drawn[0] if drawn else None
+        drawn = (sink for sink in sinks if sink.is_terminal and not dumb)
+        self.terminal = next(drawn, None)
         self._rows: dict[Hashable, list[str]] = {}
         self._drawn = 0
         self._stale = False
@@ -368,11 +361,6 @@ def _number(text: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def plain(text: str) -> str:
-    """Return text without colors."""
-    return _STYLE.sub("", text)
-
-
 def clipped(text: str, width: int) -> str:
     """Return the beginning of a line that a terminal shows in one row.
 
@@ -381,16 +369,12 @@ def clipped(text: str, width: int) -> str:
     """
     if len(text) <= width and text.isascii() and "\x1b" not in text:
         return text
-    found, used, end = "", 0, 0
-    for style in [*_STYLE.finditer(text), None]:
-        for one in text[end : None if style is None else style.start()]:
-            used += _width(one)
-            if used > width:
-                break
-            found += one
-        if style is None:
-            break
-        found, end = found + style[0], style.end()
+    found, used = "", 0
+    for piece in re.findall(rf"(?s){_STYLE.pattern}|.", text):
+        is_style = len(piece) > 1
+        used += 0 if is_style else _width(piece)
+        if is_style or used <= width:
+            found += piece
     is_styled = "\x1b" in found and not found.endswith("\x1b[0m")
     return found + "\x1b[0m" if is_styled else found
 

@@ -198,7 +198,7 @@ class Starter:
         """Start MPI's server where the plan asks for it, or would like it."""
         asked = {process.env.get(COMMUNICATOR) for process in self._state.processes}
         must = "mpi" in asked
-        if not must and ("auto" not in asked or mpi_installs.mpirun() is None):
+        if not must and ("auto" not in asked or mpi_installs.unasked() is None):
             return
         try:
             places = mpi_places.MPIPlaces(

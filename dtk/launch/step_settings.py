@@ -76,9 +76,8 @@ def apply(
     command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, str], StepSettings | None]:
     """Add the settings of a script to the variables of a rank."""
-    if environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ:
-        return dict(env), None
-    if (found := _kept(command, env)) is None:
+    is_off = environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ
+    if is_off or (found := _kept(command, env)) is None:
         return dict(env), None
     used = {name: value for name, value in found.variables.items() if name not in environ}
     if used.get(COMMUNICATOR) != env.get(COMMUNICATOR):

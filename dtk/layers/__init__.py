@@ -13,7 +13,7 @@ from dtk.layers.channel_parallel import (
     ChannelParallelDense,
     NodeParallelDense,
 )
-from dtk.layers.parallelize import parallelize
+from dtk.layers.parallelize import parallelize, whole
 from dtk.layers.pipeline import Pipeline
 from dtk.layers.regions import (
     copy_to_group,
@@ -33,7 +33,6 @@ from dtk.layers.spatial import (
     SplitRows,
 )
 from dtk.layers.sync_batch_norm import convert_sync_batchnorm
-from dtk.layers.whole import whole
 
 __all__ = [
     "ChannelParallelConv1D",

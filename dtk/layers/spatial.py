@@ -22,8 +22,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.communicators.shard import Shard
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
-from dtk.layers import halo_convolution
-from dtk.layers.halo import Halo, HaloExchange, Range, Window, ranges_of
+from dtk.layers.halo import Halo, HaloExchange, Range, Window, convolve, fits, ranges_of
 from dtk.layers.regions import (
     agreed_lengths,
     copy_to_group,
@@ -58,11 +57,7 @@ class SpatiallyParallel(keras.layers.Layer):
     communicates = True
 
     def __init__(
-        self,
-        *args: object,
-        split: str = "rows",
-        communicator: Groups = None,
-        **kwargs: object,
+        self, *args: object, split: str = "rows", communicator: Groups = None, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
         self.split = split
@@ -90,12 +85,6 @@ class SpatiallyParallel(keras.layers.Layer):
     def _refuse(self, given: str, expected: str) -> NoReturn:
         """Raise a ValueError that names the layer, what it refuses, and what to use instead."""
         raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
-
-    @property
-    def image_axes(self) -> tuple[int, int]:
-        """The axes of rows and of columns."""
-        first = getattr(self, "data_format", "channels_last") == "channels_first"
-        return (2, 3) if first else (1, 2)
 
     def windows(self) -> tuple[Window, Window] | None:
         """Return the windows over rows and columns; None if outputs need no other rank's rows."""
@@ -130,7 +119,9 @@ class SpatiallyParallel(keras.layers.Layer):
             self._groups = pair if self.split == "rows" else pair[::-1]
         whole = list(input_shape)
         exchanges, parts = [], []
-        for axis, (place, group) in enumerate(zip(self.image_axes, self._groups, strict=True)):
+        channels_first = getattr(self, "data_format", "channels_last") == "channels_first"
+        for axis, group in enumerate(self._groups):
+            place = axis + (2 if channels_first else 1)
             inputs = agreed_lengths(known_length(self, input_shape, place), group)
             whole[place] = sum(inputs)
             needs, outputs = self._needed(axis, inputs)
@@ -194,6 +185,7 @@ class Border(keras.layers.Layer):
 
     communicates = True
     place = 0
+    splits = True
 
     def __init__(
         self,
@@ -218,12 +210,12 @@ class Border(keras.layers.Layer):
         """Agree on which rank has which rows."""
         axis = self.place + (2 if self.data_format == "channels_first" else 1)
         length = known_length(self, input_shape, axis)
-        self._shard = self._divide(length, axis, model_group(self._given))
+        group = model_group(self._given)
+        if self.splits:
+            self._shard = Shard.evenly(length, axis, group)
+        else:
+            self._shard = Shard(axis, agreed_lengths(length, group), group)
         super().build(input_shape)
-
-    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """Return how an axis is divided of which the input has this length."""
-        raise NotImplementedError
 
     def get_config(self) -> Config:
         """Return the configuration, without the communicator."""
@@ -233,10 +225,6 @@ class Border(keras.layers.Layer):
 @keras.saving.register_keras_serializable(package="dtk")
 class SplitRows(Border):
     """Gives each rank some of an image's rows: as even as possible, the first ranks one more."""
-
-    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """See `Border._divide`."""
-        return Shard.evenly(length, axis, group)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return this rank's part."""
@@ -251,9 +239,7 @@ class SplitRows(Border):
 class GatherRows(Border):
     """Gives every rank all of an image's rows, however many each has."""
 
-    def _divide(self, length: int, axis: int, group: Communicator) -> Shard:
-        """See `Border._divide`."""
-        return Shard(axis, agreed_lengths(length, group), group)
+    splits = False
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the image, equal on all ranks."""
@@ -314,8 +300,8 @@ class SpatiallyParallelConv2D(SpatiallyParallel, keras.layers.Conv2D):
     def _convolved(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         # All ranks choose the same way, since their graphs must have the same shape.
         plain = self.groups == 1 and self.data_format == "channels_last"
-        if plain and halo_convolution.fits(self._exchanges, self.windows()):
-            return halo_convolution.convolve(inputs, kernel, self._exchanges, self.windows())
+        if plain and fits(self._exchanges, self.windows()):
+            return convolve(inputs, kernel, self._exchanges, self.windows())
         return keras.ops.conv(
             self._with_halo(inputs),
             kernel,

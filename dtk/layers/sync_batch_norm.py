@@ -58,22 +58,18 @@ def convert_sync_batchnorm(model: _Model) -> _Model:
 
 def _kept_in(owner: object) -> Iterator[tuple[str, keras.layers.BatchNormalization]]:
     """Yield the normalizations in an object's attributes, and in the attributes of these."""
-    for name, value in list(vars(owner).items()):
-        for item in _items(value):
-            if isinstance(item, keras.layers.BatchNormalization):
-                yield f"attribute {name!r}", item
-            elif not isinstance(item, keras.layers.Layer | keras.Variable | type) and hasattr(
-                item, "__dict__"
-            ):
-                for inner, held in list(vars(item).items()):
-                    for one in _items(held):
-                        if isinstance(one, keras.layers.BatchNormalization):
-                            yield f"attribute {name + '.' + inner!r}", one
+    for name, item in _attributes(owner):
+        held = [(name, item)]
+        if not isinstance(item, keras.layers.Layer | keras.Variable | type):
+            held += [(f"{name}.{inner}", one) for inner, one in _attributes(item)]
+        for place, one in held:
+            if isinstance(one, keras.layers.BatchNormalization):
+                yield f"attribute {place!r}", one
 
 
-def _items(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    return [value]
+def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+    """Yield names and values of attributes, and what containers among them hold."""
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        items = value.values() if isinstance(value, Mapping) else value
+        several = isinstance(value, Mapping | list | tuple | set | frozenset)
+        yield from ((name, item) for item in (list(items) if several else [value]))

@@ -1,14 +1,14 @@
 """LARS and LAMB: a step length for each variable, from the ratio of two norms.
 
-It uses Keras's private `_get_variable_index`, `_use_weight_decay` and `_apply_weight_decay`; a test
-fails if one of them is gone.
+It uses Keras's private `_get_variable_index`, `_use_weight_decay` and `_apply_weight_decay`; tests
+fail if one of them is gone.
 """
 
 from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -67,14 +67,12 @@ def check_rate(value: object) -> None:
         check_number("learning_rate", value, expected, lambda rate: rate >= 0)
 
 
-def check_below_one(name: str, value: object) -> None:
-    """Raise unless 0 <= value < 1, as for a momentum."""
-    check_number(name, value, "0.0 up to but below 1.0", lambda part: 0.0 <= part < 1.0)
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise unless a value is above 0."""
-    check_number(name, value, "more than 0.0", lambda number: number > 0.0)
+def check_ranges(below_one: Mapping[str, object], positive: Mapping[str, object]) -> None:
+    """Raise unless 0 <= value < 1, as for a momentum, and unless other values are above 0."""
+    for name, value in below_one.items():
+        check_number(name, value, "0.0 up to but below 1.0", lambda part: 0.0 <= part < 1.0)
+    for name, value in positive.items():
+        check_number(name, value, "more than 0.0", lambda number: number > 0.0)
 
 
 class LayerwiseOptimizer(keras.optimizers.Optimizer):
@@ -209,8 +207,7 @@ class LARS(LayerwiseOptimizer):
         **kwargs: object,
     ):
         super().__init__(learning_rate, exclude=exclude, weight_decay=weight_decay, **kwargs)
-        check_below_one("momentum", momentum)
-        check_positive("trust_coefficient", trust_coefficient)
+        check_ranges({"momentum": momentum}, {"trust_coefficient": trust_coefficient})
         self.momentum = momentum
         self.trust_coefficient = trust_coefficient
 
@@ -300,11 +297,9 @@ class LAMB(LayerwiseOptimizer, keras.optimizers.Lamb):
         exclude: Sequence[str] = (),
         **kwargs: object,
     ):
-        check_below_one("beta_1", beta_1)
-        check_below_one("beta_2", beta_2)
-        check_positive("epsilon", epsilon)
-        adam = {"beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
-        super().__init__(learning_rate, exclude, weight_decay, **adam, **kwargs)
+        betas, above_zero = {"beta_1": beta_1, "beta_2": beta_2}, {"epsilon": epsilon}
+        check_ranges(betas, above_zero)
+        super().__init__(learning_rate, exclude, weight_decay, **betas, **above_zero, **kwargs)
 
     def update_step(
         self,

@@ -9,13 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 from dtk.nests import Config
-from dtk.optimizers.layerwise import (
-    LearningRate,
-    check_below_one,
-    check_positive,
-    check_rate,
-    dense,
-)
+from dtk.optimizers.layerwise import LearningRate, check_ranges, check_rate, dense
 
 
 def sgd_share(epoch: tf.Tensor, center: float = 10.0, period: float = 5.0) -> tf.Tensor:
@@ -90,15 +84,9 @@ class RMSpropWarmup(keras.optimizers.Optimizer):
     ):
         check_rate(learning_rate)
         super().__init__(learning_rate=learning_rate, **kwargs)
-        for name, value in (("momentum", momentum), ("rho", rho)):
-            check_below_one(name, value)
-        for name, value in (
-            ("steps_per_epoch", steps_per_epoch),
-            ("period", period),
-            ("rmsprop_rate", rmsprop_rate),
-            ("epsilon", epsilon),
-        ):
-            check_positive(name, value)
+        positive = {"steps_per_epoch": steps_per_epoch, "period": period}
+        positive |= {"rmsprop_rate": rmsprop_rate, "epsilon": epsilon}
+        check_ranges({"momentum": momentum, "rho": rho}, positive)
         self.steps_per_epoch = steps_per_epoch
         self.center = center
         self.period = period

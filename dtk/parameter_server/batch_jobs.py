@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, tf_replicas, tf_servers
 from dtk.input import slicing
-from dtk.nests import Function, Nest, Specs
+from dtk.nests import Function, Specs, Tree
 from dtk.parameter_server import consistency_models, worker_data
 from dtk.parameter_server.dispatcher import Dispatcher, OutputsT, Result, Task, TaskQueue
 from dtk.parameter_server.functional_step import (
@@ -26,8 +26,7 @@ from dtk.parameter_server.functional_step import (
     zero_metrics,
 )
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.parameter_server.metric_sum import Counted, MetricSum, PackedReport, ReportT
-from dtk.parameter_server.rng_states import RngStates
+from dtk.parameter_server.job_state import Counted, MetricSum, PackedReport, ReportT, RngStates
 from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer.replica import replica_step
 
@@ -40,7 +39,7 @@ ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 class Batch(NamedTuple):
     """Global batch in slices."""
 
-    parts: tuple[Nest, ...]  # the slices
+    parts: tuple[Tree, ...]  # the slices
     # real rows of each slice; 0 for a slice that holds only a padding row
     counts: tuple[int, ...]
     rows: int  # rows of all slices
@@ -70,7 +69,7 @@ class Batch(NamedTuple):
         """Return a slice's part of the rows, 0 to 1."""
         return self.counts[part] / self.rows
 
-    def call(self, worker: int, function: Function[T], data: Nest, *more: Nest) -> T:
+    def call(self, worker: int, function: Function[T], data: Tree, *more: Tree) -> T:
         """Call a function with some rows, or with the worker's own pipeline."""
         if self.pipelines is None:
             return function(data, *more)
@@ -87,7 +86,7 @@ def in_turn(worker: int, number: int, workers: int, lost: Collection[int]) -> bo
     return owner == worker or owner in lost
 
 
-def whole_batch(data: Nest | tf.data.Iterator) -> Nest:
+def whole_batch(data: Tree | tf.data.Iterator) -> Tree:
     """Return a batch as Keras's steps take it; called while tracing."""
     if isinstance(data, tf.data.Iterator):
         data = data.get_next()
@@ -158,13 +157,13 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     # Tracing, on the chief.
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         """Trace the function that workers call for such batches."""
         share = tf.TensorSpec([], tf.float64)
         function = tf.function(self.step, autograph=False)
-        return function.get_concrete_function(spec, share, rng_states)
+        return function.get_concrete_function(spec, share, rng_states, *more)
 
-    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+    def step(self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor) -> Tree:
         """Compute one slice: its share of the rows; traced."""
         raise NotImplementedError
 
@@ -179,7 +178,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     def keras_step(
         self,
-        data: Nest,
+        data: Tree,
         values: Sequence[tf.Tensor],
         rng_states: tf.Tensor,
         share: tf.Tensor | None = None,
@@ -210,9 +209,9 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
     def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[OutputsT]:
         """Compute a slice."""
-        raise NotImplementedError
+        return Result(cast(OutputsT, self.call(task, worker, schedule)))
 
-    def call(self, task: Task[Batch], worker: int, schedule: Schedule, *more: Nest) -> ReportT:
+    def call(self, task: Task[Batch], worker: int, schedule: Schedule, *more: Tree) -> ReportT:
         """Call the step on a slice; return what it has computed."""
         batch, traced = task.work, self.traced[task.work.key]
         # Constants made on the chief go along with the call; on the worker, each is a message.
@@ -220,7 +219,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
             share = tf.constant(batch.share_of(task.part), tf.float64)
             rng_states = tf.constant(self.rng_states.of(task.piece, schedule))
 
-        def step(data: Nest) -> ReportT:
+        def step(data: Tree) -> ReportT:
             return self.fetch(traced, traced.function(data, share, rng_states, *more))
 
         return batch.call(worker, step, batch.parts[task.part] if batch.parts else None)
@@ -248,23 +247,20 @@ class TestJob(BatchJob[Counted, Counted]):
         self._metrics = MetricSum(self.model)
 
     @property
-    def logs(self) -> dict[str, Nest]:
+    def logs(self) -> dict[str, Tree]:
         return self._metrics.logs
 
-    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+    def step(self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor) -> Tree:
         """Count the metrics of one slice; traced."""
         with tf_replicas.in_replica(self.strategy):
             traced = self.keras_step(data, pull(self.variables()), rng_states, share)
             return self.pack(self._metrics.count(traced))
 
-    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Counted]:
-        return Result(self.call(task, worker, schedule))
-
     def apply(self, batch: Batch, outputs: Sequence[Counted], schedule: Schedule) -> None:
         self._metrics.add(outputs)
 
 
-class PredictJob(BatchJob[Nest, Nest]):
+class PredictJob(BatchJob[Tree, Tree]):
     """Batches of `predict`, one after the other: a slice per worker, rows in order."""
 
     name = "predict"
@@ -272,29 +268,26 @@ class PredictJob(BatchJob[Nest, Nest]):
     def __init__(self, trainer: JobTrainer):
         workers = trainer.strategy.workers
         super().__init__(trainer, lambda: Schedule(math.inf, workers))
-        self._outputs: list[Nest] = []
+        self._outputs: list[Tree] = []
 
     @property
     def ahead(self) -> int:
         return 0  # batches are applied in order
 
-    def step(self, data: Nest, share: tf.Tensor, rng_states: tf.Tensor) -> Nest:
+    def step(self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor) -> Tree:
         """Predict for one slice, as if it were a batch; traced."""
         with tf_replicas.in_replica(self.strategy):
             return self.keras_step(data, pull(self.variables()), rng_states).logs
 
-    def compute(self, task: Task[Batch], worker: int, schedule: Schedule) -> Result[Nest]:
-        return Result(self.call(task, worker, schedule))
-
-    def fetch(self, traced: Traced[Nest], outputs: Nest) -> Nest:
+    def fetch(self, traced: Traced[Tree], outputs: Tree) -> Tree:
         with tf.device(tf_servers.CHIEF):  # now, so that a lost worker is noticed here
             return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
 
-    def apply(self, batch: Batch, outputs: Sequence[Nest], schedule: Schedule) -> None:
+    def apply(self, batch: Batch, outputs: Sequence[Tree], schedule: Schedule) -> None:
         with tf.device(tf_servers.CHIEF):
             self._outputs.append(_concatenated(outputs))
 
-    def take_outputs(self) -> Nest:
+    def take_outputs(self) -> Tree:
         """Return the outputs of all batches since the last call, with rows in order."""
         outputs, self._outputs = self._outputs, []
         return _concatenated(outputs)
@@ -304,6 +297,6 @@ class PredictJob(BatchJob[Nest, Nest]):
         self._outputs = []
 
 
-def _concatenated(outputs: Sequence[Nest]) -> Nest:
+def _concatenated(outputs: Sequence[Tree]) -> Tree:
     """Put the rows of structures of tensors one after the other."""
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

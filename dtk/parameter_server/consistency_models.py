@@ -66,6 +66,16 @@ class _OneWorkerSteps:
     """Steps that are one worker's batch each."""
 
     spare: ClassVar[int] = 0
+    warm_start: SerialStart | None
+
+    def __post_init__(self) -> None:
+        value = self.warm_start
+        if value is not None and not isinstance(value, SerialStart):
+            raise TypeError(
+                f"warm_start={value!r}; expected dtk.strategies.SerialStart(epochs=1), or None. "
+                "(dtk.exchange.WarmStart, whole gradients first, is for "
+                "AllReduceStrategy(exchange=...))"
+            )
 
     def slices(self, workers: int) -> int:
         """Return the number of gradients in one step, which is 1.
@@ -78,15 +88,6 @@ class _OneWorkerSteps:
         """
         _check_workers(workers)
         return 1
-
-
-def _check_warm_start(value: object) -> None:
-    if value is not None and not isinstance(value, SerialStart):
-        raise TypeError(
-            f"warm_start={value!r}; expected dtk.strategies.SerialStart(epochs=1), or None. "
-            "(dtk.exchange.WarmStart, whole gradients first, is for "
-            "AllReduceStrategy(exchange=...))"
-        )
 
 
 def check_no_exchange(value: object) -> None:
@@ -166,7 +167,7 @@ class BoundedDelay(_OneWorkerSteps):
 
     def __post_init__(self) -> None:
         _check_count("tau", self.tau, 'the steps a worker may be ahead; for no bound use "async"')
-        _check_warm_start(self.warm_start)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,6 @@ class Async(_OneWorkerSteps):
 
     warm_start: SerialStart | None = None
     tau: ClassVar[float] = math.inf
-
-    def __post_init__(self) -> None:
-        _check_warm_start(self.warm_start)
 
 
 Consistency = Sync | BoundedDelay | Async

@@ -26,7 +26,6 @@ import tensorflow as tf
 from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.nests import Args, Function, Kwargs
-from dtk.parameter_server import run_server
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.strategy import Strategy
@@ -92,20 +91,17 @@ class EvaluatorTrainer(DistributedTrainer):
             y,
             sample_weight=sample_weight,
             batch_size=asked["validation_batch_size"] or asked["batch_size"],
-            steps=asked["validation_steps"],
+            steps=self.strategy.evaluator.steps or asked["validation_steps"],
             verbose=0,
             return_dict=True,
         )
-        boards = [
-            callback
-            for callback in keras.tree.flatten(asked["callbacks"])
-            if isinstance(callback, keras.callbacks.TensorBoard)
-        ]
+        listed = keras.tree.flatten(asked["callbacks"])
+        boards = [one for one in listed if isinstance(one, keras.callbacks.TensorBoard)]
         events = Path(boards[0].log_dir) / "evaluation" if boards else None
         log = EvaluationLog(source.directory / _FILE, events)
         if not model.built:
             model.evaluate(x, y, batch_size=1, steps=1, verbose=0)
-        watch_until_end(model, source, evaluate, log, self.strategy.chief)
+        watch_until_end(model, source, evaluate, log, self.strategy)
         raise SystemExit(0)
 
 
@@ -114,9 +110,10 @@ def watch_until_end(
     source: keras.callbacks.Callback,
     evaluate: Callable[[], dict[str, float]],
     log: EvaluationLog,
-    chief: run_server.Chief,
+    strategy: JobStrategy,
 ) -> None:
-    """Evaluate every checkpoint that appears, until the chief is gone."""
+    """Evaluate the checkpoints that appear, until the chief is gone."""
+    config, chief = strategy.evaluator, strategy.chief
     there = source.appeared(())
     if log.names and (not there or max(there) < max(log.names)):
         raise ClusterError(
@@ -125,17 +122,23 @@ def watch_until_end(
             "remove it, or use another directory"
         )
     seen = set(log.names)
+    due = time.monotonic() + config.start_delay
     while True:
         # Ask first, so that a last checkpoint, saved before the chief went, is still found below.
         gone = chief.is_gone()
-        for name in source.appeared(seen):
-            seen.add(name)
+        new = source.appeared(seen) if gone or time.monotonic() >= due else []
+        seen.update(new)
+        for name in new[-1:] if config.throttle else new:
+            due = time.monotonic() + config.throttle
             saved = source.load_weights(model, name)
             if saved is None:
                 print(f"evaluator: {name} was removed before its turn; going on", flush=True)
-            else:
-                with progress.inside("evaluation"):
-                    log.write(name, saved, evaluate())
+                continue
+            with progress.inside("evaluation"):
+                numbers = evaluate()
+                for exporter in config.exporters:
+                    exporter(model, source.directory, name, numbers, log.rows)
+                log.write(name, saved, numbers)
         if gone:
             break
         time.sleep(_LOOK_SECONDS)
@@ -151,16 +154,21 @@ class EvaluationLog:
 
     Attributes:
         names: The checkpoints evaluated so far.
+        rows: Their numbers.
     """
 
     def __init__(self, path: Path, events: Path | None):
         self.path = path
         self.names: set[str] = set()
+        self.rows: list[dict[str, float]] = []
         self._columns: Sequence[str] = ()
         if path.is_file():
             with open(path, newline="") as file:
                 reader = csv.DictReader(file)
-                self.names = {row["checkpoint"] for row in reader}
+                for row in reader:
+                    self.names.add(row.pop("checkpoint"))
+                    numbers = {k: v for k, v in row.items() if k not in SavedProgress._fields}
+                    self.rows.append({key: float(value) for key, value in numbers.items()})
                 self._columns = reader.fieldnames or ()
         self._writer = None if events is None else tf.summary.create_file_writer(str(events))
 
@@ -169,6 +177,7 @@ class EvaluationLog:
         numbers = {key: float(value) for key, value in numbers.items()}
         self._append({"checkpoint": name, **saved._asdict(), **numbers})
         self.names.add(name)
+        self.rows.append(numbers)
         if self._writer is not None:
             step = saved.epoch if saved.iterations is None else saved.iterations
             with self._writer.as_default():

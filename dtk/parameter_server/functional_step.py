@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
 from dtk.errors import NotDistributedError
-from dtk.nests import Function, Gradients, Nest
+from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
@@ -38,9 +38,9 @@ State: TypeAlias = Sequence[tuple[keras.Variable, tf.Tensor]]
 class FunctionalStep(NamedTuple):
     """Results of a traced step that has changed nothing."""
 
-    data: Nest
+    data: Tree
     state: State
-    logs: Nest  # returned by Keras's step
+    logs: Tree  # returned by Keras's step
     applied: list[traced_step.Applied]  # gradients by optimizer, in the order the step passed them
     scope: keras.StatelessScope
     step: traced_step.Step
@@ -53,7 +53,7 @@ class FunctionalStep(NamedTuple):
 
 def trace_functional_step(
     step_function: StepFunction,
-    data: Nest,
+    data: Tree,
     model: keras.Model,
     *,
     share: tf.Tensor,
@@ -75,7 +75,7 @@ def trace_functional_step(
         # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
         traced_step.in_shares(),
-        keras_steps.patch_results(keras_models.metrics_of(model), step_metrics.result_of),
+        keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         _looked_up_in_place(tables, model, recorded),
         scope,
     ):
@@ -200,10 +200,10 @@ def _tapes_watching(
     def differentiate(
         gradient: keras_steps.Gradient,
         values: keras_steps.Values,
-        target: Nest,
-        sources: Nest,
-        output_gradients: Nest,
-    ) -> Nest:
+        target: Tree,
+        sources: Tree,
+        output_gradients: Tree,
+    ) -> Tree:
         flat = keras.tree.flatten(sources)
         asked = [
             keras_variables.shards_of(places[id(s)]) or places[id(s)]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
 import keras
 import tensorflow as tf
 
@@ -9,12 +14,53 @@ from dtk.compat import keras_variables
 from dtk.exchange import Downpour
 from dtk.nests import Array
 from dtk.parameter_server.consistency_models import Consistency
-from dtk.parameter_server.gradient_buffers import Weight
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
+
+# A Keras variable, or a part of one that is partitioned over servers.
+Weight: TypeAlias = keras.Variable | keras_variables.VariablePart
+# Takes the evaluated model, the folder of checkpoints, the checkpoint's name, its numbers, and the
+# numbers of the checkpoints that were evaluated before it.
+Exporter: TypeAlias = Callable[
+    [keras.Model, Path, str, Mapping[str, float], Sequence[Mapping[str, float]]], object
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatorConfig:
+    """When the evaluator of a parameter-server job evaluates, on how much, and what it exports.
+
+    Args:
+        start_delay: Seconds from when the chief is there to the first evaluation.
+        throttle: Least seconds between the starts of two evaluations. Of the checkpoints that
+            appear meanwhile, only the newest is evaluated. 0: every checkpoint is.
+        steps: Batches of an evaluation; None: `validation_steps` of `fit`, or all data.
+        exporters: Such as `dtk.inference.BestExporter()`; called after each evaluation.
+
+    Raises:
+        ValueError: A number is negative, or there are no steps.
+
+    Example:
+        >>> EvaluatorConfig(start_delay=120, throttle=600, steps=100)
+        EvaluatorConfig(start_delay=120, throttle=600, steps=100, exporters=())
+
+    Source: `EvalSpec` of TensorFlow's `train_and_evaluate`.
+    """
+
+    start_delay: float = 0.0
+    throttle: float = 0.0
+    steps: int | None = None
+    exporters: Sequence[Exporter] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("start_delay", "throttle"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected seconds, 0 or more")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps={self.steps!r}; expected batches, 1 or more, or None for all")
 
 
 class JobStrategy(Strategy):
@@ -24,6 +70,7 @@ class JobStrategy(Strategy):
     consistency: Consistency  # when a step may start
     workers: int  # number of workers, backup workers included
     pool: WorkerPool  # the workers, as threads on the chief that ask for work
+    evaluator: EvaluatorConfig
     chief: Chief  # the chief, as the evaluator's process sees it
     moved: Array  # bytes pulled, bytes pushed and steps of each worker, shape (workers, 3)
 

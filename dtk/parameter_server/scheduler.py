@@ -123,10 +123,13 @@ class Schedule:
     def __init__(self, tau: float, slices: int = 1, spare: int = 0) -> None:
         if not (tau >= 0 and slices >= 1 and spare >= 0):
             raise ValueError(f"{tau=}, {slices=}, {spare=}; expected >= 0, >= 1 and >= 0")
-        self._tau, self._slices, self._spare = tau, slices, spare
+        self.tau = tau  # step t may start once every step before t - tau is applied
+        self.slices = slices  # results that a step needs
+        self._spare = spare
         self.offered = self.finished = self.dropped = self.retried = 0
         self.statistics = Staleness()
-        self._fresh = (0, 0)  # step and slice that was never handed out; all before it were
+        # Step and slice that was never handed out; all before it were.
+        self.next_slice = (0, 0)
         self._lost: list[tuple[int, int]] = []  # a heap of steps and slices
         self._started: dict[int, _Started] = {}  # in step order, since steps start in order
         self._running: dict[StepSlice, _Running] = {}  # longest-running first
@@ -137,31 +140,16 @@ class Schedule:
         tau = 0 if consistency.warm_start else consistency.tau
         return cls(tau, consistency.slices(workers), consistency.spare)
 
-    @property
-    def tau(self) -> float:
-        """Step t may start once every step before t - tau is applied."""
-        return self._tau
-
     def loosen(self, tau: float) -> None:
         """Let steps from now on start earlier than before."""
-        if tau < self._tau:
-            raise ValueError(f"{tau=} after {self._tau}; a bound can be loosened, not tightened")
-        self._tau = tau
-
-    @property
-    def slices(self) -> int:
-        """Number of results that a step needs."""
-        return self._slices
-
-    @property
-    def next_slice(self) -> tuple[int, int]:
-        """Step and slice that `take` hands out next, unless a lost piece comes first."""
-        return self._fresh
+        if tau < self.tau:
+            raise ValueError(f"{tau=} after {self.tau}; a bound can be loosened, not tightened")
+        self.tau = tau
 
     @property
     def waiting(self) -> int:
         """Number of offered steps with a slice to hand out, for the first time or after a loss."""
-        fresh = self._fresh[0]
+        fresh = self.next_slice[0]
         return self.offered - fresh + len({step for step, _ in self._lost if step < fresh})
 
     @property
@@ -183,8 +171,8 @@ class Schedule:
             self.retried += 1
             return self._hand_out(heapq.heappop(self._lost), worker)
         if self._may_start():
-            step, part = found = self._fresh
-            self._fresh = (step, part + 1) if part + 1 < self._slices else (step + 1, 0)
+            step, part = found = self.next_slice
+            self.next_slice = (step, part + 1) if part + 1 < self.slices else (step + 1, 0)
             return self._hand_out(found, worker)
         backup = self._backup(worker)
         return None if backup is None else self._hand_out(backup, worker)
@@ -217,7 +205,7 @@ class Schedule:
     def applied(self, step: int) -> None:
         """Note that a step's gradients are in the weights: it is finished."""
         if step not in self._started:
-            how = "twice" if 0 <= step < self._fresh[0] else "before it was started"
+            how = "twice" if 0 <= step < self.next_slice[0] else "before it was started"
             raise RuntimeError(f"step {step} was applied {how}")
         if missing := self._started[step].missing:
             raise RuntimeError(f"step {step} was applied without slices {sorted(missing)}")
@@ -231,9 +219,9 @@ class Schedule:
         return taken
 
     def _may_start(self) -> bool:
-        step = self._fresh[0]
+        step = self.next_slice[0]
         oldest = next(iter(self._started), step)
-        return step < self.offered and step - oldest <= self._tau
+        return step < self.offered and step - oldest <= self.tau
 
     def _backup(self, worker: int) -> tuple[int, int] | None:
         """Choose a slice of the oldest unfinished step that this worker may repeat.
@@ -266,7 +254,7 @@ class Schedule:
     def _hand_out(self, wanted: tuple[int, int], worker: int) -> StepSlice:
         step, part = wanted
         if step not in self._started:
-            self._started[step] = _Started(set(range(self._slices)), [0] * self._slices)
+            self._started[step] = _Started(set(range(self.slices)), [0] * self.slices)
         started = self._started[step]
         piece = StepSlice(step, part, started.copies[part])
         started.copies[part] += 1

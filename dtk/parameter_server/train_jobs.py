@@ -8,9 +8,8 @@ chief has the servers apply them. Weights and gradients never pass the chief.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import keras
 import numpy as np
@@ -18,15 +17,14 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
-from dtk.nests import Array, Nest, Specs
+from dtk.nests import Array, Specs, Tree
 from dtk.parameter_server import consistency_models
 from dtk.parameter_server.batch_jobs import Batch, BatchJob, ConcreteFunction
 from dtk.parameter_server.dispatcher import Result, Task
 from dtk.parameter_server.functional_step import FunctionalStep, bytes_of, pull
-from dtk.parameter_server.gradient_buffers import GradientBuffer, Handles
-from dtk.parameter_server.gradient_commit import GradientCommit
+from dtk.parameter_server.gradient_buffers import GradientBuffer, GradientCommit, Handles
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.parameter_server.metric_sum import Counted, MetricSum
+from dtk.parameter_server.job_state import Counted, MetricSum
 from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer.gradients import shared_optimizer
 
@@ -104,7 +102,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         self.non_finite: NonFiniteStep | None = None
 
     @property
-    def logs(self) -> dict[str, Nest]:
+    def logs(self) -> dict[str, Tree]:
         return self._metrics.logs
 
     @property
@@ -124,22 +122,16 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
             self._dispatcher.loosen(self.serial_phase.tau)
         super().submit(batch)
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
-        share = tf.TensorSpec([], tf.float64)
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         while True:
             layout = self.commit.layout
             handles = [tf.TensorSpec([], tf.resource) for _ in layout.slots]
-            function = tf.function(self.step_into, autograph=False)
-            traced = function.get_concrete_function(spec, share, rng_states, handles)
+            traced = super().trace(spec, rng_states, handles)
             if self.commit.layout is layout:  # else it found sparse gradients: trace again
                 return traced
 
-    def step_into(
-        self,
-        data: Nest,
-        share: tf.Tensor,
-        rng_states: tf.Tensor,
-        handles: list[tf.Tensor],
+    def step(
+        self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor, handles: Handles = ()
     ) -> tf.Tensor:
         """Take Keras's step on one slice, and fill a buffer; traced, runs on a worker."""
         layout = self.commit.layout
@@ -282,12 +274,13 @@ class DownpourJob(TrainJob):
     @functools.cached_property
     def _specs(self) -> tuple[list[tf.TensorSpec], tf.TensorSpec, list[tf.TensorSpec]]:
         """Specifications of weights, rate and gradients between two calls."""
-        values, rate, nothing = self._fetch.structured_outputs
+        values, rate, gradients = tf.nest.map_structure(
+            lambda t: tf.TensorSpec(t.shape, t.dtype), self._fetch.structured_outputs
+        )
         dense = len(self.commit.layout.dense)
         # Rows of tables grow with every batch.
-        rows = [tf.TensorSpec([None], n.dtype) for n in nothing[dense:]]
-        specs = [[tf.TensorSpec(t.shape, t.dtype) for t in some] for some in (values, nothing)]
-        return specs[0], tf.TensorSpec([], rate.dtype), [*specs[1][:dense], *rows]
+        rows = [tf.TensorSpec([None], spec.dtype) for spec in gradients[dense:]]
+        return values, rate, [*gradients[:dense], *rows]
 
     @functools.cached_property
     def _push(self) -> ConcreteFunction:
@@ -305,7 +298,7 @@ class DownpourJob(TrainJob):
         function = tf.function(push, autograph=False)
         return function.get_concrete_function(gradients, gradients, rate, handles)
 
-    def trace(self, spec: Specs, rng_states: tf.TensorSpec) -> ConcreteFunction:
+    def trace(self, spec: Specs, rng_states: tf.TensorSpec, *more: Specs) -> ConcreteFunction:
         """Trace the step for such batches, and before the first step the other functions."""
         _ = self._push
         function = tf.function(self.local_step, autograph=False)
@@ -313,7 +306,7 @@ class DownpourJob(TrainJob):
 
     def local_step(
         self,
-        data: Nest,
+        data: Tree,
         rng_states: tf.Tensor,
         values: list[tf.Tensor],
         rate: tf.Tensor,
@@ -413,13 +406,11 @@ def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
 def _merged(reports: Sequence[TrainReport]) -> TrainReport:
     """Merge the reports of several batches: sums, and the last value of logs and states."""
 
-    def added(rows: Sequence[Sequence[Array]]) -> list[Array]:
-        return [functools.reduce(operator.add, column) for column in zip(*rows, strict=True)]
+    def add(*counts: Array) -> Array:
+        return np.sum(counts, axis=0)
 
-    return {
-        **reports[-1],
-        "metrics": added([report["metrics"] for report in reports]),
-        "moved": added([report["moved"] for report in reports]),
-        "rows": np.array(sum(int(report["rows"]) for report in reports)),
-        "traffic": np.sum([report["traffic"] for report in reports], 0),
-    }
+    summed: list[dict[str, object]] = [
+        {name: report[name] for name in ("metrics", "moved", "rows", "traffic")}
+        for report in reports
+    ]
+    return cast(TrainReport, {**reports[-1], **tf.nest.map_structure(add, *summed)})

@@ -18,7 +18,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from dtk.compat import tf_datasets, tf_servers
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class WorkerDataset(tf_datasets.PerRankDataset):
         """Infinite: every pipeline begins anew when it ends."""
         return tf.constant(tf.data.INFINITE_CARDINALITY, tf.int64)
 
-    def map(self, function: Function[Nest]) -> WorkerDataset:
+    def map(self, function: Function[Tree]) -> WorkerDataset:
         """Apply a function to every batch, on the workers."""
         make = self.make
         return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
@@ -96,7 +96,7 @@ class Pipelines:
             raise elsewhere
         return iter(made.repeat())
 
-    def call(self, worker: int, function: Function[T], *more: Nest) -> T:
+    def call(self, worker: int, function: Function[T], *more: Tree) -> T:
         """Call a function with the worker's iterator."""
         try:
             return function(self.of(worker), *more)

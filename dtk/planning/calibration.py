@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtk.bench.report import BOUND, means
-from dtk.bench.results import BenchResults, Reading, apart, in_step
-from dtk.bench.setting import TELLING, block_of, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, apart, block_of, in_step, task_of
 from dtk.communicators.costs import fit_allreduces
 from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
 from dtk.planning.plan_methods import METHODS
@@ -53,8 +52,7 @@ def calibrated(
     models = [name for name, turns in results.turns.items() if BOUND in turns]
     model = _chosen("--model", model, models)
     communicator = _chosen("--communicator", communicator, results.setting["communicators"])
-    turns = results.turns[model]
-    ranks = results.setting["ranks"]
+    turns, ranks = results.turns[model], results.setting["ranks"]
     slowest = in_step if apart(ranks) else _slowest
     limit = statistics.median(map(slowest, turns[BOUND]))
     own = _of(turns, communicator)
@@ -88,10 +86,8 @@ def _of(turns: Mapping[str, Turns], communicator: str) -> dict[str, Turns]:
 
     Block momentum is left out, since a plan computes it.
     """
-    found = {
-        name.partition(" ")[2]: of for name, of in turns.items() if name.split()[0] == communicator
-    }
-    return {name: of for name, of in found.items() if not block_of(name)}
+    named = [(*name.partition(" ")[::2], of) for name, of in turns.items()]
+    return {name: of for first, name, of in named if first == communicator and not block_of(name)}
 
 
 def _medians(turns: Mapping[str, Turns], what: str) -> dict[str, float]:
@@ -133,7 +129,7 @@ def _software(results: BenchResults, communicator: str, workers: int) -> Softwar
                 f"the benchmark holds no {task_of(size)} by {communicator}; measure the model anew "
                 "with `dtk bench --json`, which adds it"
             )
-        took[size] = statistics.median(means(turns["allreduce"], "seconds"))
+        took[size] = _medians(turns, "seconds")["allreduce"]
     message, byte = fit_allreduces(workers, took)
     return Software(message, byte, step=0.0, coding={})
 
@@ -160,18 +156,16 @@ def _residuals(
     else:
         could = beyond(_DENSE, replace(software, hidden=1.0)) - rest
         software = replace(software, hidden=min(1.0, -rest / could) if could else 0.0)
-    coding = {
-        name: max(0.0, beyond(name, software)) / job.parameters for name in costs if name != _DENSE
-    }
+    codes = [name for name in costs if name != _DENSE]
+    coding = {name: max(0.0, beyond(name, software)) / job.parameters for name in codes}
     return replace(software, coding=coding)
 
 
 def _chosen(option: str, given: str | None, measured: Sequence[str]) -> str:
     names = ", ".join(measured)
-    if given is None:
-        if len(measured) == 1:
-            return measured[0]
+    chosen = measured[0] if given is None and len(measured) == 1 else given
+    if chosen is None:
         raise PlanError(f"the benchmark holds {names or 'no model'}; choose one with {option}")
-    if given not in measured:
-        raise PlanError(f"{option} {given}: not in the benchmark, expected one of {names}")
-    return given
+    if chosen not in measured:
+        raise PlanError(f"{option} {chosen}: not in the benchmark, expected one of {names}")
+    return chosen

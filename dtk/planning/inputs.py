@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -21,14 +22,14 @@ class PlanError(DtkError, ValueError):
     """The inputs do not make a plan."""
 
 
-def parse_seconds(option: str, text: str) -> float:
-    """Read a duration, 0 or more.
+def parse_seconds(option: str, text: str, zero: str | None = None) -> float:
+    """Read a duration, 0 or more; above 0 if `zero` says why.
 
     Example:
         >>> parse_seconds("--step-time", "85ms")
         0.085
     """
-    return _parse(option, text, _SECONDS, "85ms")
+    return _parse(option, text, _SECONDS, "85ms", zero)
 
 
 def parse_count(option: str, text: str) -> int:
@@ -52,10 +53,7 @@ def parse_bandwidth(option: str, text: str) -> float:
         (125000000.0, 12500000.0)
     """
     units = {unit: scale / 8 for unit, scale in _BITS.items()} | _BYTES
-    value = _parse(option, text, units, "1Gbit/s")
-    if not value:
-        raise PlanError(f"{option} {text}: nothing would ever arrive; expected such as 1Gbit/s")
-    return value
+    return _parse(option, text, units, "1Gbit/s", zero="nothing would ever arrive")
 
 
 def parse_size(option: str, text: str) -> float:
@@ -65,10 +63,7 @@ def parse_size(option: str, text: str) -> float:
         >>> parse_size("--memory", "1.5GB")
         1500000000.0
     """
-    value = _parse(option, text, _SIZES, "8GB")
-    if not value:
-        raise PlanError(f"{option} {text}: expected bytes above 0, such as 8GB")
-    return value
+    return _parse(option, text, _SIZES, "8GB", zero="nothing fits into it")
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
@@ -78,39 +73,41 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
         >>> parse_counts("--workers", "1,...,8,12"), parse_counts("--workers", "3,...,20")
         ((1, 2, 4, 8, 12), (3, 6, 12, 20))
     """
-    found: list[int] = []
-    items = text.split(",")
-    for before, item in zip([None, *items], items, strict=False):
-        if item.strip() == "...":
-            continue
-        value = parse_count(option, item)
-        if before is not None and before.strip() == "...":
-            if not found:
-                raise PlanError(f"{option} {text}: `...` has nothing to double; try 1,...,4096")
-            while 2 * found[-1] < value:
-                found.append(2 * found[-1])
-        found.append(value)
-    if items[-1].strip() == "...":
+    items = [item.strip() for item in text.split(",")]
+    if items[0] == "...":
+        raise PlanError(f"{option} {text}: `...` has nothing to double; try 1,...,4096")
+    if items[-1] == "...":
         raise PlanError(f"{option} {text}: `...` needs an end; try 1,...,4096")
+    found: list[int] = []
+    for before, item in itertools.pairwise(["", *items]):
+        if item != "...":
+            value = parse_count(option, item)
+            while before == "..." and 2 * found[-1] < value:
+                found.append(2 * found[-1])
+            found.append(value)
     return tuple(sorted(set(found)))
 
 
-def _parse(option: str, text: str, units: dict[str, float], example: str) -> float:
-    match = re.fullmatch(r"\s*(-?[0-9.]+(?:e-?[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
-    try:
-        value = float(match[1]) if match else math.nan
-    except ValueError:
-        value = math.nan
-    if match is None or math.isnan(value):
-        raise PlanError(f"{option} {text}: not a number with a unit, expected such as {example}")
-    if match[2] not in units:
-        listed = ", ".join(filter(None, units))
-        raise PlanError(f"{option} {text}: unknown unit {match[2]!r}, expected one of {listed}")
-    if value < 0:
-        raise PlanError(f"{option} {text}: below 0, expected such as {example}")
-    if math.isinf(value):
-        raise PlanError(f"{option} {text}: too large, expected such as {example}")
-    return value * units[match[2]]
+def _parse(
+    option: str, text: str, units: dict[str, float], example: str, zero: str | None = None
+) -> float:
+    """Read a number with a unit; `zero` says why it may not be 0, if it may not."""
+    pattern = r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*([A-Za-z/]*)\s*"
+    number, unit = match.groups() if (match := re.fullmatch(pattern, text)) else ("nan", "")
+    value, expected = float(number), f"expected such as {example}"
+    if match is None:
+        why = f"not a number with a unit, {expected}"
+    elif unit not in units:
+        why = f"unknown unit {unit!r}, expected one of {', '.join(filter(None, units))}"
+    elif value < 0:
+        why = f"below 0, {expected}"
+    elif math.isinf(value):
+        why = f"too large, {expected}"
+    elif not value and zero:
+        why = f"{zero}; {expected}"
+    else:
+        return value * units[unit]
+    raise PlanError(f"{option} {text}: {why}")
 
 
 # The part of a link's bytes that is payload. In an Ethernet frame of 1514 bytes, headers take 66;
@@ -123,21 +120,12 @@ _CODED = ("8bit", "4bit", "2bit", "1bit")
 _FLOAT = 4
 
 
-def _check(name: str, value: float, fits: bool, expected: str) -> None:
-    if not fits:
-        raise PlanError(f"{name} {value:g}: expected {expected}")
-
-
 @dataclass(frozen=True)
 class Link:
     """A connection between hosts, or between workers of a host, full speed in both directions."""
 
     latency: float = 0.0  # seconds from sending a message to its arrival
     bandwidth: float = math.inf  # bytes per second
-
-    def __post_init__(self) -> None:
-        _check("latency", self.latency, self.latency >= 0, "0 or more seconds")
-        _check("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes per second above 0")
 
 
 @dataclass(frozen=True)
@@ -166,9 +154,9 @@ class Software:
             >>> Software().coding_of("dense")
             0.0
         """
-        if exchange in _CODED and exchange not in self.coding:
-            return max((self.coding[e] for e in _CODED if e in self.coding), default=0.0)
-        return self.coding.get(exchange, 0.0)
+        others = _CODED if exchange in _CODED else ()
+        known = max((self.coding[e] for e in others if e in self.coding), default=0.0)
+        return self.coding.get(exchange, known)
 
 
 @dataclass(frozen=True)
@@ -219,14 +207,6 @@ class Training:
     # bytes of whole gradients or of codes, by exchange, if measured
     sent: Mapping[str, float] = field(default_factory=dict)
     factors: Factors | None = None  # kernels with gradients that can go as factors, if known
-
-    def __post_init__(self) -> None:
-        _check("step time", self.step, 0 < self.step < math.inf, "seconds above 0")
-        for name in ("parameters", "rows", "block_steps", "column"):
-            value = getattr(self, name)
-            _check(name.replace("_", " "), value, value >= 1, "1 or more")
-        if self.global_batch is not None:
-            _check("global batch", self.global_batch, self.global_batch >= 1, "1 row or more")
 
     def rows_of(self, workers: int) -> int:
         """Return the rows in a step of the worker with the most.
@@ -288,11 +268,6 @@ class Cluster:
     price: float = 0.0  # price of a host per hour
     software: Software = Software()  # costs besides the links
 
-    def __post_init__(self) -> None:
-        _check("workers per host", self.per_host, self.per_host >= 1, "1 or more")
-        _check("servers", self.servers, self.servers >= 1, "1 or more")
-        _check("price", self.price, 0 <= self.price < math.inf, "0 or more")
-
     def hosts(self, workers: int) -> int:
         """Return the hosts that so many workers fill.
 
@@ -316,7 +291,7 @@ class Cluster:
 
     def parts(self, traffic: Traffic, workers: int) -> tuple[float, float]:
         """Return the seconds of a traffic's messages and the seconds of its bytes."""
-        return self.over(self._link(workers), traffic)
+        return self.over(self.host if self.hosts(workers) == 1 else self.network, traffic)
 
     def half_length(self, workers: int) -> float:
         """Return the bytes that take as long as a message, to a power of two.
@@ -326,10 +301,7 @@ class Cluster:
             >>> Cluster(Link(), software=software).half_length(2)
             131072.0
         """
-        return half_length(*self.over(self._link(workers), Traffic(1, 1)))
-
-    def _link(self, workers: int) -> Link:
-        return self.host if self.hosts(workers) == 1 else self.network
+        return half_length(*self.parts(Traffic(1, 1), workers))
 
     def over(self, link: Link, traffic: Traffic) -> tuple[float, float]:
         """Return `parts` of traffic over one link: Hockney's model with the costs of software.

@@ -172,11 +172,10 @@ def _codes(size: float, workers: int, per_host: int) -> Traffic:
 
 def delayed(job: Training, cluster: Cluster, workers: int) -> Cost:
     """Predict delayed gradients: those of the last step go round a ring while a step computes."""
-    size = job.size("dense")
-    computing = job.computing(workers)
+    size, computing = job.size("dense"), job.computing(workers)
     sending = cluster.seconds(costs.ring_allreduce(workers, size), workers)
-    waiting = max(0.0, sending - computing)
-    return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
+    coding = _coding(job, cluster, workers, "dense")
+    return Cost(computing, coding, max(0.0, sending - computing), size)
 
 
 def block_momentum(job: Training, cluster: Cluster, workers: int) -> Cost:

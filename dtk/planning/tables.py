@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dtk.bench.report import size
-from dtk.planning.inputs import Cluster, PlanError, Training
+from dtk.planning.inputs import Cluster, Link, PlanError, Training
 from dtk.planning.plan_methods import Prediction, predict
 from dtk.version import pip_install
 
@@ -43,7 +42,10 @@ def advise(
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
-    chosen = _least_change(kept or best)
+    chosen, *others = kept or best
+    for one in others:
+        if one.rows > GAIN * chosen.rows:
+            chosen = one
     reasons = [_what(chosen, job, cluster)]
     if not kept:
         reasons.append(f"Nothing keeps {target:.2f} on {chosen.workers} workers or more.")
@@ -54,27 +56,17 @@ def advise(
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
     """Return a method's fastest prediction at or above the target, else the most efficient one."""
     kept = [one for one in of if one.efficiency >= target]
-    if kept:
-        return max(kept, key=lambda one: one.rows)
-    return max(of, key=lambda one: one.efficiency)
-
-
-def _least_change(candidates: Sequence[Prediction]) -> Prediction:
-    chosen = candidates[0]
-    for one in candidates[1:]:
-        if one.rows > GAIN * chosen.rows:
-            chosen = one
-    return chosen
+    most = max(of, key=lambda one: one.efficiency)
+    return max(kept, key=lambda one: one.rows, default=most)
 
 
 def _what(chosen: Prediction, job: Training, cluster: Cluster) -> str:
-    many = f"{chosen.workers} worker{'s' * (chosen.workers > 1)}"
-    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
-    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
     if chosen.workers == 1:
         return f"Use 1 worker: {chosen.rows:.0f} rows per second."
+    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
+    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
     return (
-        f"Use {many}{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
+        f"Use {chosen.workers} workers{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
         f"{chosen.rows:.0f} rows per second, {chosen.efficiency:.2f} of what as many workers could "
         "do without each other."
     )
@@ -115,20 +107,14 @@ def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
     """
     if one.cost.coding > one.cost.sending:
         return "what a worker does by itself takes as long as sending"
-    messages = predict(one.method, job, _without_limit(cluster), one.workers).cost.sending
+    # The same cluster, with bytes that take no time.
+    network, host = (Link(link.latency) for link in (cluster.network, cluster.host))
+    software = replace(cluster.software, byte=0.0)
+    endless = replace(cluster, network=network, host=host, software=software)
+    messages = predict(one.method, job, endless, one.workers).cost.sending
     if messages > one.cost.sending / 2:
         return "messages wait for each other"
     return "bytes wait for the link"
-
-
-def _without_limit(cluster: Cluster) -> Cluster:
-    """Return the same cluster with bytes that take no time."""
-    return replace(
-        cluster,
-        network=replace(cluster.network, bandwidth=math.inf),
-        host=replace(cluster.host, bandwidth=math.inf),
-        software=replace(cluster.software, byte=0.0),
-    )
 
 
 Predictions = Sequence[Sequence[Prediction]]
@@ -160,9 +146,7 @@ def _short(value: float) -> str:
         >>> _short(0.01234), _short(85.04), _short(12345.6), _short(0.0)
         ('0.0123', '85.0', '12346', '0')
     """
-    if value >= 100 or not value:
-        return f"{value:.0f}"
-    return f"{value:#.3g}"
+    return f"{value:.0f}" if value >= 100 or not value else f"{value:#.3g}"
 
 
 def notes(job: Training, cluster: Cluster, advice: Advice) -> list[str]:
@@ -246,7 +230,9 @@ def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Adv
         "recommended": {**_record(advice.chosen), "reasons": advice.reasons},
         "predictions": [_record(one) for of in predictions for one in of],
     }
-    return json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
+    # JSON has no infinities: a link without limit is null.
+    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def _record(one: Prediction) -> dict[str, object]:
@@ -261,16 +247,7 @@ def _record(one: Prediction) -> dict[str, object]:
     }
 
 
-def _finite(value: object) -> object:
-    """Replace infinities by None: JSON has none, and a link without limit is null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[str]) -> None:
+def draw(predictions: Predictions, path: str) -> None:
     """Write a figure."""
     try:
         from matplotlib.figure import Figure
@@ -278,13 +255,13 @@ def draw(predictions: Sequence[Sequence[Prediction]], path: str | os.PathLike[st
         raise PlanError(f"--plot needs matplotlib; run `{pip_install('bench')}`") from None
     figure = Figure(figsize=(9, 4), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
+    workers = [one.workers for one in predictions[0]]
     for of in predictions:
-        workers = [one.workers for one in of]
         style = "-" if of[0].method.use else ":"
         speed.plot(workers, [one.rows for one in of], style, label=of[0].method.name)
         efficiency.plot(workers, [one.efficiency for one in of], style)
     perfect = [one.rows / one.efficiency for one in predictions[0]]
-    speed.plot([one.workers for one in predictions[0]], perfect, "k--", lw=0.8, label="perfect")
+    speed.plot(workers, perfect, "k--", lw=0.8, label="perfect")
     speed.set(xlabel="workers", ylabel="rows per second", xscale="log", yscale="log")
     efficiency.set(xlabel="workers", ylabel="efficiency", xscale="log", ylim=(0, 1.05))
     speed.legend(fontsize=7)

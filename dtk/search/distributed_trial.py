@@ -23,7 +23,7 @@ from dtk.search.rounds import Failure, RoundMessage, Rounds, agreed
 _Value = TypeVar("_Value")
 Choice = None | bool | int | float | str
 # The method of a trial that suggests a value of a distribution.
-_HOW: dict[type[BaseDistribution], str] = {
+SUGGEST: dict[type[BaseDistribution], str] = {
     CategoricalDistribution: "suggest_categorical",
     FloatDistribution: "suggest_float",
     IntDistribution: "suggest_int",
@@ -78,7 +78,7 @@ class DistributedTrial(optuna.trial.FixedTrial):
 
     def _suggest(self, name: str, distribution: BaseDistribution) -> Choice:
         """Ask rank 0; all `suggest_*` of `FixedTrial` come here."""
-        how, settings = _HOW[type(distribution)], vars(distribution)
+        how, settings = SUGGEST[type(distribution)], vars(distribution)
         told = ", ".join([repr(name), *(f"{key}={value}" for key, value in settings.items())])
         self._params[name] = self._ask(
             f"{how}({told})", lambda trial: getattr(trial, how)(name, **settings)
@@ -122,13 +122,11 @@ class DistributedTrial(optuna.trial.FixedTrial):
             RuntimeError: On other ranks.
         """
         if self._trial is None:
-            raise RuntimeError(
-                at_rank(
-                    self._rounds.rank,
-                    "trial.study: the study is on rank 0 alone, and ranks must not decide by what "
-                    "only one knows; use callbacks of dtk.search.optimize, which run on rank 0",
-                )
+            told = (
+                "trial.study: the study is on rank 0 alone, and ranks must not decide by what "
+                "only one knows; use callbacks of dtk.search.optimize, which run on rank 0"
             )
+            raise RuntimeError(at_rank(self._rounds.rank, told))
         return self._trial.study
 
     # The end.
@@ -209,15 +207,13 @@ class DistributedTrial(optuna.trial.FixedTrial):
         other = next((rank for rank, at in enumerate(places) if at != places[0]), None)
         if other is None:
             return
-        self.ended = DisagreementError(
-            at_rank(
-                self._rounds.rank,
-                f"ranks disagree on what trial {self.number} does next: rank 0 is at {places[0]}, "
-                f"rank {other} at {places[other]}; call suggest_* and should_prune on every rank, "
-                "in the same order, and nothing of a trial inside `if strategy.is_chief:` but "
-                "report and set_user_attr",
-            )
+        told = (
+            f"ranks disagree on what trial {self.number} does next: rank 0 is at {places[0]}, "
+            f"rank {other} at {places[other]}; call suggest_* and should_prune on every rank, "
+            "in the same order, and nothing of a trial inside `if strategy.is_chief:` but "
+            "report and set_user_attr"
         )
+        self.ended = DisagreementError(at_rank(self._rounds.rank, told))
         self.root = Failure.of(self.ended, 0, self._catch)
 
 

@@ -37,14 +37,12 @@ class GroupStrategy(AllReduceStrategy):
             return
 
         def refuse(where: str) -> None:
-            raise ValueError(
-                at_rank(
-                    over.rank,
-                    f"{where}: a trial of a group uses a model of the strategy over all workers, "
-                    "and the other groups are at trials of their own; compile it in "
-                    "group.strategy.scope()",
-                )
+            told = (
+                f"{where}: a trial of a group uses a model of the strategy over all workers, "
+                "and the other groups are at trials of their own; compile it in "
+                "group.strategy.scope()"
             )
+            raise ValueError(at_rank(over.rank, told))
 
         with super().meeting(meet), over.meeting(refuse):
             yield
@@ -183,13 +181,11 @@ def groups(over: AllReduceStrategy | Communicator, workers_per_trial: int = 1) -
             "dtk.communicators.create(): other strategies keep their workers to themselves"
         )
     if workers_per_trial < 1 or world.size % workers_per_trial:
-        raise ValueError(
-            at_rank(
-                world.rank,
-                f"workers_per_trial={workers_per_trial} does not divide {world.size} workers; "
-                f"use one of {[n for n in range(1, world.size + 1) if world.size % n == 0]}",
-            )
+        told = (
+            f"workers_per_trial={workers_per_trial} does not divide {world.size} workers; "
+            f"use one of {[n for n in range(1, world.size + 1) if world.size % n == 0]}"
         )
+        raise ValueError(at_rank(world.rank, told))
     if world is over and world.size > 1:  # what a strategy over all of them has done
         devices.pin(world)
         start.end_together(world)

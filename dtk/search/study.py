@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import random
+import socket
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -11,17 +13,11 @@ from typing import NamedTuple, TypeAlias
 import keras
 import numpy as np
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution
 
 from dtk.cluster import process_owner
 from dtk.errors import at_rank
-from dtk.search import history
-from dtk.search.distributed_trial import DistributedTrial, Start
+from dtk.search.distributed_trial import SUGGEST, DistributedTrial, Start
 from dtk.search.rounds import CaughtRankError, Failure, RoundMessage, Rounds
 from dtk.strategies.dtk_strategy import DtkStrategy
 
@@ -102,10 +98,9 @@ def optimize(
     if patience <= 0:
         raise ValueError(f"patience must be more than 0 seconds, got {patience}")
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
-    run = _Run(objective, strategy, caught, seed, clear_session, patience)
-    if strategy.is_chief:
-        return run.lead(study, n_trials, timeout, tuple(callbacks))
-    return run.follow()
+    more = (n_trials, timeout, tuple(callbacks))
+    run = _Run(objective, strategy, caught, seed, clear_session, patience, *more)
+    return run.lead(study) if strategy.is_chief else run.follow()
 
 
 @dataclasses.dataclass
@@ -118,26 +113,23 @@ class _Run:
     _seed: int | None
     _clear_session: bool
     _patience: float
+    _n_trials: int | None
+    _timeout: float | None
+    _callbacks: tuple[Callback, ...]
     _told: Exception | None = None  # what all ranks raise already
     _broken: Exception | None = None
 
     def __post_init__(self) -> None:
         self._rounds = Rounds(self._strategy.communicator, self._patience)
 
-    def lead(
-        self,
-        study: optuna.Study | None,
-        n_trials: int | None,
-        timeout: float | None,
-        callbacks: tuple[Callback, ...],
-    ) -> optuna.Study:
+    def lead(self, study: optuna.Study | None) -> optuna.Study:
         """Run the study on rank 0, and tell the others of each trial."""
         try:
             if study is None:
                 raise ValueError(
                     at_rank(0, "study=None; rank 0 owns the study: give it optuna.create_study()")
                 )
-            self._optimize(study, n_trials, timeout, callbacks)
+            self._optimize(study)
             results = Results.of(study, random.getrandbits(31))
         except Exception as error:
             if error is not self._told:  # the storage's, or a callback's
@@ -148,23 +140,17 @@ class _Run:
         keras.utils.set_random_seed(results.seed)
         return study
 
-    def _optimize(
-        self,
-        study: optuna.Study,
-        n_trials: int | None,
-        timeout: float | None,
-        callbacks: tuple[Callback, ...],
-    ) -> None:
-        def is_done() -> bool:
-            return n_trials is not None and history.counted(study) >= n_trials
+    def _is_done(self, study: optuna.Study, before: int | None = None) -> bool:
+        return self._n_trials is not None and counted(study, before) >= self._n_trials
 
+    def _optimize(self, study: optuna.Study) -> None:
         def stop_when_done(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-            if is_done():
+            if self._is_done(study):
                 study.stop()
 
         def objective(trial: optuna.Trial) -> Values:
             try:
-                return self._lead_one(trial, study, n_trials)
+                return self._lead_one(trial, study)
             except Exception as error:
                 if error is not self._told and not isinstance(error, _OneTooMany):
                     # Of the storage, or of ranks that are gone: `catch` is about objectives.
@@ -172,30 +158,30 @@ class _Run:
                     study.stop()
                 raise
 
-        history.fail_abandoned(study)
-        if is_done():
+        fail_abandoned(study)
+        if self._is_done(study):
             return
         study.optimize(
             objective,
-            timeout=timeout,
+            timeout=self._timeout,
             catch=(*self._catch, CaughtRankError, _OneTooMany),
-            callbacks=[*callbacks, stop_when_done],
+            callbacks=[*self._callbacks, stop_when_done],
         )
         if self._broken is not None:
             raise self._broken
 
-    def _lead_one(self, trial: optuna.Trial, study: optuna.Study, n_trials: int | None) -> Values:
+    def _lead_one(self, trial: optuna.Trial, study: optuna.Study) -> Values:
         notes: dict[str, object] = {"owner": process_owner.this_process()}
 
         def note(**more: object) -> None:
-            trial.set_user_attr(history.ATTRIBUTE, {**notes, **more})
+            trial.set_user_attr(ATTRIBUTE, {**notes, **more})
 
         def give_up(failure: Failure) -> None:
             note(failure=str(failure))
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
-        if n_trials is not None and history.counted(study, before=trial.number) >= n_trials:
-            late = f"another group runs the last of {n_trials} trials"
+        if self._is_done(study, before=trial.number):
+            late = f"another group runs the last of {self._n_trials} trials"
             note(failure=late)
             raise _OneTooMany(late)
         seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number
@@ -258,19 +244,14 @@ class _Run:
 
 def _compare(values: Sequence[Values], number: int) -> None:
     """Warn when ranks have returned different numbers; None on others than rank 0 is fine."""
-    for rank, value in enumerate(values):
-        if value is None or _is_close(value, values[0]):
-            continue
-        warnings.warn(
-            at_rank(
-                0,
-                f"the objective of trial {number} returned {values[0]} here and {value} on "
-                f"rank {rank}; rank 0's counts. Return what is equal on all ranks, such as a "
-                "number of model.evaluate",
-            ),
-            stacklevel=2,
+    others = {rank: v for rank, v in enumerate(values) if v is not None}
+    for rank in [rank for rank, v in others.items() if not _is_close(v, values[0])][:1]:
+        told = (
+            f"the objective of trial {number} returned {values[0]} here and {values[rank]} on rank "
+            f"{rank}; rank 0's counts. Return what is equal on all ranks, such as a number of "
+            "model.evaluate"
         )
-        return
+        warnings.warn(at_rank(0, told), stacklevel=2)
 
 
 def _is_close(value: Values, other: Values) -> bool:
@@ -281,9 +262,7 @@ def _is_close(value: Values, other: Values) -> bool:
         return value == other
 
 
-_KINDS = {
-    kind.__name__: kind for kind in (CategoricalDistribution, FloatDistribution, IntDistribution)
-}
+_KINDS = {kind.__name__: kind for kind in SUGGEST}
 
 
 class Distribution(NamedTuple):
@@ -337,3 +316,75 @@ class Results:
             }
             made.add_trial(optuna.trial.FrozenTrial(**{**fields, **changed}))
         return made
+
+
+# A trial has one user attribute of dtk's, `dtk`: the process that runs it, the seed, and once its
+# objective has returned or raised, `ended`, with the reason of a failure. A process that is killed
+# cannot say that its trial is over; the next one that uses the study does, where it can see that
+# the other is gone.
+ATTRIBUTE = "dtk"
+_FINISHED = (
+    optuna.trial.TrialState.COMPLETE,
+    optuna.trial.TrialState.PRUNED,
+    optuna.trial.TrialState.FAIL,
+)
+# Until a process has noted that it runs a trial which it has begun, storages of databases included.
+_TO_NOTE = datetime.timedelta(minutes=1)
+_RUNNING = optuna.trial.TrialState.RUNNING
+
+
+def counts(trial: optuna.trial.FrozenTrial) -> bool:
+    """Return whether a trial is one of `n_trials`.
+
+    Those that ended with their job, such as by a signal, are not: they will be made up for. Nor is
+    one too many, of groups that began their last at once.
+    """
+    if trial.state == _RUNNING:
+        return True
+    notes = trial.user_attrs.get(ATTRIBUTE, {})
+    return trial.state in _FINISHED and ("ended" in notes or "owner" not in notes)
+
+
+def counted(study: optuna.Study, before: int | None = None) -> int:
+    """Count the trials of a study that have ended or are running."""
+    trials = study.get_trials(deepcopy=False)
+    return sum(counts(t) for t in trials if before is None or t.number < before)
+
+
+def _place(process: object) -> str:
+    """Say where a trial may be running, of which nothing is seen from here."""
+    if not isinstance(process, Mapping):
+        return "without dtk, in a process that is not known"
+    name = process_owner.host_of(process)
+    if name == socket.gethostname():
+        return "on this host, but in another container or before it was last started"
+    return f"on another host, {name}"
+
+
+def fail_abandoned(study: optuna.Study) -> None:
+    """Mark running trials failed whose process is gone, so that others are run in their place."""
+    failed: list[int] = []
+    unknown: dict[str, list[int]] = {}
+    for trial in study.get_trials(deepcopy=False, states=(_RUNNING,)):
+        process = trial.user_attrs.get(ATTRIBUTE, {}).get("owner")
+        gone = process_owner.is_gone(process) if isinstance(process, Mapping) else None
+        if gone:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            failed.append(trial.number)
+        elif gone is None and (
+            ATTRIBUTE in trial.user_attrs
+            or trial.datetime_start is None
+            # else another group may have just begun it, and not yet noted that it runs it
+            or datetime.datetime.now() - trial.datetime_start >= _TO_NOTE
+        ):
+            unknown.setdefault(_place(process), []).append(trial.number)
+    if failed:
+        print(f"dtk: trials {failed} were left by a job that has ended; marked as failed")
+    for place, numbers in unknown.items():
+        warnings.warn(
+            f"trials {numbers} of study {study.study_name!r} are running {place}, or were "
+            "left there by a job that has ended; they count until study.tell(number, "
+            "state=optuna.trial.TrialState.FAIL) says so. RDBStorage(url, heartbeat_interval=60) "
+            "lets Optuna notice",
+            stacklevel=3,
+        )

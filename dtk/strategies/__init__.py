@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart, Sync
+from dtk.parameter_server.job_context import EvaluatorConfig
 from dtk.parameter_server.proximal import least_squares_smoothness, rate_bound
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.strategies.auto_strategy import auto_strategy
@@ -17,6 +18,7 @@ __all__ = [
     "AllReduceStrategy",
     "Async",
     "BoundedDelay",
+    "EvaluatorConfig",
     "MirroredStrategy",
     "ParameterServerStrategy",
     "SerialStart",

@@ -16,6 +16,7 @@ from dtk.compat.tf_extended import AllReduceExtended
 from dtk.errors import at_rank
 from dtk.exchange import Auto, Dense, parse
 from dtk.exchange.contract import Exchange
+from dtk.nests import Leaf
 from dtk.parameter_server.consistency_models import check_no_exchange
 from dtk.strategies import devices, start
 from dtk.strategies.dtk_strategy import DtkStrategy
@@ -115,24 +116,17 @@ class AllReduceStrategy(DtkStrategy):
             if group is not world:  # all ranks know whether processors are alike, and the costs
                 group.learn(world.alike, world.costs)
         if model.size > 1 and isinstance(parsed, Auto):
-            raise ValueError(
-                at_rank(
-                    model.rank,
-                    f"exchange={parsed} with model_parallel={model.size}: the processes that hold "
-                    "parts of one model might choose differently; name the exchange, such as "
-                    '"fp16"',
-                )
+            told = (
+                f"exchange={parsed} with model_parallel={model.size}: the processes that hold "
+                "parts of one model might choose differently; name the exchange, such as "
+                '"fp16"'
             )
+            raise ValueError(at_rank(model.rank, told))
         parsed.check(data)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows of all ranks, on every rank."""
-        return keras.tree.map_structure(self._gather_rows, outputs)
-
-    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        if isinstance(rows, tf.RaggedTensor):
-            return _gather_ragged(rows, self.communicator)
-        return self.communicator.allgather(rows)
+        return keras.tree.map_structure(lambda rows: _gathered(rows, self.communicator), outputs)
 
 
 def _joined(
@@ -140,7 +134,7 @@ def _joined(
 ) -> tuple[Communicator, str]:
     """Connect the ranks and take this rank's device, before TensorFlow starts if possible."""
     if isinstance(communicator, Communicator):
-        return communicator, devices.pin(communicator, memory_growth)
+        return communicator, devices.link(communicator, devices.pin(communicator, memory_growth))
     place = cluster.detect() if communicator != "local" else None
     # If the launcher does not say which ranks share a host, the communicator finds out; but that
     # starts TensorFlow.
@@ -151,19 +145,15 @@ def _joined(
     # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
     patient = tf_replicas.let_tasks_be_silent if progress.is_launched() else None
     world = communicators.create(communicator, place, patient)
-    return world, device or devices.pin(world, memory_growth)
+    return world, devices.link(world, device or devices.pin(world, memory_growth))
 
 
-def _gather_ragged(rows: tf.RaggedTensor, communicator: Communicator) -> tf.RaggedTensor:
-    inner = rows.values
-    gathered = (
-        _gather_ragged(inner, communicator)
-        if isinstance(inner, tf.RaggedTensor)
-        else communicator.allgather(inner)
-    )
-    return tf.RaggedTensor.from_row_lengths(
-        gathered, communicator.allgather(rows.row_lengths()), validate=False
-    )
+def _gathered(rows: Leaf, communicator: Communicator) -> Leaf:
+    if not isinstance(rows, tf.RaggedTensor):
+        return communicator.allgather(rows)
+    values = _gathered(rows.values, communicator)
+    lengths = communicator.allgather(rows.row_lengths())
+    return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
 
 
 def _check_sharding(exchange: Exchange, parts: int, rank: int) -> None:
@@ -196,14 +186,12 @@ def make_grid(world: Communicator, parts: int) -> tuple[Communicator, Communicat
         )
     if world.size % parts:
         fits = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        raise ValueError(
-            at_rank(
-                world.rank,
-                f"model_parallel={parts} with {world.size} processes: each model takes {parts} of "
-                f"them, and the rest would be left over; use one of {fits}, or start a multiple of "
-                f"{parts}, such as `dtk run -n {parts * max(1, round(world.size / parts))}`",
-            )
+        told = (
+            f"model_parallel={parts} with {world.size} processes: each model takes {parts} of "
+            f"them, and the rest would be left over; use one of {fits}, or start a multiple of "
+            f"{parts}, such as `dtk run -n {parts * max(1, round(world.size / parts))}`"
         )
+        raise ValueError(at_rank(world.rank, told))
     if parts == 1:
         return world, LocalCommunicator(world.hosts[world.rank] if world.hosts else None)
     data = world.split(world.rank % parts, world.rank)

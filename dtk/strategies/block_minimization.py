@@ -9,14 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from dtk.errors import check_number
 from dtk.nests import Array, Function, Numbers
-from dtk.parameter_server.proximal import (
-    BlockDescent,
-    check_blocks,
-    check_tau,
-    is_whole,
-    rate_bound,
-)
+from dtk.parameter_server import proximal
 from dtk.parameter_server.scheduler import Staleness
 from dtk.strategies.parameter_server import ParameterServerStrategy
 
@@ -111,17 +106,16 @@ def minimize_blocks(
     """
     _check_strategy(strategy)
     weights = _checked_weights(weights)
-    check_blocks(blocks, len(weights))
-    check_tau(tau)
+    proximal.check_blocks(blocks, len(weights))
+    proximal.check_tau(tau)
     _check_count("steps", steps)
     _check_count("record_every", blocks if record_every is None else record_every)
-    if not (isinstance(l1, int | float) and 0 <= l1 < math.inf):
-        raise ValueError(f"l1={l1!r}; expected a number of 0 or more")
+    check_number("l1", l1, "a number of 0 or more", lambda weight: weight >= 0)
     rates = _checked_rate(rate, smoothness, blocks, tau)
     chosen = _checked_order(order, blocks, steps, seed)
     rows = _checked_data(data, weights.dtype)
 
-    descent = BlockDescent(strategy, loss, weights, rows, blocks)
+    descent = proximal.BlockDescent(strategy, loss, weights, rows, blocks)
     before = strategy.traffic
     objective: dict[int, float] = {}
 
@@ -169,14 +163,14 @@ def _checked_weights(weights: Numbers) -> Array:
 
 
 def _check_count(name: str, count: int) -> None:
-    if not is_whole(count) or count < 1:
+    if not proximal.is_whole(count) or count < 1:
         raise ValueError(f"{name}={count!r}; expected 1 or more")
 
 
 def _checked_rate(rate: Numbers | None, smoothness: Numbers | None, blocks: int, tau: int) -> Array:
     bound = None
     if smoothness is not None:
-        bound = _per_block("smoothness", rate_bound(np.asarray(smoothness), tau), blocks)
+        bound = _per_block("smoothness", proximal.rate_bound(np.asarray(smoothness), tau), blocks)
     if rate is None:
         if bound is None:
             raise ValueError(
@@ -226,7 +220,7 @@ def _checked_order(
     else:
         raise ValueError(f"order={order!r}; expected at least one block")
     for step, block in enumerate(chosen):
-        if not is_whole(block) or not 0 <= block < blocks:
+        if not proximal.is_whole(block) or not 0 <= block < blocks:
             raise ValueError(f"order: step {step} is block {block!r}; expected 0 to {blocks - 1}")
     return [int(block) for block in chosen]
 

@@ -23,6 +23,11 @@ _STARTED = "TensorFlow had started before the strategy was made, so "
 _FIRST = "; make the strategy first, at the top of the script"
 
 
+def warn(rank: int, text: str, stacklevel: int) -> None:
+    """Warn, with the rank, of what a script does; `stacklevel` as seen by the caller."""
+    warnings.warn(at_rank(rank, text), RuntimeWarning, stacklevel=stacklevel + 1)
+
+
 def pin(place: Environment | Communicator, memory_growth: bool | None = None) -> str:
     """Take the GPU of this rank, and hide the others from TensorFlow."""
     gpus = tf.config.get_visible_devices("GPU")
@@ -38,15 +43,8 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
         try:
             tf.config.set_visible_devices([gpus[index]], "GPU")
         except RuntimeError:
-            warnings.warn(
-                at_rank(
-                    place.rank,
-                    f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
-                    f"computes on {names[index]} alone{_FIRST}",
-                ),
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            told = f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
+            warn(place.rank, f"{told}computes on {names[index]} alone{_FIRST}", 5)
         else:
             gpus, index = [gpus[index]], 0
     set_memory_growth(gpus, memory_growth, place.rank)
@@ -97,37 +95,57 @@ def set_memory_growth(
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, memory_growth)
     except RuntimeError:
-        warnings.warn(
-            at_rank(rank, f"{_STARTED}memory_growth={memory_growth} has no effect{_FIRST}"),
-            RuntimeWarning,
-            stacklevel=4,
+        warn(rank, f"{_STARTED}memory_growth={memory_growth} has no effect{_FIRST}", 4)
+
+
+def link(communicator: Communicator, device: str) -> str:
+    """Send floats from GPU to GPU if every rank has one; return this rank's device.
+
+    All ranks call it together.
+    """
+    if communicator.size == 1 or communicator.name == "null":
+        return device
+    everyone = communicator.allgather_object((placement.is_gpu(device), _given(device)))
+    without = [rank for rank, (has_gpu, _) in enumerate(everyone) if not has_gpu]
+    if len(without) == communicator.size:
+        return device
+    shared = _shared([name for _, name in everyone], communicator)
+    if not without:
+        communicator.link(device)
+    if communicator.cards is not None and shared:
+        raise ValueError(at_rank(communicator.rank, f"{shared}. NCCL takes one rank for each GPU"))
+    told = ""
+    if without:
+        told = f"rank {without[0]} has no GPU, so gradients of all ranks go through host memory"
+    elif communicator.cards is None:
+        told = shared or (
+            f"{communicator.name} sends gradients through host memory here. From GPU to GPU: start "
+            "with `dtk run`, whose ranks use TensorFlow's collectives over NCCL; or build Horovod "
+            "with NCCL (`dtk install-horovod`)"
         )
+    if told and communicator.rank == 0:
+        warn(0, told, 4)
+    return device
 
 
-def given(device: str) -> str | None:
+def _given(device: str) -> str | None:
     """Return the name of the GPU that the launcher has given this process, if it gave one."""
     one = device != placement.host() and len(tf.config.list_physical_devices("GPU")) == 1
     return os.environ.get(_VARIABLE) if one else None
 
 
-def warn_of_shared(names: Sequence[str | None], communicator: Communicator) -> None:
-    """Warn on rank 0 if the launcher gave ranks of one host a GPU of the same name."""
+def _shared(names: Sequence[str | None], communicator: Communicator) -> str:
+    """Describe two ranks of one host to which the launcher gave a GPU of the same name, if any."""
     environment = communicator.environment
-    if communicator.rank or (environment is not None and environment.kind == "slurm"):
-        return  # Slurm may show every task its own GPU under the number 0
+    if environment is not None and environment.kind == "slurm":
+        return ""  # Slurm may show every task its own GPU under the number 0
     places = list(zip(communicator.hosts, names, strict=True))
     for rank, (host, name) in enumerate(places):
         first = places.index((host, name))
         if name is not None and first < rank:
-            warnings.warn(
-                at_rank(
-                    0,
-                    f"ranks {first} and {rank} on {host} were both started with "
-                    f"{_VARIABLE}={name}; if that is one GPU, they share its memory and its time. "
-                    f"Start fewer ranks per host, or leave {_VARIABLE} out: dtk gives each local "
-                    "rank a GPU",
-                ),
-                RuntimeWarning,
-                stacklevel=4,
+            return (
+                f"ranks {first} and {rank} on {host} were both started with {_VARIABLE}={name}; if "
+                "that is one GPU, they share its memory and its time. Start fewer ranks per host, "
+                f"or leave {_VARIABLE} out: dtk gives each local rank a GPU"
             )
-            return
+    return ""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat import tf_replicas
 from dtk.errors import at_rank
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
@@ -64,25 +64,27 @@ class DtkStrategy(Strategy):
         """Return the context in which models are built and compiled for this strategy."""
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else self
         if current is not self:
-            raise ValueError(
-                at_rank(
-                    self.rank,
-                    f"{type(self).__name__}.scope() inside the scope of another strategy "
-                    f"({type(current).__name__}); one strategy trains a model, so leave that scope",
-                )
+            told = (
+                f"{type(self).__name__}.scope() inside the scope of another strategy "
+                f"({type(current).__name__}); one strategy trains a model, so leave that scope"
             )
+            raise ValueError(at_rank(self.rank, told))
         return _scope(super().scope(), self)
 
     def run(
         self,
         fn: Function[_Made],
-        args: tuple[Nest, ...] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         model_scope.check_distributed(fn, self)
-        return super().run(fn, args=args, kwargs=kwargs, options=options)
+        return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
+
+    def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
+        """Return the function that each replica runs in place of a script's."""
+        return fn
 
     def check_weights(self, model: keras.Model) -> int:
         """Compare a model's weights and optimizer state over all replicas, bit for bit.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import keras
@@ -13,11 +12,9 @@ import tensorflow as tf
 from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_datasets, tf_extended, tf_replicas
-from dtk.errors import at_rank
-from dtk.nests import Function, Nest
-from dtk.strategies.devices import set_memory_growth
+from dtk.nests import Function, Tree
+from dtk.strategies.devices import set_memory_growth, warn
 from dtk.strategies.dtk_strategy import DtkStrategy
-from dtk.trainer import model_scope
 from dtk.trainer.replica.self_test import is_wanted
 
 _Made = TypeVar("_Made")
@@ -59,31 +56,23 @@ class MirroredStrategy(DtkStrategy):
             names = find_devices(devices)
         super().__init__(tf_extended.MirroredExtended(self, devices=names), LocalCommunicator())
 
-    @contextlib.contextmanager
-    def sequence(self, name: str) -> Iterator[None]:
-        """Return a context that names the running replica's collectives."""
-        with self.extended.replica_communicator().sequence(name):
-            yield
-
-    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the running replica's collectives run beside all others."""
-        return self.extended.replica_communicator().concurrent(name)
-
-    def run(
-        self,
-        fn: Function[_Made],
-        args: tuple[Nest, ...] = (),
-        kwargs: dict[str, Nest] | None = None,
-        options: tf.distribute.RunOptions | None = None,
-    ) -> _Made:
-        """Run a function on every replica; in `tf.function` each replica is a separate function.
+    def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
+        """In `tf.function` make each replica's call a separate function.
 
         In one graph TensorFlow runs stateful ops (such as Assert) in the order of tracing. The
         second replica's first stateful op would wait for the first replica's last, which waits for
         a reduction that the second replica has not reached.
         """
-        model_scope.check_distributed(fn, self)
-        return super().run(_isolated(fn), args=args, kwargs=kwargs, options=options)
+        if tf.executing_eagerly():
+            return fn
+        function = tf.function(fn)
+
+        # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
+        @tf.autograph.experimental.do_not_convert
+        def call(*args: Tree, **kwargs: Tree) -> _Made:
+            return function(*args, **kwargs)
+
+        return call
 
     def local_ranks(self) -> Sequence[int]:
         """Return the ranks of all replicas: this process holds every one."""
@@ -93,7 +82,7 @@ class MirroredStrategy(DtkStrategy):
         """Return the index of the running replica."""
         return tf_replicas.replica_index()
 
-    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
+    def per_replica(self, parts: tuple[Tree, ...]) -> Tree:
         """Return per-replica values of one part per device."""
         return tf_datasets.regroup(parts)
 
@@ -103,49 +92,16 @@ class MirroredStrategy(DtkStrategy):
             for variable in variables:
                 keras_variables.move_variable(variable)
 
-    def set_per_replica(self, variable: keras.Variable, values: Sequence[tf.Tensor]) -> None:
-        """Assign a value to each device's copy."""
-        copies = keras_variables.components(variable.value)
-        for component, value in zip(copies, values, strict=True):
-            component.assign(value)
-
-    def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return each device's copy of a Keras variable."""
-        return keras_variables.components(variable.value)
-
-    def join_outputs(self, outputs: _Made) -> _Made:
-        """Concatenate the replicas' rows, in order."""
-        return keras.tree.map_structure(
-            lambda rows: tf.concat(self.experimental_local_results(rows), 0), outputs
-        )
-
 
 def _warn_of_others() -> None:
     environment = cluster.detect()
     if environment.size > 1:
-        warnings.warn(
-            at_rank(
-                environment.rank,
-                f"MirroredStrategy trains over the devices of this process alone, and the job has "
-                f"{environment.size} processes ({environment.reason}), each of which will train a "
-                "model of its own; use dtk.auto_strategy() or AllReduceStrategy() to train one",
-            ),
-            RuntimeWarning,
-            stacklevel=3,
+        told = (
+            f"MirroredStrategy trains over the devices of this process alone, and the job has "
+            f"{environment.size} processes ({environment.reason}), each of which will train a "
+            "model of its own; use dtk.auto_strategy() or AllReduceStrategy() to train one"
         )
-
-
-def _isolated(fn: Function[_Made]) -> Function[_Made]:
-    if tf.executing_eagerly():
-        return fn
-    function = tf.function(fn)
-
-    # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
-    @tf.autograph.experimental.do_not_convert
-    def call(*args: Nest, **kwargs: Nest) -> _Made:
-        return function(*args, **kwargs)
-
-    return call
+        warn(environment.rank, told, 3)
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:

@@ -21,13 +21,13 @@ from dtk.exchange import Downpour, Quantized, parse
 from dtk.parameter_server import (
     chief_trainer,
     consistency_models,
-    evaluator,
     run_server,
     scheduler,
     worker_data,
     worker_pool,
 )
-from dtk.parameter_server.job_context import JobStrategy
+from dtk.parameter_server.evaluator import EvaluatorTrainer
+from dtk.parameter_server.job_context import EvaluatorConfig, JobStrategy
 from dtk.strategies import devices, start
 from dtk.strategies.cluster_resolver import JobResolver
 from dtk.strategies.dtk_strategy import DtkStrategy
@@ -59,6 +59,8 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         exchange: A `dtk.exchange.Downpour`, to push and fetch less, or a `Quantized`, to push a few
             bits of each entry ("1bit" and the like for short); None sends every gradient.
         self_test: As for `AllReduceStrategy`; only steps that are cut over workers need it.
+        evaluator: When the evaluator of `dtk run --evaluator` evaluates, and what it exports; None
+            evaluates every checkpoint on all validation data.
 
     Raises:
         ClusterError: TF_CONFIG describes no such job, or a task does not start.
@@ -81,7 +83,9 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         exchange: Downpour | Quantized | str | None = None,
         *,
         self_test: bool | str = "auto",
+        evaluator: EvaluatorConfig | None = None,
     ):
+        self.evaluator = evaluator or EvaluatorConfig()
         self.self_test = self_testing.is_wanted(self_test)
         self.consistency = consistency_models.parse(consistency)
         self.exchange = _checked(exchange, self.consistency)
@@ -159,7 +163,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
     def make_trainer(self, model: keras.Model) -> DistributedTrainer:
         """Make a trainer whose steps run on workers, or the evaluator's, which takes no steps."""
         made = (
-            evaluator.EvaluatorTrainer
+            EvaluatorTrainer
             if self.is_evaluator
             else chief_trainer.ParameterServerTrainer
         )

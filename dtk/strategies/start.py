@@ -10,8 +10,8 @@ import random
 import socket
 import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import keras
 import psutil
@@ -25,7 +25,6 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
 from dtk.errors import ClusterError, advice_on_files
-from dtk.strategies import devices
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
@@ -44,11 +43,11 @@ def agree(
         return None
     end_together(communicator)
     _watch(communicator, stall_timeout)
+    for name in (FUSED_ADAM, FUSED_BATCH_NORM):  # sums over ranks differ in the last digits anyway
+        os.environ.setdefault(name, "1")
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
-    gathered = communicator.allgather_object((processor(), devices.given(device)))
-    processors = [kind for kind, _ in gathered]
-    devices.warn_of_shared([name for _, name in gathered], communicator)
+    processors = communicator.allgather_object(processor())
     costs = communicator.costs
     # The null communicator sends nothing, so there is nothing to measure.
     measures = communicator.name != "null" and not determinism.is_asked_for()
@@ -97,10 +96,8 @@ def processor() -> str:
 
 def _text_hash(path: str) -> str | None:
     """Return a hash of the script; None without a file, as in an interactive session."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:8]
+    file = Path(path)
+    return hashlib.blake2b(file.read_bytes()).hexdigest()[:8] if file.is_file() else None
 
 
 def share_seed(communicator: Communicator) -> int | None:
@@ -158,15 +155,6 @@ DEFAULT_TIMEOUT = 300.0
 _REACH = 30.0
 
 
-class _Meeting(NamedTuple):
-    """Rank 0's message to the other ranks: how to reach its listener."""
-
-    timeout: float  # seconds in which the job must make progress; 0: no watch
-    addresses: tuple[str, ...] = ()  # rank 0's possible addresses
-    port: int = 0  # rank 0's port
-    secret: bytes = b""  # proves that a client is a rank of this job
-
-
 def checked_timeout(stall_timeout: float | None) -> float:
     """Return the stall timeout in seconds: the argument, DTK_STALL_TIMEOUT, or 300."""
     if stall_timeout is not None:
@@ -195,19 +183,20 @@ def _watch(communicator: Communicator, timeout: float) -> None:
         return
     rank, hosts = communicator.rank, communicator.hosts
     listener = None
-    meeting = _Meeting(0.0)
+    # How to reach rank 0's listener; the secret proves that a client is a rank of this job.
+    addresses, port, secret = _addresses(communicator), 0, b""
     if rank == 0 and timeout:
-        addresses = _addresses(communicator)
         listener = heartbeats.Listener(addresses[0] if addresses == ("127.0.0.1",) else "")
-        meeting = _Meeting(timeout, addresses, listener.port, listener.secret)
-    meeting = communicator.broadcast_object(meeting, 0)
-    if not meeting.timeout:
+        port, secret = listener.port, listener.secret
+    told = communicator.broadcast_object((timeout, addresses, port, secret), 0)
+    timeout, addresses, port, secret = told
+    if not timeout:
         return
     lines: dict[int, heartbeats.Line] = {}
     if listener is not None:
         lines = listener.accept_clients(communicator.size, _REACH)
     else:
-        line = heartbeats.connect(rank, meeting.addresses, meeting.port, meeting.secret)
+        line = heartbeats.connect(rank, addresses, port, secret)
         lines = {} if line is None else {0: line}
     # A rank that reached another listener by mistake is not among rank 0's clients.
     there = communicator.allgather_object(sorted(lines))[0]
@@ -218,12 +207,12 @@ def _watch(communicator: Communicator, timeout: float) -> None:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
                 f"dtk: stalls will not be detected: rank {', '.join(missing)} cannot reach port "
-                f"{meeting.port} of rank 0 ({', '.join(meeting.addresses)})"
+                f"{port} of rank 0 ({', '.join(addresses)})"
             )
     elif listener is not None:
-        heartbeats.Table(hosts, lines, meeting.timeout)
+        heartbeats.Table(hosts, lines, timeout)
     else:
-        heartbeats.Client(rank, hosts, lines[0], meeting.timeout)
+        heartbeats.Client(rank, hosts, lines[0], timeout)
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Train a plain Keras model over the replicas of a strategy.
 
-data of fit       feed               global batches, cut by rank
+data of fit       keras_data         global batches, cut by rank
 a step            traced_step        losses weighed by the replica's share of the rows
                   replica_step       gradients summed once, before clipping and accumulation
                   step_metrics       metrics and moving statistics of all replicas
@@ -12,29 +12,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
 
-from dtk.cluster import progress
 from dtk.compat import keras_data, keras_models, keras_variables
 from dtk.input import digests, slicing
-from dtk.nests import Args, Function, Kwargs, Nest, Specs
-from dtk.trainer import feed, jit
+from dtk.nests import Args, Function, Kwargs, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import (
-    predicting,
+    compiled_step,
     replica_step,
     self_test,
     step_metrics,
     step_times,
     step_trial,
 )
-from dtk.trainer.strategy import Loop, StepFunction, Strategy
+from dtk.trainer.strategy import Loop, StepFunction, Strategy, tell
 
 
 class DistributedTrainer(ModelState):
@@ -42,7 +39,7 @@ class DistributedTrainer(ModelState):
 
     def __init__(self, model: keras.Model, strategy: Strategy):
         super().__init__(model, strategy)
-        self.feed = feed.Feed(model, strategy, self.distribute)
+        self.feed = keras_data.Feed(model, strategy, self.cut if self.takes_over else None)
         self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
         self.tried: set[str] = set()
@@ -69,69 +66,40 @@ class DistributedTrainer(ModelState):
 
     # Data.
 
-    def cut(self, dataset: feed.Dataset) -> tf.data.Dataset:
+    def cut(self, dataset: keras_data.Dataset) -> tf.data.Dataset:
         """Cut a dataset of global batches for this process."""
-        return feed.cut(dataset, self.strategy)
-
-    def distribute(self, dataset: feed.Dataset) -> feed.Dataset:
-        """Return the dataset that Keras reads in place of the dataset of global batches."""
-        cut = self.cut if self.takes_over else self.strategy.experimental_distribute_dataset
-        return cut(dataset)
+        return keras_data.cut(dataset, self.strategy)
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Nest = None
+        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:
             self._unread = True
-            given = self._give_cut(iterator)
-            keras_data.after_loop(iterator, progress.end_of_data)
-            if self.callbacks is not None and self.feed.iterator is None:
-                self.feed.begin(iterator, given, self.callbacks)
-            data_batch = feed.spec_of(given)
-        self._build_from(data_batch)
-        if self.takes_over:
-            jit.settle_built(self.model, self.strategy)
-            self.bind_optimizers()
-
-    def _give_cut(self, iterator: keras_data.TFEpochIterator) -> feed.Dataset:
-        """Let Keras's epoch iterator read cut batches; return the dataset of global batches.
-
-        `fit` passes the same iterator of validation data in every epoch: it is cut only once.
-        """
-        dataset, adapter = keras_data.dataset_of(iterator), iterator.data_adapter
-        if isinstance(dataset, feed.EpochDataset):
-            return dataset.given
-        if not self.takes_over:
-            keras_data.set_dataset(iterator, feed.tuned_for(adapter, dataset))
-            return dataset
-        keras_data.set_dataset(
-            iterator,
-            feed.EpochDataset(dataset, lambda given: feed.tuned_for(adapter, self.cut(given))),
-        )
-        return dataset
-
-    def _build_from(self, data_batch: Nest | Specs) -> None:
-        """Build the model from the shapes of a batch, where they are known."""
+            data_batch = self.feed.take(iterator, self.callbacks)
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model) and _has_shapes(data_batch):
             counted = keras_models.counted_elsewhere(model)
-            if counted and self.takes_over and strategy.is_chief:
+            if counted and self.takes_over:
                 told = f"metrics {counted} have counted for another model, and start at zero for"
                 cure = "in one process Keras would keep their counts. Make metrics for each model"
-                print(f"dtk: {told} model {model.name!r}; {cure}", file=sys.stderr, flush=True)
+                tell(strategy, f"{told} model {model.name!r}; {cure}")
             with strategy.scope():
                 keras_models.build_from(model, data_batch)
+
+    def prepare_step(self) -> None:
+        """Prepare the model, as built by now, for steps over all replicas."""
+        compiled_step.settle_built(self.model, self.strategy)
+        self.bind_optimizers()
         self._take_metrics()
 
     def _take_metrics(self) -> None:
         """Sum the state of metrics over replicas when it is read."""
-        if self.takes_over:
-            # Metrics that were created outside the scope hold the state of one replica only.
-            metrics = step_metrics.metric_variables(self.model)
-            read = [v for v in metrics if keras_variables.is_alone(v)]
-            if read:
-                self.strategy.take_metric_state(read)
+        # Metrics that were created outside the scope hold the state of one replica only.
+        metrics = step_metrics.metric_variables(self.model)
+        read = [v for v in metrics if keras_variables.is_alone(v)]
+        if read:
+            self.strategy.take_metric_state(read)
 
     def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> None:
         """Do nothing; an override may run here in place of `fit` and end the process."""
@@ -150,7 +118,7 @@ class DistributedTrainer(ModelState):
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         @tf.autograph.experimental.do_not_convert
-        def step(batch: slicing.Slices) -> Nest:
+        def step(batch: slicing.Slices) -> Tree:
             if not isinstance(batch.digest, tuple):
                 read.assign(digests.add(read, batch.digest))
             with strategy.sequence(sequence):
@@ -159,13 +127,13 @@ class DistributedTrainer(ModelState):
 
         function = keras_models.make_function(model, step)
 
-        def call(iterator: tf.data.Iterator) -> Nest:
+        def call(iterator: tf.data.Iterator) -> Tree:
             with replica_step.running(model, name, self.gathered):
                 return function(iterator)
 
-        def run(iterator: tf.data.Iterator | Iterable[Nest]) -> Nest:
+        def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
             if not isinstance(iterator, tf.data.Iterator):
-                slices = list(feed.cut_batches(iterator, strategy))
+                slices = keras_data.cut_batches(iterator, strategy)
                 self.try_step(name, step_function, slices[0])
                 iterator = iter(slices)
             elif self._unread:
@@ -213,7 +181,7 @@ class DistributedTrainer(ModelState):
             self.gathered += verdict.gathered
             self.tried.add(name)
         if asked == "only":
-            self_test.end_check()
+            self_test.end_script()
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
         """Let one replica build the variables that only a step of the script can build.
@@ -254,7 +222,6 @@ class DistributedTrainer(ModelState):
         """Make the model's train function, in place of `Model.make_train_function`."""
         model = self.model
         if model.train_function is None or force:
-            self.bind_optimizers()
             model.train_function = self.make_step_function(model.train_step, "train")
         return model.train_function
 
@@ -265,16 +232,16 @@ class DistributedTrainer(ModelState):
             model.test_function = self.make_step_function(model.test_step, "test")
         return model.test_function
 
-    def make_predict_function(self, force: bool = False) -> Callable[[list[Nest]], Nest]:
+    def make_predict_function(self, force: bool = False) -> Callable[[list[Tree]], Tree]:
         """Make the model's predict function: every rank gets every row, in order."""
         model = self.model
         if model.predict_function is None or force:
-            model.predict_function = predicting.make_predict_function(model, self.strategy)
+            model.predict_function = replica_step.make_predict_function(model, self.strategy)
         return model.predict_function
 
-    def predict_on_batch(self, x: Nest) -> Nest:
+    def predict_on_batch(self, x: Tree) -> Tree:
         """Predict a global batch, in place of `Model.predict_on_batch`."""
-        return predicting.predict_on_batch(self.make_predict_function(), x, self.strategy)
+        return replica_step.predict_on_batch(self.make_predict_function(), x, self.strategy)
 
     def new_epoch(self, epoch: int) -> None:
         """Prepare for an epoch of `fit`."""
@@ -307,7 +274,7 @@ class DistributedTrainer(ModelState):
         """Release the resources of `fit`, `evaluate`, `predict` or a single step."""
 
 
-def _has_shapes(data_batch: Nest | Specs) -> bool:
+def _has_shapes(data_batch: Tree | Specs) -> bool:
     """Return whether a batch has the shapes to build a model; else the first step builds it."""
     leaves = tf.nest.flatten(data_batch)
     return all(getattr(getattr(leaf, "shape", None), "rank", 0) is not None for leaf in leaves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +14,7 @@ from dtk.communicators.costs import Costs
 from dtk.communicators.root import on_root
 from dtk.exchange.auto import CANDIDATES, ExchangeChoice, Observed, choose, overheads_of
 from dtk.exchange.contract import Exchange
-from dtk.nests import Logs
+from dtk.nests import Array, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
@@ -27,14 +26,6 @@ _FIRST, _LEAST = 2, 3
 _BITS = dict(zip(CANDIDATES, (32, 16, 8, 1), strict=True))
 
 
-class _Reading(NamedTuple):
-    """Seconds on the clock, seconds of communication, and bytes sent so far."""
-
-    seconds: float
-    sending: float
-    sent: float
-
-
 class ExchangeSelection:
     """Selection of an exchange for `exchange="auto"`, from the measured steps of one `fit`."""
 
@@ -42,7 +33,7 @@ class ExchangeSelection:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._undecided: list[GradientExchange] = []
-        self._calls: list[list[float]] = []
+        self._calls: list[Array] = []
         self._steps = self._count = 0
 
     def begin(self) -> None:
@@ -72,7 +63,7 @@ class ExchangeSelection:
         self._count += 1
         if self._count > _FIRST:
             ended = self._read()
-            self._calls.append([b - a for a, b in zip(self._began, ended, strict=True)])
+            self._calls.append(ended - self._began)
             self._steps += last - self._first + 1
 
     def end_epoch(self) -> None:
@@ -103,10 +94,10 @@ class ExchangeSelection:
         self._undecided = []
         self._trainer.make_train_function(force=True)
 
-    def _read(self) -> _Reading:
-        communicator = self._strategy.communicator
-        sent = communicator.bytes_sent
-        return _Reading(time.perf_counter(), communicator.seconds_communicating, sent)
+    def _read(self) -> Array:
+        """Read seconds on the clock, seconds of communication, and bytes sent so far."""
+        one = self._strategy.communicator
+        return np.array([time.perf_counter(), one.seconds_communicating, one.bytes_sent])
 
 
 def _kept(gradient_exchange: GradientExchange) -> tf.Variable:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, cast
@@ -23,7 +22,7 @@ from dtk.nests import Args, Function, Kwargs, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.exchange_selection import ExchangeSelection
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.strategy import Strategy
+from dtk.trainer.strategy import Strategy, tell
 
 # Keras's own callbacks that write files or talk to a server: once per job, not once per rank.
 WRITERS = (
@@ -66,10 +65,10 @@ def _tell_of_idle(rows: object, strategy: Strategy) -> None:
     """Print once that a batch has fewer rows than there are replicas."""
     whole, replicas = _whole(rows), strategy.num_replicas_in_sync
     idle = 0 if whole is None else replicas - whole
-    if idle > 0 and strategy.is_chief and not strategy.told_of_idle:
+    if idle > 0 and not strategy.told_of_idle:
         strategy.told_of_idle = True
         text = f"batch_size={whole} leaves {idle} of {replicas} workers without rows in every step"
-        print(f"dtk: {text}; use {replicas} or more", file=sys.stderr, flush=True)
+        tell(strategy, f"{text}; use {replicas} or more")
 
 
 def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
@@ -118,28 +117,28 @@ def _fit(
         asked["validation_data"] = None
     callbacks = asked["callbacks"]
     listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    every_batch = rank_checks.check_same_call(
-        strategy,
-        {"training data": data_of(asked), "validation data": asked["validation_data"]},
-        callbacks.callbacks if listed else keras.tree.flatten(callbacks or []),
-    )
+    flat = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
+    data = {"training data": data_of(asked), "validation data": asked["validation_data"]}
+    every_batch = rank_checks.check_same_call(strategy, data, flat)
     trainer.synchronize_weights()
     first, last = SynchronizeWeights(trainer), RankChecks(trainer, every_batch)
+    mine = _on_this_rank(flat, strategy)
     if listed:  # built by the script
-        ours = (RankChecks, SynchronizeWeights)
-        mine = [c for c in callbacks.callbacks if not isinstance(c, ours)]
+        mine = [one for one in mine if not isinstance(one, RankChecks | SynchronizeWeights)]
         for callback in (first, last):
             callback.set_model(trainer.model)
-        callbacks.callbacks[:] = [first, *_on_this_rank(mine, strategy), last]
+        callbacks.callbacks[:] = [first, *mine, last]
         params = {"epochs": asked["epochs"], "steps": None, "verbose": 0}
         callbacks.set_params({**params, **(callbacks.params or {})})
     else:
         shown = asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
-        mine = _on_this_rank(callbacks, strategy)
-        if not any(isinstance(callback, keras.callbacks.History) for callback in mine):
+        if not _has(mine, keras.callbacks.History):
             mine = [*mine, keras.callbacks.History()]  # it runs before `last`
+        # Where Keras would add its progress bar, and several replicas train, dtk's takes its place.
+        several = strategy.num_replicas_in_sync > 1
+        own_bar = shown != 0 and several and not _has(flat, keras.callbacks.ProgbarLogger)
         callbacks = keras.callbacks.CallbackList(
-            [first, *mine, last, *_bar(callbacks, trainer, shown != 0)],
+            [first, *mine, last, *([ProgressBar(trainer)] if own_bar else [])],
             add_history=True,
             add_progbar=shown != 0,
             model=trainer.model,
@@ -159,17 +158,8 @@ def _fit(
         trainer.release()
 
 
-def _bar(
-    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
-    trainer: DistributedTrainer,
-    shown: bool,
-) -> list[keras.callbacks.Callback]:
-    """Return dtk's progress bar where Keras would add one and several replicas train."""
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    if any(isinstance(one, keras.callbacks.ProgbarLogger) for one in given):
-        return []
-    several = trainer.strategy.num_replicas_in_sync > 1
-    return [ProgressBar(trainer)] if shown and several else []
+def _has(callbacks: Sequence[keras.callbacks.Callback], kind: type) -> bool:
+    return any(isinstance(one, kind) for one in callbacks)
 
 
 def data_of(asked: Mapping[str, object]) -> object:
@@ -189,8 +179,9 @@ def _evaluate_or_predict(
     asked, strategy = given.arguments, trainer.strategy
     if not strategy.is_chief:
         asked["verbose"] = 0
-    if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
-        asked["callbacks"] = _on_this_rank(asked.get("callbacks"), strategy)
+    callbacks = asked.get("callbacks")
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        asked["callbacks"] = _on_this_rank(keras.tree.flatten(callbacks or []), strategy)
     trainer.synchronize_weights()
     # `fit` has compared the validation data, and compares the weights in every epoch.
     if trainer.callbacks is None:
@@ -232,15 +223,11 @@ def _on_batch(
 
 
 def _on_this_rank(
-    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
-    strategy: Strategy,
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy
 ) -> list[keras.callbacks.Callback]:
     """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print."""
-    flat = keras.tree.flatten(callbacks) if callbacks else []
-    if strategy.is_chief:
-        return flat
-    silent = (*WRITERS, keras.callbacks.ProgbarLogger)
-    return [callback for callback in flat if not isinstance(callback, silent)]
+    silent = () if strategy.is_chief else (*WRITERS, keras.callbacks.ProgbarLogger)
+    return [callback for callback in callbacks if not isinstance(callback, silent)]
 
 
 # Callbacks around the script's.
@@ -291,7 +278,6 @@ class RankChecks(keras.callbacks.Callback):
         super().__init__()
         self.trainer = trainer
         self._every_batch = every_batch
-        self._stepped = False
         self._steps = 0
         self._selection = ExchangeSelection(trainer)
 
@@ -310,7 +296,6 @@ class RankChecks(keras.callbacks.Callback):
         shared_weights.spread_seeds(trainer)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
-        self._stepped = False
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -327,14 +312,12 @@ class RankChecks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Check after the first step that all ranks have the same weights; agree on stopping."""
         self._selection.end_step(batch, logs)
-        if not self._stepped:
-            self._stepped = True
-            if not self.trainer.has_local_steps:
-                self._check("after the first step")
+        if not self._steps and not self.trainer.has_local_steps:
+            self._check("after the first step")
         self._steps += 1
         if self._steps & (self._steps - 1) == 0 and self._steps > 1:
             self.trainer.check_same_reading("train", f"after step {self._steps}")
-        if self._every_batch and not self._alone:
+        if self._every_batch:
             self._agree_on_stopping()
         if self.model.stop_training:
             self.trainer.flush()
@@ -345,8 +328,7 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
         self._check(f"after epoch {epoch + 1}")
-        if not self._alone:
-            self._agree_on_stopping()
+        self._agree_on_stopping()
         self._selection.end_epoch()
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
@@ -359,6 +341,8 @@ class RankChecks(keras.callbacks.Callback):
             shared_weights.check_same_weights(self.trainer, when)
 
     def _agree_on_stopping(self) -> None:
+        if self._alone:
+            return
         # This may run after every batch, so it sends one small number, not an object.
         wish = tf.constant(int(self.model.stop_training))
         self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))

@@ -35,7 +35,8 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.replica import self_test, step_times
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica import self_test
 from dtk.trainer.strategy import Strategy
 
 _CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
@@ -91,15 +92,13 @@ class _Guard:
         trains = name in ("fit", "train_on_batch")
         if not trains or is_alone() or strategy.processes == 1:
             return method(*args, **kwargs)
-        raise NotDistributedError(
-            at_rank(
-                strategy.rank,
-                f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
-                f"each of the {strategy.processes} processes would train a model of its own. Call "
-                "model.compile(...) (or load the model) inside `with strategy.scope():`; to train "
-                "in this process alone, call fit inside `with dtk.strategies.undistributed():`",
-            )
+        told = (
+            f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
+            f"each of the {strategy.processes} processes would train a model of its own. Call "
+            "model.compile(...) (or load the model) inside `with strategy.scope():`; to train "
+            "in this process alone, call fit inside `with dtk.strategies.undistributed():`"
         )
+        raise NotDistributedError(at_rank(strategy.rank, told))
 
 
 def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None:
@@ -128,8 +127,7 @@ def install(strategy: Strategy) -> None:
     """Check all models and optimizers from now on. Every new strategy calls this."""
     if strategy.processes > 1:
         model_files.install()
-    self_test.fail_if_nothing_is_tried()
-    step_times.fail_if_nothing_is_timed()
+    self_test.fail_if_nothing_is_trained()
     before = joining_strategy()
     # The strategy with the most processes and replicas decides what is refused.
     if before is None or _joins(strategy) >= _joins(before):
@@ -147,8 +145,10 @@ def _joins(strategy: Strategy) -> tuple[int, int]:
 def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> None:
     strategy, current = joining_strategy(), tf.distribute.get_strategy()
     in_scope = tf.distribute.has_strategy()
-    in_run = in_scope and not tf.distribute.in_cross_replica_context()
-    if strategy is None or in_run:
+    if strategy is None:
+        return
+    if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
+        _check_sharded(optimizer, current)
         return
     owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
     if strategy.size > 1 and strategy.processes > 1 and not alone:
@@ -169,18 +169,29 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
         optimizer.build(list(variables))
 
 
-def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
-    raise NotDistributedError(
-        at_rank(
-            strategy.rank,
-            f"optimizer {optimizer.name!r} was applied outside strategy.run, {why}. Make model, "
-            "optimizer and metrics inside `with strategy.scope():`, and let strategy.run call the "
-            f"step on each rank's rows:\n\n{_lines()}\n\n"
-            "docs/strategies.md has a whole loop, and says what the loss is to be divided by. To "
-            "train in this process alone, or where the script has summed the gradients itself, "
-            "apply them inside `with dtk.strategies.undistributed():`",
+def _check_sharded(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Refuse an optimizer that should be sharded, and that no model was compiled with."""
+    bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
+    if getattr(strategy, "shard_optimizer", False) and bond is None:
+        told = (
+            f"optimizer {optimizer.name!r} was applied inside strategy.run, and no model was "
+            "compiled with it: every rank would hold all of its state, in spite of "
+            "shard_optimizer=True. Call model.compile(optimizer) inside strategy.scope(), before "
+            "the first step"
         )
+        raise ValueError(at_rank(strategy.rank, told))
+
+
+def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
+    told = (
+        f"optimizer {optimizer.name!r} was applied outside strategy.run, {why}. Make model, "
+        "optimizer and metrics inside `with strategy.scope():`, and let strategy.run call the "
+        f"step on each rank's rows:\n\n{_lines()}\n\n"
+        "docs/strategies.md has a whole loop, and says what the loss is to be divided by. To "
+        "train in this process alone, or where the script has summed the gradients itself, "
+        "apply them inside `with dtk.strategies.undistributed():`"
     )
+    raise NotDistributedError(at_rank(strategy.rank, told))
 
 
 def _lines() -> str:

@@ -34,7 +34,9 @@ def install() -> None:
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
     """Write a model to a path so that no process ever reads half of it."""
     _check_whole(model)
-    with _local_reads(model):
+    # Metric state is read as this process's own, not summed.
+    extended = getattr(keras_models.owner_of(model), "extended", None)
+    with getattr(extended, "local_reads", contextlib.nullcontext)():
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
             return save(path)
         target = Path(path)
@@ -59,13 +61,6 @@ def _check_whole(model: keras.Model) -> None:
             f"{part.path!r}), and would save only that. Call dtk.layers.whole(model) on every rank "
             "and save the model that it returns, or use dtk.callbacks.Checkpoint"
         )
-
-
-def _local_reads(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which metric state is read as this process's own, not summed."""
-    extended = getattr(keras_models.owner_of(model), "extended", None)
-    local_reads = getattr(extended, "local_reads", None)
-    return contextlib.nullcontext() if local_reads is None else local_reads()
 
 
 def _move(source: Path, target: Path) -> None:

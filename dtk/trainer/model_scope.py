@@ -7,18 +7,18 @@ Only that model object gets dtk's step functions, and dtk's checks around `fit`,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models
 from dtk.errors import NotDistributedError, at_rank
-from dtk.nests import Function, Nest
-from dtk.trainer import jit
+from dtk.nests import Function, Tree
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.strategy import Strategy
+from dtk.trainer.replica import compiled_step
+from dtk.trainer.strategy import Loop, Strategy
 from dtk.trainer.tracing import traced_step
 
 
@@ -31,13 +31,11 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     """Give a compiled model the strategy's step functions; compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"model {model.name!r} was compiled under another strategy; build a new one for "
-                "this",
-            )
+        told = (
+            f"model {model.name!r} was compiled under another strategy; build a new one for "
+            "this"
         )
+        raise ValueError(at_rank(strategy.rank, told))
     strategy.take_variables(model.variables)
     trainer = before or strategy.make_trainer(model)
     trainer.bind_optimizers()
@@ -45,16 +43,25 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     if before is not None:
         return before
     keras_models.set_trainer(model, trainer)
-    keras_models.patch_build(model, trainer.take_epoch_iterator)
-    keras_models.patch_compute_loss(model, traced_step.checking_loss(model))
+    methods: dict[str, Function[object]] = {"compute_loss": traced_step.checking_loss(model)}
     if trainer.takes_over:
-        keras_models.patch_functions(
-            model,
-            train=trainer.make_train_function,
-            test=trainer.make_test_function,
-            predict=trainer.make_predict_function,
-        )
+        methods |= {
+            "make_train_function": _prepared(trainer, trainer.make_train_function),
+            "make_test_function": _prepared(trainer, trainer.make_test_function),
+            "make_predict_function": trainer.make_predict_function,
+        }
+    keras_models.patch_model(model, trainer.take_epoch_iterator, **methods)
     return trainer
+
+
+def _prepared(trainer: DistributedTrainer, make: Callable[[bool], Loop]) -> Callable[[bool], Loop]:
+    """Prepare the model's step whenever Keras asks for its function, which is once a call."""
+
+    def make_prepared(force: bool = False) -> Loop:
+        trainer.prepare_step()
+        return make(force)
+
+    return make_prepared
 
 
 @contextlib.contextmanager
@@ -74,22 +81,20 @@ def check_and_own(
     model: keras.Model, jit_compile: bool | str | None, strategy: Strategy
 ) -> bool | str | None:
     """Make a strategy own a model before `compile`; return the `jit_compile` to use."""
-    jit_compile = jit.settle(jit_compile, model, strategy)
+    jit_compile = compiled_step.settle(jit_compile, model, strategy)
     owner = keras_models.owner_of(model)
     if owner is not None and owner is not strategy:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"model {model.name!r} was built under another strategy "
-                f"({type(owner).__name__}); build and compile it under the same one",
-            )
+        told = (
+            f"model {model.name!r} was built under another strategy "
+            f"({type(owner).__name__}); build and compile it under the same one"
         )
+        raise ValueError(at_rank(strategy.rank, told))
     keras_models.set_owner(model, strategy)
     return jit_compile
 
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
-def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
+def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
     """Refuse to run the step of a model that was compiled outside the strategy's scope."""
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
@@ -97,35 +102,25 @@ def check_distributed(function: Function[Nest], strategy: Strategy) -> None:
     if getattr(function, "__name__", None) not in ("train_step", "test_step", "predict_step"):
         return
     if trainer_of(model) is None:
-        raise NotDistributedError(
-            at_rank(
-                strategy.rank,
-                f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
-                "not be exact; call model.compile(...) inside `with strategy.scope():`",
-            )
+        told = (
+            f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
+            "not be exact; call model.compile(...) inside `with strategy.scope():`"
         )
+        raise NotDistributedError(at_rank(strategy.rank, told))
 
 
 def check_weights(model: keras.Model, strategy: Strategy) -> int:
     """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`."""
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"model {getattr(model, 'name', model)!r} was not compiled under this strategy, "
-                "which keeps no weights of it equal; compile it inside strategy.scope()",
-            )
+        told = (
+            f"model {getattr(model, 'name', model)!r} was not compiled under this strategy, "
+            "which keeps no weights of it equal; compile it inside strategy.scope()"
         )
+        raise ValueError(at_rank(strategy.rank, told))
     variables = trainer.equal_variables()
-    # Compare number and shapes first: unequal ones cannot be compared by value. Paths are left out,
-    # since they count the layers of a kind that a process has made, which may differ.
-    shapes = [
-        (f"variable {index} of model {model.name!r}", f"{rank_checks.whole_shape(v)} {v.dtype}")
-        for index, v in enumerate(variables)
-    ]
-    count = (f"number of variables of model {model.name!r}", len(variables))
+    # Compare number and shapes first: unequal ones cannot be compared by value.
     if strategy.communicator.size > 1:
-        rank_checks.compare([count, *shapes], strategy.communicator)
+        rank_checks.compare(rank_checks.shapes_of(trainer, variables), strategy.communicator)
     shared_weights.check_same_weights(trainer, "when asked")
     return len(variables)

@@ -6,7 +6,7 @@ import keras
 
 from dtk.compat import keras_models, keras_variables
 from dtk.exchange.contract import SavedItem
-from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
 
 
@@ -43,7 +43,7 @@ class ModelState:
     def equal_variables(self) -> list[keras.Variable]:
         """Return every variable that steps keep equal on all ranks."""
         if not self.has_local_steps:
-            return [v for v in self.shared_variables() if not keras_variables.is_sharded(v)]
+            return [v for v in self.shared_variables() if keras_variables.flat_shard_of(v) is None]
         rates = [
             v
             for optimizer in shared_optimizer.optimizers_of(self.model)
@@ -84,7 +84,7 @@ class ModelState:
         """Return every variable that ranks must agree on: weights and optimizer state."""
         optimizers = shared_optimizer.optimizers_of(self.model)
         for optimizer in optimizers:
-            variable_parts.mark_slots(optimizer)
+            shared_optimizer.mark_slots(optimizer)
         own = {
             id(a) for optimizer in optimizers for a in shared_optimizer.accumulators_of(optimizer)
         }

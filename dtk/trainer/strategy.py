@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -13,15 +14,21 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
-from dtk.nests import Nest
+from dtk.nests import Tree
 
 _Made = TypeVar("_Made")
 
 # A model's `train_step` or `test_step`: takes a batch, returns logs.
-StepFunction: TypeAlias = Callable[[Nest], Nest]
+StepFunction: TypeAlias = Callable[[Tree], Tree]
 
 # A model's train or test function: takes an iterator over batches, returns logs.
-Loop: TypeAlias = Callable[[tf.data.Iterator], Nest]
+Loop: TypeAlias = Callable[[tf.data.Iterator], Tree]
+
+
+def tell(strategy: tf.distribute.Strategy, text: str) -> None:
+    """Print on rank 0, beside what the script prints."""
+    if strategy.is_chief:
+        print(f"dtk: {text}", file=sys.stderr, flush=True)
 
 
 class ShuffleSeed:
@@ -162,7 +169,8 @@ class Strategy(tf.distribute.Strategy):
         Args:
             name: Name of the sequence.
         """
-        with self.communicator.sequence(name), self.model_communicator.sequence(name):
+        running = self.extended.replica_communicator()
+        with running.sequence(name), self.model_communicator.sequence(name):
             yield
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -171,7 +179,7 @@ class Strategy(tf.distribute.Strategy):
         Args:
             name: Collectives of the same name run in order.
         """
-        return self.communicator.concurrent(name)
+        return self.extended.replica_communicator().concurrent(name)
 
     # What follows is right for one replica in each process; other strategies override it.
 
@@ -183,7 +191,7 @@ class Strategy(tf.distribute.Strategy):
         """Return the index in `local_ranks` of the running replica; call in a replica context."""
         return 0
 
-    def per_replica(self, parts: tuple[Nest, ...]) -> Nest:
+    def per_replica(self, parts: tuple[Tree, ...]) -> Tree:
         """Return an argument for `run` that gives `parts[i]` to replica i.
 
         Args:
@@ -215,18 +223,9 @@ class Strategy(tf.distribute.Strategy):
             variable: The variable.
             values: One value for each of `local_ranks`.
         """
-        variable.assign(values[0])
-
-    def copies(self, variable: keras.Variable) -> Sequence[tf.Tensor | tf.Variable]:
-        """Return the copies of a Keras variable that this process's replicas hold.
-
-        Args:
-            variable: The variable.
-
-        Returns:
-            One tensor or TensorFlow variable for each of `local_ranks`.
-        """
-        return (variable,)
+        copies = keras_variables.components(variable.value)
+        for copy, value in zip(copies, values, strict=True):
+            copy.assign(value)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows that other processes hold, in a replica context.
@@ -248,4 +247,9 @@ class Strategy(tf.distribute.Strategy):
         Returns:
             The same structure with all rows, in rank order.
         """
-        return outputs
+
+        def joined(rows: tf.Tensor) -> tf.Tensor:
+            parts = self.experimental_local_results(rows)
+            return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+        return keras.tree.map_structure(joined, outputs)

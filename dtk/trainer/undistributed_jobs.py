@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtk.cluster.detect import detect
-from dtk.errors import NotDistributedError, at_rank
+from dtk.errors import ClusterError, NotDistributedError, at_rank
 from dtk.nests import Function
 from dtk.patches import patch_for_good
 
@@ -49,7 +48,7 @@ def training_refused() -> Iterator[None]:
     # Without Model, a file of the script has this name; strategies report that.
     if hasattr(keras, "Model") and _trains_with_others():
         for name in ("fit", "train_on_batch"):
-            patch_for_good(keras.Model, name, functools.partial(_refusing, name=name))
+            patch_for_good(keras.Model, name, _refuse)
 
 
 def _trains_with_others() -> bool:
@@ -57,29 +56,30 @@ def _trains_with_others() -> bool:
     return environment.size > 1 and environment.role in ("worker", "chief")
 
 
-def _refusing(original: Function[object], name: str) -> Function[object]:
-    def refuse(model: keras.Model, *args: object, **kwargs: object) -> object:
-        if _decided.is_set():
-            return original(model, *args, **kwargs)
-        environment = detect()
-        raise NotDistributedError(
-            at_rank(
-                environment.rank,
-                f"{name} of model {model.name!r} before any strategy was made, in a job of "
-                f"{environment.size} processes ({environment.reason}): each would train a model of "
-                "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model "
-                "inside strategy.scope()",
-            )
-        )
-
-    return refuse
+def _refuse(
+    model: keras.Model, *args: object, original: Function[object], **kwargs: object
+) -> object:
+    if _decided.is_set():
+        return original(model, *args, **kwargs)
+    environment = detect()
+    told = (
+        f"{original.__name__} of model {model.name!r} before any strategy was made, in a job of "
+        f"{environment.size} processes ({environment.reason}): each would train a model of "
+        "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model "
+        "inside strategy.scope()"
+    )
+    raise NotDistributedError(at_rank(environment.rank, told))
 
 
 def _warn() -> None:
     # No warning after an exception: the traceback says more.
     if "keras" not in sys.modules or hasattr(sys, "last_value"):
         return
-    environment = detect()
+    try:
+        environment = detect()
+    except ClusterError as error:
+        print(f"dtk: {error}", file=sys.stderr)
+        return
     if _trains_with_others():
         print(
             f"dtk: rank {environment.rank}: this script made no strategy, so each of the "

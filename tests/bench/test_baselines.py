@@ -10,7 +10,7 @@ import pytest
 
 import dtk
 from dtk.bench import bench_jobs
-from dtk.bench.setting import BenchError
+from dtk.bench.results import BenchError
 
 
 def test_each_is_a_worker_in_a_file_of_its_own_and_can_be_started():
@@ -22,18 +22,12 @@ def test_each_is_a_worker_in_a_file_of_its_own_and_can_be_started():
         assert baseline.launcher in bench_jobs.LAUNCHERS
 
 
-def test_there_are_none_in_another_folder(tmp_path):
+def test_there_are_none_in_another_folder_and_an_unknown_name_says_what_is_expected(tmp_path):
     assert bench_jobs.find(tmp_path) == {}
-
-
-def test_an_unknown_name_says_what_is_expected():
     known = bench_jobs.find()
     with pytest.raises(BenchError, match="--peer jax: unknown, expected horovod-loop, .* or "):
         bench_jobs.choose(["torch", "jax"], known)
-    assert [one.name for one in bench_jobs.choose(["torch", "mpi4py"], known)] == [
-        "torch",
-        "mpi4py",
-    ]
+    assert bench_jobs.choose(["torch", "mpi4py"], known) == (known["torch"], known["mpi4py"])
 
 
 def test_an_installed_dtk_says_where_baselines_are(tmp_path):

@@ -9,10 +9,9 @@ import tensorflow as tf
 
 from dtk.bench.bench_jobs import JobLost, Places
 from dtk.bench.models import PROBLEMS, Problem
-from dtk.bench.results import Reading
-from dtk.bench.setting import Setting
+from dtk.bench.results import Reading, Setting
 from dtk.bench.turns import BenchRun
-from dtk.bench.variant import AllReduce, DistributedFit, LocalFit, Stopwatch
+from dtk.bench.variant import LocalFit, Stopwatch, allreduce, distributed_fit
 from dtk.bench.worker import clock
 from dtk.communicators import LocalCommunicator
 from dtk.strategies import AllReduceStrategy
@@ -108,81 +107,47 @@ def test_a_peer_that_is_lost_is_named_with_the_reason_and_the_rest_goes_on(lost_
     assert {name: len(turns) for name, turns in results.turns["mlp"].items()} == whole
 
 
-def test_another_model_is_not_compared():
-    results = measured(
-        Played("limit", ["limit"], []), Played("baseline", "ab", [], False, parameters=8)
-    )
+def test_another_model_is_not_compared_and_a_job_that_is_needed_ends_all_with_its_code():
+    other = Played("baseline", "ab", [], False, parameters=8)
+    results = measured(Played("limit", ["limit"], []), other)
     assert list(results.turns["mlp"]) == ["limit"]
     assert results.absent["baseline, mlp"] == "its model has 8 parameters, expected 7"
-
-
-def test_a_job_that_is_needed_ends_the_measurement_with_its_code():
     with pytest.raises(JobLost, match="it is gone") as lost:
         measured(Played("limit", ["limit"], [], lost_at=2))
     assert lost.value.code == 9
 
 
-MAKE = {
-    "limit": lambda setting, strategy: LocalFit(SMALL, setting, strategy.communicator, "/cpu:0"),
-    "dtk": lambda setting, strategy: DistributedFit(SMALL, setting, strategy, "1bit"),
-}
-
-
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_a_turn_is_so_many_steps_of_so_many_rows_and_one_more(make):
-    strategy = AllReduceStrategy(communicator="local")
-    variant = make(Setting(batch_size=3, steps=4), strategy)
-    seen = []
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
-    reading = clock(variant.measure)
-    assert variant.model.optimizer.iterations.numpy() == 5
-    assert 0 < 4 * reading["seconds"] < reading["fit"]
-    variant.model.fit(**variant._data, verbose=0, callbacks=[noting])
-    assert len(seen) == 5
-
-
-def test_an_all_reduce_is_of_so_many_bytes_and_one_more_than_is_measured():
-    strategy = AllReduceStrategy(communicator="local")
-    (step,) = [AllReduce(4000, Setting(steps=4), strategy)]
-    ticks = []
-    assert step.measure(lambda: ticks.append(1)) == {"sent": 0.0}
-    assert len(ticks) == 5
-    assert step._values.shape == (1000,)
-    assert step._step().numpy() == 1.0
-
-
-def test_the_limit_trains_without_a_strategy_and_the_others_with_it():
-    strategy = AllReduceStrategy(communicator="local")
-    limit = LocalFit(SMALL, Setting(), strategy.communicator, "/cpu:0")
-    together = DistributedFit(SMALL, Setting(), strategy, "8bit")
+def test_a_turn_is_so_many_steps_and_one_more_by_the_limit_without_a_strategy():
+    strategy, setting = AllReduceStrategy(communicator="local"), Setting(batch_size=3, steps=4)
+    limit = LocalFit(SMALL, setting, strategy.communicator, "/cpu:0")
+    together = distributed_fit(SMALL, setting, strategy, "8bit")
     assert limit.model.distribute_strategy is not strategy
     assert together.model.distribute_strategy is strategy
     assert (limit.name, together.name) == ("limit", "8bit")
     assert repr(strategy.exchange) == "Quantized(bits=8)"
     for mine, its in zip(limit.model.get_weights(), together.model.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, its)
+    for variant in (limit, together):
+        reading = clock(variant.measure)
+        assert variant.model.optimizer.iterations.numpy() == 5
+        assert len(reading["steps"]) == 4 and 0 < 4 * reading["seconds"] < reading["fit"]
+    ticks, measure = [], allreduce(4000, setting, strategy)
+    assert measure(lambda: ticks.append(1)) == {"sent": 0.0} and len(ticks) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("resnet20", 0.27), ("mlp", 10.51), ("embedding", 12.8), ("transformer", 0.79)],
-)
-def test_models_are_as_large_as_the_table_says_and_read_their_rows(name, millions):
+MILLIONS = {"resnet20": 0.27, "mlp": 10.51, "embedding": 12.8, "transformer": 0.79}
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_models_are_as_large_as_the_table_says_and_read_their_rows(name):
     problem = PROBLEMS[name]
     model = problem.build(keras)
-    assert model.count_params() / 1e6 == pytest.approx(millions, abs=0.01)
+    assert model.count_params() / 1e6 == pytest.approx(MILLIONS[name], abs=0.01)
     x, y = problem.data(3)
-    assert model(x).shape == (3, 10)
-    assert y.shape == (3,) and set(y) <= set(range(10))
-    np.testing.assert_array_equal(x, problem.data(3)[0])
-
-
-def test_the_embeddings_gradient_is_the_rows_it_touches():
-    problem = PROBLEMS["embedding"]
-    model = problem.build(keras)
-    x, _ = problem.data(2)
     with tf.GradientTape() as tape:
         out = model(x)
-    table = tape.gradient(out, model.trainable_variables[0].value)
-    assert isinstance(table, tf.IndexedSlices)
-    assert table.values.shape == (16, 64)
+    assert out.shape == (3, 10) and y.shape == (3,) and set(y) <= set(range(10))
+    np.testing.assert_array_equal(x, problem.data(3)[0])
+    if name == "embedding":  # of whose gradient are the rows that it touches
+        table = tape.gradient(out, model.trainable_variables[0].value)
+        assert isinstance(table, tf.IndexedSlices) and table.values.shape == (24, 64)

@@ -7,6 +7,8 @@ import doctest
 import functools
 import importlib
 import os
+import signal
+import time
 import warnings
 
 import keras
@@ -57,6 +59,13 @@ def compiled(optimizer, kind="world", dropout=0.0, width=4, **options):
     return model
 
 
+def fitted(model, *callbacks, rows=ROWS, **more):
+    """Fit a model to the rows of `data`, without a word."""
+    x, y = data(rows)
+    how = {"batch_size": BATCH, "verbose": 0, **more}
+    return model.fit(x, y, callbacks=list(callbacks), **how)
+
+
 def everything(model):
     """Weights and optimizer state, one vector."""
     variables = [*model.weights, *model.optimizer.variables]
@@ -82,6 +91,40 @@ def crash_at(epoch, step):
                 raise Crash
 
     return Crasher()
+
+
+class Preempted(keras.callbacks.Callback):
+    """Sends SIGTERM to the last rank after a step of an epoch, of training or of validation."""
+
+    def __init__(self, epoch, batch, validation=False):
+        super().__init__()
+        self.at, self.validation = (epoch, batch), validation
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self.validation:
+            self._send(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        if self.validation and self.epoch == self.at[0]:
+            time.sleep(0.25)
+            self._send(batch)
+
+    def _send(self, batch):
+        last = strategy().rank == strategy().communicator.size - 1
+        if last and (self.epoch, batch) == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def exit_code(function, *args, **kwargs):
+    """The code that a body exits with; None if it returns."""
+    try:
+        function(*args, **kwargs)
+    except SystemExit as ending:
+        return ending.code
+    return None
 
 
 def recorder(into):

@@ -9,11 +9,7 @@ import tensorflow as tf
 
 import dtk
 
-from callbacks.bodies import (
-    data,
-    fails,
-    strategy,
-)
+from callbacks.bodies import data, fails, strategy
 from later import RENORM
 
 two_ranks = pytest.mark.worlds(("collective", 2))
@@ -50,15 +46,8 @@ def normalized(form, batches, size=16, kind="world", synchronized=False, **optio
             model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
             model.compile("adam", "mse", metrics=["mae"], **options)
         held_out = (x[:9], y[:9])
-        model.fit(
-            x,
-            y,
-            batch_size=16,
-            epochs=2,
-            verbose=0,
-            callbacks=callbacks,
-            validation_data=held_out,
-        )
+        how = {"batch_size": 16, "epochs": 2, "verbose": 0, "validation_data": held_out}
+        model.fit(x, y, callbacks=callbacks, **how)
         assert norms[0].momentum == 0.99
         weights = [v.numpy().tobytes() for v in model.trainable_variables]
         found = [(n.moving_mean.numpy(), n.moving_variance.numpy()) for n in norms]
@@ -95,26 +84,18 @@ def test_two_devices(alone):
     check(alone.run(normalized, "arrays", 1, 15, "mirrored", timeout=90), 15)
 
 
-def normalization_refused(renorm):
-    def run(*layers):
-        with strategy().scope():
-            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        x, y = data()
-        model.fit(x, y, verbose=0, callbacks=[dtk.callbacks.BatchNormStatistics(x)])
-
-    layer = [keras.layers.BatchNormalization(renorm=True)] if renorm else []
-    return fails(run, *layer)
+def renormalized():
+    with strategy().scope():
+        layers = [keras.layers.BatchNormalization(renorm=True), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse")
+    x, y = data()
+    statistics = dtk.callbacks.BatchNormStatistics(x)
+    return fails(model.fit, x, y, verbose=0, callbacks=[statistics])
 
 
 @two_ranks
-@pytest.mark.parametrize(
-    ("renorm", "told"),
-    [
-        (False, "has no BatchNormalization that is trained"),
-        pytest.param(True, "renorm=True", marks=RENORM),
-    ],
-)
-def test_a_model_without_is_refused(pool, renorm, told):
-    for kind, message in pool.run(normalization_refused, renorm):
-        assert kind == "ValueError" and told in message
+@RENORM
+def test_renormalization_is_refused(pool):
+    for kind, message in pool.run(renormalized):
+        assert kind == "ValueError" and "renorm=True" in message

@@ -29,6 +29,7 @@ from callbacks.bodies import (
     difference,
     everything,
     fails,
+    fitted,
     recorder,
     strategy,
 )
@@ -53,158 +54,100 @@ def check(results):
 LESS = ("delayed", "block momentum")
 
 
+# Where a run is saved, crashes and goes on: in the middle of an epoch, and between two.
+WITHIN = {"save_freq": 7, "crash": (2, 2), "resumed": (1, 2)}
+BETWEEN = {"crash": (2, 3), "resumed": (2, 0)}
+
+
+def momentum_sgd(rate=0.05, **more):
+    return keras.optimizers.SGD(rate, momentum=0.9, **more)
+
+
+def rows():
+    return tf.data.Dataset.from_tensor_slices(data()).shuffle(ROWS)
+
+
 def epoch_case():
-    return {
-        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
-        "dropout": 0.3,
-        "callbacks": [
-            keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=0.5),
-            keras.callbacks.EarlyStopping("mae", mode="min", patience=3, restore_best_weights=True),
-        ],
-        "crash": (2, 3),
-        "resumed": (2, 0),
-    }
-
-
-def steps_case():
-    # Step 7 is in the middle of an accumulation window.
-    return {
-        "optimizer": keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.5),
-        "save_freq": 7,
-        "crash": (2, 2),
-        "resumed": (1, 2),
-    }
-
-
-def dataset_case():
-    return {
-        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
-        "data": tf.data.Dataset.from_tensor_slices(data()).shuffle(ROWS).batch(BATCH),
-        "save_freq": 7,
-        "crash": (2, 2),
-        "resumed": (1, 2),
-    }
+    stopping = keras.callbacks.EarlyStopping(
+        "mae", mode="min", patience=3, restore_best_weights=True
+    )
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=0.5)
+    callbacks = [plateau, stopping]
+    return {**BETWEEN, "optimizer": momentum_sgd(), "dropout": 0.3, "callbacks": callbacks}
 
 
 def stream_case():
-    return {
-        "optimizer": keras.optimizers.SGD(0.05),
-        "data": tf.data.Dataset.from_tensor_slices(data()).shuffle(ROWS).repeat().batch(BATCH),
-        "steps_per_epoch": 4,
-        "save_freq": 7,
-        "crash": (2, 1),
-        "resumed": (1, 3),
-    }
-
-
-def stream_epoch_case():
-    return {**stream_case(), "save_freq": "epoch", "resumed": (2, 0)}
+    stream = {"data": rows().repeat().batch(BATCH), "steps_per_epoch": 4}
+    return {**WITHIN, **stream, "optimizer": "sgd", "crash": (2, 1), "resumed": (1, 3)}
 
 
 def scaled_case():
     # Sizes 8, 16, 16, 32: 5, 3, 3, 2 steps; step 6 is within the warm-up.
-    return {
-        "optimizer": keras.optimizers.SGD(0.02, momentum=0.9),
-        "callbacks": [
-            dtk.callbacks.BatchSizeSchedule([8, (2, 16), 32]),
-            dtk.callbacks.LearningRateScaling(warmup_epochs=2.5),
-        ],
-        "save_freq": 6,
-        "crash": (2, 1),
-        "resumed": (1, 1),
-    }
+    sizes = dtk.callbacks.BatchSizeSchedule([8, (2, 16), 32])
+    callbacks = [sizes, dtk.callbacks.LearningRateScaling(warmup_epochs=2.5)]
+    how = {"save_freq": 6, "crash": (2, 1), "resumed": (1, 1)}
+    return {**how, "optimizer": momentum_sgd(0.02), "callbacks": callbacks}
 
 
 def schedule_case():
     decay = keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.9)
+    adam = keras.optimizers.Adam(decay, use_ema=True)
     return {
-        "optimizer": keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.Adam(decay, use_ema=True), initial_scale=64.0
-        ),
+        **BETWEEN,
+        "optimizer": keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0),
         "callbacks": [dtk.callbacks.LearningRateScaling("sqrt", warmup_epochs=3)],
-        "crash": (2, 1),
-        "resumed": (2, 0),
-    }
-
-
-def execution_case():
-    # Callbacks are called at steps 0, 2 and 4.
-    return {
-        "optimizer": "adam",
-        "compile": {"steps_per_execution": 2},
-        "save_freq": 4,
-        "crash": (1, 2),
-        "resumed": (0, 4),
     }
 
 
 def swapped_case():
     # At the end of an epoch the averages are in the model, and its weights are in the optimizer.
-    return {
-        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.8),
-        "callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
-        "crash": (2, 1),
-        "resumed": (2, 0),
-    }
+    averaging = momentum_sgd(use_ema=True, ema_momentum=0.8)
+    swapping = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    return {**BETWEEN, "optimizer": averaging, "callbacks": swapping}
+
+
+def exchanging(how, exchange, optimizer="adam"):
+    return {**how, "optimizer": optimizer, "exchange": exchange}
+
+
+def block_momentum_case():
+    blocks = dtk.exchange.BlockMomentum(block_size=3 * BATCH, reset_local_momentum=False)
+    return exchanging(BETWEEN, blocks, momentum_sgd())
+
+
+def steps_case():
+    # Step 7 is in the middle of an accumulation window.
+    adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.5)
+    return {**WITHIN, "optimizer": adam}
+
+
+def execution_case():
+    # Callbacks are called at steps 0, 2 and 4.
+    how = {"save_freq": 4, "crash": (1, 2), "resumed": (0, 4)}
+    return {**how, "optimizer": "adam", "compile": {"steps_per_execution": 2}}
 
 
 def quantised_case():
     # Its residuals are each worker's own, and the stripes of sums each owner's.
-    return {
-        "optimizer": "adam",
-        "exchange": exchange().WarmStart(exchange().Quantized(1), samples=3 * BATCH),
-        "save_freq": 7,
-        "crash": (2, 2),
-        "resumed": (1, 2),
-    }
+    quantized = dtk.exchange.Quantized(1)
+    return exchanging(WITHIN, dtk.exchange.WarmStart(quantized, samples=3 * BATCH))
 
 
-def delayed_case():
-    # Gradients that no step has applied yet are saved.
-    return {
-        "optimizer": "adam",
-        "exchange": exchange().Delayed(exchange().Quantized(4)),
-        "save_freq": 7,
-        "crash": (2, 2),
-        "resumed": (1, 2),
-    }
-
-
-def block_momentum_case():
-    return {
-        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
-        "exchange": exchange().BlockMomentum(block_size=3 * BATCH, reset_local_momentum=False),
-        "crash": (2, 3),
-        "resumed": (2, 0),
-    }
-
-
-def averaging_case():
-    # Adam's moments are each worker's own.
-    return {
-        "optimizer": "adam",
-        "exchange": exchange().ModelAveraging(period=BATCH),
-        "crash": (2, 3),
-        "resumed": (2, 0),
-    }
-
-
-def exchange():
-    return dtk.exchange
-
-
+# Made when they are used: TensorFlow's collectives must come before the first tensor.
 CASES = {
     "quantised": quantised_case,
-    "delayed": delayed_case,
+    # Gradients that no step has applied yet are saved.
+    "delayed": lambda: exchanging(WITHIN, dtk.exchange.Delayed(dtk.exchange.Quantized(4))),
     "block momentum": block_momentum_case,
-    "averaging": averaging_case,
+    # Adam's moments are each worker's own.
+    "averaging": lambda: exchanging(BETWEEN, dtk.exchange.ModelAveraging(period=BATCH)),
     "swapped": swapped_case,
     "execution": execution_case,
     "epoch": epoch_case,
     "steps": steps_case,
-    "dataset": dataset_case,
+    "dataset": lambda: {**WITHIN, "optimizer": momentum_sgd(), "data": rows().batch(BATCH)},
     "stream": stream_case,
-    "stream-epoch": stream_epoch_case,
+    "stream-epoch": lambda: {**stream_case(), **BETWEEN, "save_freq": "epoch"},
     "scaled": scaled_case,
     "schedule": schedule_case,
 }
@@ -216,8 +159,13 @@ def train(name, directory=None, crash=False, seed=5, kind="world"):
     case = CASES[name]()
     strategy(kind).exchange = case.get("exchange")
     model = compiled(case["optimizer"], kind, case.get("dropout", 0.0), **case.get("compile", {}))
-    seen = []
-    callbacks = [*case.get("callbacks", ()), recorder(seen)]
+    seen, drawn = [], []
+
+    class Drawing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            drawn.append((random.random(), np.random.rand()))
+
+    callbacks = [*case.get("callbacks", ()), recorder(seen), Drawing()]
     if directory is not None:
         # First in the list: order must not matter.
         callbacks.insert(0, dtk.callbacks.Checkpoint(directory, case.get("save_freq", "epoch")))
@@ -232,7 +180,7 @@ def train(name, directory=None, crash=False, seed=5, kind="world"):
         model.fit(**given, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     except Crash:
         assert crash
-    return everything(model), model.history.history, seen[0][:2]
+    return everything(model), model.history.history, seen[0][:2], drawn[-1]
 
 
 def resume(name, directory, kind="world"):
@@ -241,10 +189,11 @@ def resume(name, directory, kind="world"):
     A shuffled dataset takes its seed when the script makes it, before any callback runs.
     """
     place = pathlib.Path(directory, str(strategy(kind).rank))  # ranks share no file system
-    whole, history, _ = train(name, kind=kind)
+    whole, history, _, drawn = train(name, kind=kind)
     train(name, place, crash=True, kind=kind)
     seed = 5 if "data" in CASES[name]() else 99
-    again, resumed_history, start = train(name, place, seed=seed, kind=kind)
+    again, resumed_history, start, drawn_again = train(name, place, seed=seed, kind=kind)
+    assert drawn == drawn_again, "Python and numpy draw on where they were"
     return {
         "difference": difference(again, whole),
         "history": history,
@@ -276,45 +225,54 @@ def test_resumed_equals_uninterrupted_in_one_process(alone, tmp_path, kind, name
 def test_another_world_size_resumes(pool, alone, tmp_path):
     """Written by two ranks within an accumulation window; one process and two devices go on."""
     pool.run(train, "steps", str(tmp_path / "0"), True, timeout=120)
-    [(whole, _, _)] = alone.run(train, "steps", timeout=120)
+    [(whole, *_)] = alone.run(train, "steps", timeout=120)
     for kind in ("world", "mirrored"):
         place = str(shutil.copytree(tmp_path / "0", tmp_path / kind))
-        [(again, _, start)] = alone.run(train, "steps", place, False, 9, kind, timeout=120)
+        [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, kind, timeout=120)
         assert start == (1, 2)
         assert difference(again, whole) <= 1e-5
 
 
-def checkpoint_of(optimizer, directory, width=4, epochs=1, kind="world", **options):
+def checkpoint_of(optimizer, directory, width=4):
     keras.utils.set_random_seed(5)
-    model = compiled(optimizer, kind, width=width)
-    x, y = data()
-    history = model.fit(
-        x,
-        y,
-        batch_size=BATCH,
-        epochs=epochs,
-        verbose=0,
-        callbacks=[dtk.callbacks.Checkpoint(directory, **options)],
-    )
-    return everything(model), history.history
+    fitted(compiled(optimizer, width=width), dtk.callbacks.Checkpoint(directory))
 
 
 def another_model(directory):
-    checkpoint_of("sgd", directory)
+    """What is said of another width or optimizer, and of one random layer or metric more."""
+
+    def run(dropouts=1, metrics=("mae",), save_freq="epoch", *more):
+        keras.utils.set_random_seed(5)
+        with strategy().scope():
+            layers = [keras.layers.Dropout(0.1) for _ in range(dropouts)]
+            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+            model.compile(optimizer="sgd", loss="mse", metrics=list(metrics))
+        place = pathlib.Path(directory, str(save_freq))
+        fitted(model, dtk.callbacks.Checkpoint(place, save_freq), *more, epochs=2)
+
+    place = pathlib.Path(directory, "weights")
+    checkpoint_of("sgd", place)
+    run()
+    with contextlib.suppress(Crash):
+        run(1, ["mae"], 3, crash_at(0, 4))
     return [
-        fails(checkpoint_of, "sgd", directory, width=5),
-        fails(checkpoint_of, "adam", directory),
+        fails(checkpoint_of, "sgd", place, width=5),
+        fails(checkpoint_of, "adam", place),
+        fails(run, 2),
+        fails(run, 1, ["mae", "mape"], 3),
     ]
 
 
 @two_ranks
 def test_another_model_is_refused_on_every_rank(pool, tmp_path):
+    """Breaks as "zip() argument 2 is shorter than argument 1"."""
     for answers in pool.run(another_model, str(tmp_path)):
-        (kind, shape), (other_kind, missing) = answers
-        assert kind == other_kind == "ValueError"
+        shape, missing, dropout, metric = [text for kind, text in answers if kind == "ValueError"]
         assert re.search(r"dense\w*/kernel \[\[6, 4\].* has .*kernel \[\[6, 5\]", shape)
-        assert "resume=False" in shape
+        assert "resume=False" in shape and "resume=False" in dropout
         assert "belongs to another model" in missing
+        assert "it has 1 random layers (Dropout and the like), this model has 2" in dropout
+        assert "variables of metrics, this model has" in metric
 
 
 def full_disk(directory):
@@ -338,18 +296,10 @@ def early_stopped(directory):
     for _ in range(2):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.SGD(0.05))
-        x, y = data()
         stopping = keras.callbacks.EarlyStopping(
             "loss", patience=1, min_delta=100.0, restore_best_weights=True
         )
-        history = model.fit(
-            x,
-            y,
-            batch_size=BATCH,
-            epochs=9,
-            verbose=0,
-            callbacks=[dtk.callbacks.Checkpoint(directory), stopping],
-        )
+        history = fitted(model, dtk.callbacks.Checkpoint(directory), stopping, epochs=9)
         epochs.append((history.epoch, everything(model).tolist()))
     return epochs
 
@@ -359,72 +309,6 @@ def test_a_run_that_stopped_early_stays_stopped(pool, tmp_path):
     for (epochs, weights), (epochs_again, weights_again) in pool.run(early_stopped, str(tmp_path)):
         assert epochs == epochs_again == [0, 1]
         np.testing.assert_allclose(weights_again, weights, rtol=1e-6)
-
-
-def draws(directory):
-    """What Python's and numpy's generators give in every step: of a whole run, and of a resumed."""
-
-    def run(*callbacks, seed=5):
-        keras.utils.set_random_seed(seed)
-        model = compiled("sgd")
-        drawn = {}
-
-        class Drawing(keras.callbacks.Callback):
-            def on_epoch_begin(self, epoch, logs=None):
-                self.epoch = epoch
-
-            def on_train_batch_end(self, batch, logs=None):
-                drawn[self.epoch, batch] = random.random(), np.random.rand()
-
-        x, y = data()
-        with contextlib.suppress(Crash):
-            model.fit(
-                x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Drawing(), *callbacks]
-            )
-        return drawn
-
-    whole = run()
-    run(dtk.callbacks.Checkpoint(directory, 7), crash_at(2, 1))
-    return whole, run(dtk.callbacks.Checkpoint(directory, 7), seed=99)
-
-
-@two_ranks
-def test_python_and_numpy_draw_on_where_they_were(pool, tmp_path):
-    """Breaks when their state is saved but not restored: the resumed script has another seed."""
-    first, *_ = pool.run(draws, str(tmp_path))
-    whole, resumed = first
-    assert sorted(resumed) == sorted(whole)[7:]
-    assert resumed == {step: whole[step] for step in resumed}
-
-
-def one_dropout_more(directory):
-    """A random layer, then a metric, that the checkpoint does not know: neither has weights."""
-
-    def run(dropouts=1, metrics=("mae",), save_freq="epoch", *more):
-        keras.utils.set_random_seed(5)
-        with strategy().scope():
-            layers = [keras.layers.Dropout(0.1) for _ in range(dropouts)]
-            model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
-            model.compile(optimizer="sgd", loss="mse", metrics=list(metrics))
-        x, y = data()
-        place = pathlib.Path(directory, str(save_freq))
-        saved = dtk.callbacks.Checkpoint(place, save_freq)
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[saved, *more])
-
-    run()
-    with contextlib.suppress(Crash):
-        run(1, ["mae"], 3, crash_at(0, 4))
-    return fails(run, 2), fails(run, 1, ["mae", "mape"], 3)
-
-
-@two_ranks
-def test_a_dropout_or_metric_more_than_was_saved_is_refused(pool, tmp_path):
-    """Breaks as "zip() argument 2 is shorter than argument 1"."""
-    for (kind, dropout), (other_kind, metric) in pool.run(one_dropout_more, str(tmp_path)):
-        assert kind == other_kind == "ValueError"
-        assert "it has 1 random layers (Dropout and the like), this model has 2" in dropout
-        assert "resume=False" in dropout
-        assert "variables of metrics, this model has" in metric
 
 
 def best_of(directory):
@@ -479,13 +363,12 @@ def blown_up(directory):
             if epoch == 2:
                 self.model.optimizer.learning_rate = np.inf
 
-    x, y = data()
     for more in ([BlowUp(), keras.callbacks.TerminateOnNaN()], []):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.SGD(0.01))
         place = dtk.callbacks.Checkpoint(directory)
         with contextlib.redirect_stdout(said):
-            model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[place, *more])
+            fitted(model, place, *more, epochs=4)
         if more:
             kept = place.files.names()
     finite = all(np.all(np.isfinite(weight)) for weight in model.get_weights())

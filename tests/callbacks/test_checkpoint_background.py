@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
-import signal
 import threading
 import time
 
@@ -17,10 +15,18 @@ import pytest
 
 import dtk
 from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
-from dtk.callbacks.checkpointing.writing import Background
+from dtk.callbacks.checkpointing.contents import Background
 
-from callbacks.bodies import BATCH, Crash, compiled, crash_at, data, fails, strategy
-from strategies.bodies import served_with
+from callbacks.bodies import (
+    Crash,
+    Preempted,
+    compiled,
+    crash_at,
+    exit_code,
+    fails,
+    fitted,
+    strategy,
+)
 
 
 def test_the_next_work_waits_and_says_so_where_it_waits_long():
@@ -74,17 +80,25 @@ def slow_disk(seconds):
     return lambda: setattr(CheckpointFiles, "write", write)
 
 
+def is_writing():
+    return "dtk-checkpoint" in [one.name for one in threading.enumerate()]
+
+
+class During(keras.callbacks.Callback):
+    """Notes after each step whether a checkpoint is being written."""
+
+    def __init__(self, into):
+        super().__init__()
+        self.into = into
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.into.append(is_writing())
+
+
 def both_ways(directory):
     """Twice the same training: its checkpoints one by one; steps while one was written."""
     strategy()
-    x, y = data()
     contents, during = {}, []
-
-    class During(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            names = [one.name for one in threading.enumerate()]
-            during.append("dtk-checkpoint" in names)
-
     for background in (False, True):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.Adam(0.05), dropout=0.3)
@@ -94,7 +108,7 @@ def both_ways(directory):
         )
         undo = slow_disk(0.3 if background else 0.0)
         try:
-            model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[saved, During()])
+            fitted(model, saved, During(during), epochs=3)
         finally:
             undo()
         strategy().communicator.barrier()
@@ -109,7 +123,7 @@ def both_ways(directory):
     return same, len(contents[True]), any(during), best, hidden
 
 
-@pytest.mark.worlds(("local", 1), ("collective", 2))
+@pytest.mark.worlds(("collective", 2))
 def test_the_same_bits_as_without(pool, tmp_path):
     results = pool.run(both_ways, str(tmp_path), timeout=120)
     for same, count, _, best, hidden in results:
@@ -118,89 +132,29 @@ def test_the_same_bits_as_without(pool, tmp_path):
     assert not any(result[2] for result in results[1:])
 
 
-def restored(directory, kind):
-    """Weights after a fit that saves beside itself, and of a second model that starts from that."""
-    chosen = served_with("sync") if kind == "served" else strategy(kind)
-    x, y = data()
-    found, during = [], []
-
-    class During(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            during.append("dtk-checkpoint" in [one.name for one in threading.enumerate()])
-
-    undo = slow_disk(0.3)
-    try:
-        for _ in range(2):
-            with chosen.scope():
-                model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="only")])
-                model.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse")
-            saved = dtk.callbacks.Checkpoint(directory, save_freq=2, background=True)
-            model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[saved, During()])
-            found.append([np.asarray(w) for w in model.get_weights()])
-            assert saved.files.names() and "dtk-checkpoint" not in threading.enumerate()
-    finally:
-        undo()
-    return found, any(during), len(during)
-
-
-def check_restored(result):
-    (whole, resumed), during, steps = result
-    assert during and steps == 15, "the second fit has nothing left to do"
-    for one, other in zip(whole, resumed, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_two_devices_save_beside_their_training(alone, tmp_path):
-    check_restored(alone.run(restored, str(tmp_path), "mirrored", timeout=90)[0])
-
-
-@pytest.mark.worlds(("served", 2))
-def test_a_job_with_servers_saves_beside_its_training(pool, tmp_path):
-    check_restored(pool.run(restored, str(tmp_path), "served", timeout=90)[0])
-
-
 def left_early(directory, how):
     """A fit that ends while a checkpoint is being written; what is there right after."""
     strategy()
     place = dtk.callbacks.Checkpoint(directory, save_freq=2, background=True)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if how == "sigterm" and batch == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    x, y = data(400)
-    undo, said, code = slow_disk(1.0), io.StringIO(), None
+    undo, said = slow_disk(1.0), io.StringIO()
+    ending = crash_at(0, 3) if how == "crash" else Preempted(0, 2)
     try:
         with contextlib.redirect_stdout(said):
-            compiled("sgd").fit(
-                x,
-                y,
-                batch_size=BATCH,
-                verbose=0,
-                callbacks=[place, Preempted(), *([crash_at(0, 3)] if how == "crash" else [])],
-            )
-    except SystemExit as ending:
-        code = ending.code
+            code = exit_code(fitted, compiled("sgd"), place, ending, rows=400)
     except Crash:
         code = "crash"
     finally:
         undo()
-    running = "dtk-checkpoint" in [one.name for one in threading.enumerate()]
     steps = [place.files.read(name)[0]["step"] for name in place.files.names()]
-    return code, steps, running, said.getvalue()
+    return code, steps, is_writing(), said.getvalue()
 
 
 @pytest.mark.worlds(("local", 1))
-def test_an_exception_waits_for_what_is_being_written(pool, tmp_path):
-    ((code, steps, running, _),) = pool.run(left_early, str(tmp_path), "crash")
-    assert (code, steps, running) == ("crash", [2], False)
-
-
-@pytest.mark.worlds(("local", 1))
-def test_sigterm_waits_for_it_and_saves_what_was_reached(pool, tmp_path):
-    ((code, steps, running, said),) = pool.run(left_early, str(tmp_path), "sigterm")
-    assert (code, steps, running) == (143, [3, 2], False)
+def test_an_exception_and_sigterm_wait_for_what_is_being_written(pool, tmp_path):
+    ((*found, _),) = pool.run(left_early, str(tmp_path / "one"), "crash")
+    assert found == ["crash", [2], False]
+    ((*found, said),) = pool.run(left_early, str(tmp_path / "two"), "sigterm")
+    assert found == [143, [3, 2], False]
     assert "SIGTERM: saved " in said and "checkpoint-00000002" in said
 
 
@@ -224,35 +178,23 @@ def failing(directory, options):
             time.sleep(0.2)
             steps.append(batch)
 
-    x, y = data(64)
     said = io.StringIO()
     CheckpointFiles.write = once
     try:
         with contextlib.redirect_stdout(said):
-            failure = fails(
-                compiled("sgd").fit,
-                x,
-                y,
-                batch_size=BATCH,
-                verbose=0,
-                callbacks=[place, Steps()],
-            )
+            failure = fails(fitted, compiled("sgd"), place, Steps(), rows=64)
     finally:
         CheckpointFiles.write = write
     return failure, steps, said.getvalue(), place.files.names()
 
 
 @pytest.mark.worlds(("local", 1), ("collective", 2))
-def test_a_failure_is_told_and_the_next_save_tries_anew(pool, tmp_path):
-    results = pool.run(failing, str(tmp_path), {})
+def test_a_failure_is_told_and_the_next_save_tries_anew_or_training_ends(pool, tmp_path):
+    results = pool.run(failing, str(tmp_path / "one"), {})
     for failure, steps, _, names in results:
         assert failure is None and steps == list(range(8)) and len(names) == 3
     assert results[0][2].count("No space left on device; training goes on") == 1
-
-
-@pytest.mark.worlds(("local", 1), ("collective", 2))
-def test_a_failure_ends_training_on_all_ranks_soon(pool, tmp_path):
-    results = pool.run(failing, str(tmp_path), {"on_save_error": "raise"})
+    results = pool.run(failing, str(tmp_path / "two"), {"on_save_error": "raise"})
     for (kind, text), steps, _, names in results:
         assert kind == "CheckpointSaveError" and "No space left" in text and not names
         # Alone at the next step, which is the third; with others where the next save is.

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import keras
 import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.callbacks.checkpointing import frequency
-from dtk.callbacks.checkpointing.frequency import Frequency
+from dtk.callbacks import checkpoint
+from dtk.callbacks.checkpoint import Frequency
 
 from callbacks.bodies import compiled, data, strategy
 
-
-class Arrays:
-    """37 rows in batches of 8, as a `Feed` counts them."""
-
-    def batch_size(self):
-        return 8
-
-    def rows_counted(self, steps):
-        return min(steps * 8, 37)
-
-
-class Generator:
-    def batch_size(self):
-        return None
-
-    def rows_counted(self, steps):
-        return None
+# As a `Feed` counts them: 37 rows in batches of 8; what a generator does not tell.
+ARRAYS = types.SimpleNamespace(rows_counted=lambda steps: min(steps * 8, 37))
+GENERATOR = types.SimpleNamespace(rows_counted=lambda steps: None)
 
 
 def test_rows_are_looked_up_seldom(monkeypatch):
     """Steps of 10 rows, a thousand of them to a checkpoint: a look for each halving."""
     looks = []
-    monkeypatch.setattr(frequency, "count_rows", lambda step: looks.append(step) or 10 * step)
+    monkeypatch.setattr(checkpoint, "count_rows", lambda step: looks.append(step) or 10 * step)
     counted = Frequency(save_every_samples=10_000)
     saved = []
     for step in range(1, 3001):
-        counted.count(step, Generator(), step)
+        counted.count(step, GENERATOR, step)
         if counted.due:
             saved.append(step)
             counted.saved()
@@ -50,34 +37,34 @@ def test_rows_are_looked_up_seldom(monkeypatch):
 
 def test_rows_that_were_not_looked_up_before_a_checkpoint_count_only_once(monkeypatch):
     """The last steps of an epoch count by those before; they are no part of what comes next."""
-    monkeypatch.setattr(frequency, "count_rows", lambda step: 10 * step)
+    monkeypatch.setattr(checkpoint, "count_rows", lambda step: 10 * step)
     counted = Frequency(save_every_samples=100)
     for step in range(1, 9):
-        counted.count(step, Generator(), step)
-    counted.count(10, Generator(), None)
+        counted.count(step, GENERATOR, step)
+    counted.count(10, GENERATOR, None)
     assert counted.due and counted.samples == 100
     counted.saved()
-    counted.count(11, Generator(), 11)
+    counted.count(11, GENERATOR, 11)
     assert counted.samples == 10
 
 
 def test_batches_that_grow_are_counted_as_they_are(monkeypatch):
-    monkeypatch.setattr(frequency, "count_rows", lambda step: 8 * step if step < 9 else 64 * step)
+    monkeypatch.setattr(checkpoint, "count_rows", lambda step: 8 * step if step < 9 else 64 * step)
     counted = Frequency(save_every_samples=1000)
     for step in range(1, 17):
-        counted.count(step, Generator(), step)
+        counted.count(step, GENERATOR, step)
     assert counted.due and counted.samples == 16 * 64
 
 
 def test_a_last_smaller_batch_counts_its_own_rows(monkeypatch):
-    monkeypatch.setattr(frequency, "count_rows", lambda model: 24)
+    monkeypatch.setattr(checkpoint, "count_rows", lambda model: 24)
     counted = Frequency(save_every_samples=30)
     for done in range(6):
-        counted.count(done, Arrays())
+        counted.count(done, ARRAYS)
     assert (counted.steps, counted.samples) == (5, 37)
     counted.saved()
     counted.begin_epoch(3, None)
-    counted.count(4, Arrays())
+    counted.count(4, ARRAYS)
     assert (counted.samples, counted.due) == (8, False)
 
 

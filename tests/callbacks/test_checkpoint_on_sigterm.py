@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
-import time
 
 import keras
 import pytest
@@ -14,7 +12,18 @@ import tensorflow as tf
 import dtk
 from dtk.callbacks import checkpoint
 
-from callbacks.bodies import BATCH, compiled, data, difference, everything, recorder, strategy
+from callbacks.bodies import (
+    BATCH,
+    Preempted,
+    compiled,
+    data,
+    difference,
+    everything,
+    exit_code,
+    fitted,
+    recorder,
+    strategy,
+)
 from callbacks.test_checkpoint import EXACT, check
 
 two_ranks = pytest.mark.worlds(("collective", 2))
@@ -22,32 +31,18 @@ two_ranks = pytest.mark.worlds(("collective", 2))
 
 def terminated(directory):
     """The last rank alone gets SIGTERM at step 2 of epoch 1; all leave together, then resume."""
-    chosen = strategy()
+    strategy()  # before the first tensor
     mine = signal.getsignal(signal.SIGTERM)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_train_batch_end(self, batch, logs=None):
-            last = chosen.rank == chosen.communicator.size - 1
-            if last and (self.epoch, batch) == (1, 1):
-                os.kill(os.getpid(), signal.SIGTERM)
 
     def run(*callbacks, seen=None):
         keras.utils.set_random_seed(5)
         model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
-        x, y = data(400)
         note = recorder([] if seen is None else seen)
-        model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[*callbacks, note])
+        fitted(model, *callbacks, note, rows=400, epochs=3)
         return everything(model)
 
     whole = run()
-    code = None
-    try:
-        run(dtk.callbacks.Checkpoint(directory), Preempted())
-    except SystemExit as ending:
-        code = ending.code
+    code = exit_code(run, dtk.callbacks.Checkpoint(directory), Preempted(1, 1))
     restored = signal.getsignal(signal.SIGTERM) is mine
     seen = []
     again = run(dtk.callbacks.Checkpoint(directory), seen=seen)
@@ -56,30 +51,17 @@ def terminated(directory):
 
 @two_ranks
 def test_sigterm_on_one_rank_saves_and_ends_all(pool, tmp_path):
-    results = pool.run(terminated, str(tmp_path), timeout=120)
-    assert results[0] == results[1]
-    code, restored, (epoch, step, _), difference = results[0]
-    assert code == 143
-    assert restored, "SIGTERM must be given back"
+    first, second = pool.run(terminated, str(tmp_path), timeout=120)
+    code, restored, (epoch, step, _), difference = first
+    assert first == second and code == 143 and restored, "SIGTERM must be given back"
     assert (1, 0) < (epoch, step) < (3, 0), "left after the signal, before the end"
     assert difference <= EXACT
 
 
 def preempted_in_validation(directory, form, patience=3.0):
     """SIGTERM on the last rank early in a validation that lasts longer than ranks are patient."""
-    chosen = strategy()
+    strategy()  # before the first tensor
     x, y = data(40)
-
-    class Preempted(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_test_batch_end(self, batch, logs=None):
-            if self.epoch == 1:
-                time.sleep(0.25)
-                last = chosen.rank == chosen.communicator.size - 1
-                if last and batch == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
 
     class Other(keras.callbacks.Callback):
         """Validates other weights than it trains: these must not be what is saved."""
@@ -112,12 +94,10 @@ def preempted_in_validation(directory, form, patience=3.0):
         return everything(model), model.history.history
 
     whole, history = run()
-    code, original = None, checkpoint.Termination
+    original = checkpoint.Termination
     checkpoint.Termination = functools.partial(original, patience=patience)
     try:
-        run(dtk.callbacks.Checkpoint(directory), Preempted())
-    except SystemExit as ending:
-        code = ending.code
+        code = exit_code(run, dtk.callbacks.Checkpoint(directory), Preempted(1, 2, True))
     finally:
         checkpoint.Termination = original
     seen = []
@@ -155,25 +135,14 @@ def test_sigterm_in_one_process(alone, tmp_path):
 
 def two_of_them(first, second, ends):
     """Two in one fit, of which the second saves seldom; SIGTERM in epoch 1 if it ends early."""
-
-    class Preempted(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if ends and batch == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    handler, code = signal.getsignal(signal.SIGTERM), None
+    handler = signal.getsignal(signal.SIGTERM)
     places = [
         dtk.callbacks.Checkpoint(first),
         dtk.callbacks.Checkpoint(second, save_freq=1000),
         dtk.callbacks.Checkpoint(f"{second}-ends-only", save_on_sigterm=False, save_freq=1000),
     ]
-    x, y = data(400)
-    try:
-        compiled("sgd").fit(
-            x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*places, Preempted()]
-        )
-    except SystemExit as ending:
-        code = ending.code
+    more = [Preempted(0, 1)] if ends else []
+    code = exit_code(fitted, compiled("sgd"), *places, *more, rows=400, epochs=2)
     assert signal.getsignal(signal.SIGTERM) is handler, "SIGTERM must be given back"
     assert signal.set_wakeup_fd(-1) == -1
     return code, [[place.files.read(name)[0] for name in place.files.names()] for place in places]
@@ -188,15 +157,3 @@ def test_two_checkpoints_in_one_fit_both_save(pool, tmp_path):
     paths = str(tmp_path / "three"), str(tmp_path / "four")
     ((code, saved),) = pool.run(two_of_them, *paths, False)
     assert code is None and [len(found) for found in saved] == [2, 1, 1]
-
-
-@pytest.mark.worlds(("local", 1))
-def test_two_checkpoints_of_one_directory_are_refused(pool, tmp_path):
-    pool.run(one_directory, str(tmp_path))
-
-
-def one_directory(directory):
-    x, y = data(40)
-    places = [dtk.callbacks.Checkpoint(directory), dtk.callbacks.Checkpoint(f"{directory}/.")]
-    with pytest.raises(ValueError, match="two Checkpoint callbacks write to"):
-        compiled("sgd").fit(x, y, verbose=0, callbacks=places)

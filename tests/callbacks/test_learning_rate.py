@@ -12,10 +12,9 @@ import pytest
 
 import dtk
 from dtk.callbacks import epochs_per_worker
-from dtk.callbacks.learning_rate import ScaledSchedule, factor_for, momentum_buffers, warm_up
-from dtk.trainer.gradients import shared_optimizer
+from dtk.callbacks.learning_rate import ScaledSchedule, momentum_buffers
 
-from callbacks.bodies import compiled, data, difference, strategy
+from callbacks.bodies import compiled, data, difference, fitted, strategy
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -89,7 +88,6 @@ def scaled_once(directory):
     def rate_of(model):
         return round(float(keras.ops.convert_to_tensor(model.optimizer.learning_rate).numpy()), 6)
 
-    x, y = data()
     rates = []
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
@@ -97,25 +95,18 @@ def scaled_once(directory):
         scaling = dtk.callbacks.LearningRateScaling()
         for callback in (scaling, scaling, dtk.callbacks.LearningRateScaling()):
             saved = dtk.callbacks.Checkpoint(directory, resume=False)
-            model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback, saved])
+            fitted(model, callback, saved)
             rates.append(rate_of(model))
         for order in (1, -1):
             model = compiled(keras.optimizers.SGD(0.1))
             again = [dtk.callbacks.LearningRateScaling(), dtk.callbacks.Checkpoint(directory)]
-            model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=again[::order])
+            fitted(model, *again[::order], epochs=4)
             rates.append(rate_of(model))
         # Absolute rates of other callbacks stand, and a new optimizer is scaled anew.
         with strategy().scope():
             model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
         absolute = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 if epoch == 0 else 0.03)
-        model.fit(
-            x,
-            y,
-            batch_size=8,
-            epochs=2,
-            verbose=0,
-            callbacks=[dtk.callbacks.LearningRateScaling(), absolute],
-        )
+        fitted(model, dtk.callbacks.LearningRateScaling(), absolute, epochs=2)
         rates.append(rate_of(model))
     return rates, told.getvalue()
 
@@ -130,20 +121,6 @@ def test_scaled_once_whatever_happens(pool, tmp_path):
     assert second[1] == "", "rank 0 alone prints"
 
 
-@pytest.mark.parametrize(
-    "rule, workers, factor", [("linear", 4, 4.0), ("sqrt", 4, 2.0), (0.5, 4, 0.5), ("sqrt", 1, 1.0)]
-)
-def test_what_a_rule_makes_of_a_number_of_workers(rule, workers, factor):
-
-    assert factor_for(rule, workers) == factor
-
-
-def test_a_warm_up_ends_at_the_whole_factor():
-    """Breaks as a rate that goes on rising where warm-up ends in the middle of an epoch."""
-
-    assert [warm_up(4.0, progress) for progress in (0.0, 0.5, 1.0, 1.5)] == [1.0, 2.5, 4.0, 4.0]
-
-
 def test_the_scaled_schedule_survives_saving():
     inner = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     schedule = ScaledSchedule(inner, 3.0)
@@ -151,30 +128,21 @@ def test_the_scaled_schedule_survives_saving():
     assert float(again(10)) == pytest.approx(0.15)
 
 
-@pytest.mark.parametrize("name, buffers", [("LARS", 1), ("LAMB", 0), ("RMSpropWarmup", 0)])
-def test_which_of_dtks_optimizers_have_the_rate_in_their_momentum(name, buffers):
-    more = {"steps_per_epoch": 10} if name == "RMSpropWarmup" else {}
-    optimizer = getattr(dtk.optimizers, name)(learning_rate=0.1, **more)
-    optimizer.build([keras.Variable([[1.0]])])
-    assert len(momentum_buffers(optimizer)) == buffers
-
-
-def test_optimizer_learning_rate():
-    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    assert shared_optimizer.schedule_of(keras.optimizers.SGD(decay)) is decay
-    assert shared_optimizer.schedule_of(keras.optimizers.SGD(0.1)) is None
-    wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(decay))
-    assert shared_optimizer.schedule_of(wrapped) is decay
-
-
-@pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.RMSprop])
-def test_momentum_buffers_are_found(kind):
-    optimizer = kind(0.1, momentum=0.9)
-    optimizer.build([keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))])
-    assert [tuple(b.shape) for b in momentum_buffers(optimizer)] == [(3,), (2,)]
-    adam = keras.optimizers.Adam(0.1)
-    adam.build([keras.Variable(np.zeros(3))])
-    assert momentum_buffers(adam) == []
+@pytest.mark.parametrize(
+    "make, buffers",
+    [
+        (lambda: dtk.optimizers.LARS(0.1), 1),
+        (lambda: dtk.optimizers.LAMB(0.1), 0),
+        (lambda: dtk.optimizers.RMSpropWarmup(0.1, steps_per_epoch=10), 0),
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), 1),
+        (lambda: keras.optimizers.RMSprop(0.1, momentum=0.9), 1),
+        (lambda: keras.optimizers.Adam(0.1), 0),
+    ],
+)
+def test_which_optimizers_have_the_rate_in_their_momentum(make, buffers):
+    optimizer = make()
+    optimizer.build([keras.Variable(np.zeros(3))])
+    assert [tuple(buffer.shape) for buffer in momentum_buffers(optimizer)] == [(3,)] * buffers
 
 
 def test_epochs_per_worker():

@@ -134,155 +134,159 @@ def decaying():
     return sgd(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9))
 
 
-# Made when they are used: TensorFlow's collectives must come before the first tensor.
-FITS = {
-    "no batches of another size": (
+def adam():
+    return keras.optimizers.Adam()
+
+
+def without_momentum():
+    return sgd(momentum=0.0)
+
+
+class Own(keras.Sequential):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+def own_steps(optimizer):
+    with strategy().scope():
+        model = Own([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    return model
+
+
+def of_a_function():
+    return keras.optimizers.SGD(lambda: 0.1)
+
+
+# Callbacks, made when they are used: TensorFlow's collectives must come before the first tensor;
+# what else is given; what is said.
+FITS = [
+    (
         lambda: [BatchSizeSchedule([8])],
         {"data": "PyDataset"},
         "a PyDatasetAdapter cannot be changed during fit; give fit arrays or a tf.data.Dataset",
     ),
-    "largest below first": (
+    (
         lambda: [GrowBatchInsteadOfDecay([0.1], max_batch_size=4)],
         {},
         "max_batch_size=4 is smaller than the batch to begin with, 8",
     ),
-    "growing from an unknown size": (
-        lambda: [GrowBatchInsteadOfDecay([0.1])],
-        {"data": "dataset"},
-        "give batch_size=",
-    ),
-    "growing beside a schedule": (
+    (lambda: [GrowBatchInsteadOfDecay([0.1])], {"data": "dataset"}, "give batch_size="),
+    (
         lambda: [GrowBatchInsteadOfDecay([0.1])],
         {"optimizer": decaying},
         "GrowBatchInsteadOfDecay sets the learning rate, but the optimizer computes its own",
     ),
-    "two batch sizes": (
+    (
         lambda: [GrowBatchInsteadOfDecay([0.1]), BatchSizeSchedule([8])],
         {},
         "GrowBatchInsteadOfDecay and BatchSizeSchedule would set the same batch size",
     ),
-    "two rates": (
+    (
         lambda: [GrowBatchInsteadOfDecay([0.1]), LearningRateScaling()],
         {},
         "GrowBatchInsteadOfDecay and LearningRateScaling would set the same learning rate",
     ),
-    "a schedule that falls to nothing": (
+    (
         lambda: [GrowBatchInsteadOfDecay(lambda epoch: 0.1 - 0.1 * epoch)],
         {},
         "the learning rate of epoch 1 must be above 0",
     ),
-    "trials from an unknown size": (
-        lambda: [AutoBatchSize()],
-        {"data": "dataset"},
-        "give batch_size=",
-    ),
-    "trials beside a schedule": (
-        lambda: [AutoBatchSize()],
-        {"optimizer": decaying},
-        "computes its own",
-    ),
-    "trials beside sizes": (
+    (lambda: [AutoBatchSize()], {"data": "dataset"}, "give batch_size="),
+    (lambda: [AutoBatchSize()], {"optimizer": decaying}, "computes its own"),
+    (
         lambda: [AutoBatchSize(), BatchSizeSchedule([8])],
         {},
         "AutoBatchSize and BatchSizeSchedule would set the same batch size",
     ),
-    "a momentum of one batch size": (
+    (
         lambda: [SampleRate(0.01)],
         {},
         "give time_constant=76 for what it is at 8, or 0 for none",
     ),
-    "no buffers for a rate": (
+    (
         lambda: [SampleRate(0.01, 24)],
-        {"optimizer": lambda: sgd(momentum=0.0)},
+        {"optimizer": without_momentum},
         "give SGD any momentum above 0",
     ),
-    "no buffers": (
+    (
         lambda: [MomentumSchedule(24)],
-        {"optimizer": lambda: sgd(momentum=0.0)},
+        {"optimizer": without_momentum},
         "give SGD any momentum above 0",
     ),
-    "no SGD": (
+    (
         lambda: [MomentumSchedule(24)],
-        {"optimizer": lambda: keras.optimizers.Adam()},
+        {"optimizer": adam},
         "sets the momentum of keras.optimizers.SGD, and the optimizer is a Adam",
     ),
-    "no SGD for a rate": (
-        lambda: [SampleRate(0.01, 24)],
-        {"optimizer": lambda: keras.optimizers.Adam()},
-        "is for keras.optimizers.SGD",
-    ),
-    "a rate beside a schedule": (
+    (lambda: [SampleRate(0.01, 24)], {"optimizer": adam}, "is for keras.optimizers.SGD"),
+    (
         lambda: [SampleRate(0.01, 24)],
         {"optimizer": decaying},
         "SampleRate sets the learning rate, but the optimizer computes its own",
     ),
-    "two momenta": (
-        lambda: [SampleRate(0.01, 24), MomentumSchedule(24)],
-        {},
-        "would set the same momentum",
-    ),
-    "a rate beside scaling": (
-        lambda: [LearningRateScaling(), SampleRate(0.01, 24)],
-        {},
-        "would set the same learning rate",
-    ),
-    "steps of one's own": (
+    (lambda: [SampleRate(0.01, 24), MomentumSchedule(24)], {}, "would set the same momentum"),
+    (lambda: [LearningRateScaling(), SampleRate(0.01, 24)], {}, "would set the same learning rate"),
+    (
         lambda: [SampleRate(0.01, 24)],
         {"exchange": BlockMomentum(64)},
         "workers take steps of their own",
     ),
-    "late gradients": (
+    (
         lambda: [SampleRate(0.01, 24)],
         {"exchange": WarmStart(Delayed(), samples=10)},
         "gradients are applied a step late",
     ),
-    "halving what is set anew": (
+    (
         lambda: [HalveRate(16, data()), GrowBatchInsteadOfDecay([0.1])],
         {},
         "add SampleRate(rate per sample), which takes both into account",
     ),
-    "halving a schedule": (
-        lambda: [HalveRate(16, data())],
-        {"optimizer": decaying},
-        "HalveRate sets the learning rate",
-    ),
-    "scaling a function": (
+    (lambda: [HalveRate(16, data())], {"optimizer": decaying}, "HalveRate sets the learning rate"),
+    (
         lambda: [LearningRateScaling()],
-        {"optimizer": lambda: keras.optimizers.SGD(lambda: 0.1)},
+        {"optimizer": of_a_function},
         "give it a number or a LearningRateSchedule",
     ),
-    "scaling twice": (
+    (
         lambda: [LearningRateScaling(), LearningRateScaling()],
         {},
         "2 LearningRateScaling callbacks in one fit",
     ),
-    "warming up over epochs of no known length": (
+    (
         lambda: [LearningRateScaling(warmup_epochs=1)],
         {"data": "generator"},
         "warmup_epochs needs to know how many steps an epoch has",
     ),
-    "nothing to normalize": (
+    (
         lambda: [BatchNormStatistics(data()[0])],
         {},
         "has no BatchNormalization that is trained",
     ),
-    "a root below": (
-        lambda: [BroadcastVariables(-1)],
+    (
+        lambda: [CrossValidation(20, print, data(), monitor="accuracy")],
         {},
-        "root_rank=-1 is outside the world of 1",
+        "monitor='accuracy' is not among the numbers of evaluate (loss, mae)",
     ),
-    "a root above": (
-        lambda: [BroadcastVariables(1)],
+    (
+        lambda: [CrossValidation(20, print, data())],
+        {"data": "dataset", "model": own_steps},
+        "a train_step or test_step of its own",
+    ),
+    (lambda: [BroadcastVariables(-1)], {}, "root_rank=-1 is outside the world of 1"),
+    (lambda: [BroadcastVariables(1)], {}, "root_rank=1 is outside the world of 1"),
+    (
+        lambda: [Checkpoint("there"), Checkpoint("there/.")],
         {},
-        "root_rank=1 is outside the world of 1",
+        "two Checkpoint callbacks write to there",
     ),
-    "no servers": (lambda: [ServerReport()], {}, "AllReduceStrategy has no parameter servers"),
-}
+    (lambda: [ServerReport()], {}, "AllReduceStrategy has no parameter servers"),
+]
 
 
 def refused():
     """What is said to each."""
-    chosen, told = strategy(), {}
+    chosen, told = strategy(), []
     x, y = data(MANY)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     given = {
@@ -291,21 +295,20 @@ def refused():
         "generator": {"x": rows.filter(lambda x, y: True)},
         "PyDataset": {"x": Batches()},
     }
-    for name, (make, how, _) in FITS.items():
+    for make, how, _ in FITS:
         chosen.exchange = how.get("exchange")
-        model = compiled(how.get("optimizer", sgd)())
+        model = how.get("model", compiled)(how.get("optimizer", sgd)())
         fit = {**given[how.get("data", "arrays")], "epochs": 2, "verbose": 0}
-        told[name] = fails(model.fit, **fit, callbacks=make())
+        told.append(fails(model.fit, **fit, callbacks=make()))
         chosen.exchange = None
     return told
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(alone):
     [told] = alone.run(refused, timeout=120)
-    for name, (_, _, message) in FITS.items():
-        assert told[name] is not None, name
-        kind, text = told[name]
-        assert kind == "ValueError" and message in text, (name, kind, text)
+    for (_, _, message), found in zip(FITS, told, strict=True):
+        assert found is not None, message
+        assert found[0] == "ValueError" and message in found[1], found
 
 
 def not_under_a_strategy(directory):

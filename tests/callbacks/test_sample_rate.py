@@ -13,15 +13,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dtk
-from dtk.callbacks.sample_rate import carried_over
-from dtk.schedules import learning_rate_from_sample_rate, momentum_from_time_constant
+from dtk.schedules import momentum_from_time_constant
 
 from callbacks.bodies import Crash, crash_at, strategy
-from strategies.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -30,33 +26,6 @@ GROWING = [4, 8, 16]  # 37 rows: the last batches have 1, 5 and 5
 
 def constantly(value):
     return lambda epoch, seen: value
-
-
-def run_by_sgd(steps, rates, momenta, nesterov, corrected):
-    """Keras's equations, with the rates and momenta that the conversions give; each row alone."""
-    moved, buffer, before = np.zeros(len(steps)), np.zeros(len(steps)), None
-    for i, rows in enumerate(steps):
-        rate, mu = rates[i], momenta[i]
-        if corrected and before is not None:
-            buffer *= carried_over(before, mu, nesterov)
-        before = mu
-        pushed = np.zeros(len(steps))
-        pushed[i] = rate / rows  # one of its rows, by the mean
-        buffer = mu * buffer + pushed
-        moved += mu * buffer + pushed if nesterov else buffer
-    return moved, buffer * before ** (2 if nesterov else 1) / (1 - before)
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.booleans())
-def test_a_sample_counts_as_much_whatever_batch_it_comes_in(steps, nesterov):
-    """All that a row has moved and is still to move is the rate per sample: pure arithmetic."""
-    momenta = [momentum_from_time_constant(100, rows) for rows in steps]
-    rates = [
-        learning_rate_from_sample_rate(0.02, rows, mu)
-        for rows, mu in zip(steps, momenta, strict=True)
-    ]
-    moved, due = run_by_sgd(steps, rates, momenta, nesterov, corrected=True)
-    np.testing.assert_allclose(moved + due, 0.02, rtol=1e-9)
 
 
 ROWS = 37
@@ -153,11 +122,6 @@ def test_a_growing_batch(pool, nesterov):
         np.testing.assert_allclose(moved + due, 3 * 0.01, rtol=2e-5)
 
 
-def test_two_devices(alone):
-    [(moved, due)] = alone.run(contributed, GROWING, 24, False, "mirrored")
-    np.testing.assert_allclose(moved + due, 3 * 0.01, rtol=2e-5)
-
-
 def test_without_correction_the_last_samples_before_a_change_count_for_another_amount(alone):
     [(moved, due)] = alone.run(contributed, GROWING, 24, False, "world", False)
     assert np.abs((moved + due) / 0.03 - 1).max() > 0.05
@@ -211,6 +175,10 @@ def tau_of(epoch, seen):
     return 0 if seen < 32 else 24
 
 
+def never_content(corrected):
+    return {"monitor": lambda numbers: 1.0, "momentum_correction": corrected}
+
+
 def everything_at_once(directory=None, crash=None, corrected=True, often="epoch"):
     """A growing batch, momentum by samples, halving: weights, rates told, Keras's rates."""
     strategy()
@@ -224,13 +192,7 @@ def everything_at_once(directory=None, crash=None, corrected=True, often="epoch"
     callbacks = [
         dtk.callbacks.SampleRate([0.01, 0.02], [0] * 2 + [24], corrected, every_samples=16),
         dtk.callbacks.BatchSizeSchedule([4, 8, 16]),
-        dtk.callbacks.HalveRate(
-            30,
-            (x, x[:, :1]),
-            cuts=2,
-            monitor=lambda numbers: 1.0,
-            momentum_correction=corrected,
-        ),
+        dtk.callbacks.HalveRate(30, (x, x[:, :1]), cuts=2, **never_content(corrected)),
         Rates(),
     ]
     callbacks += [] if directory is None else [dtk.callbacks.Checkpoint(directory, often)]
@@ -337,26 +299,6 @@ def test_whoever_sets_the_optimizers_rate_sets_the_rate_per_sample(alone):
     assert rate == pytest.approx(0.0025)
 
 
-def served(consistency):
-    """Behind parameter servers: weights, and what a rate per sample would have made of them."""
-    chosen = served_with(consistency)
-    with chosen.scope():
-        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((ROWS,)), dense])
-        model.compile(keras.optimizers.SGD(0.125, momentum=0.9), lambda y, p: p[:, 0])
-    x = np.eye(ROWS, dtype="float32")
-    callbacks = [dtk.callbacks.SampleRate(0.01, 24), dtk.callbacks.BatchSizeSchedule([4, 8, 16])]
-    model.fit(x, x[:, :1], shuffle=False, epochs=3, verbose=0, callbacks=callbacks)
-    return -model.get_weights()[0][:, 0].astype("float64")
-
-
-@pytest.mark.worlds(("served", 2))
-def test_behind_parameter_servers(pool):
-    expected, _ = by_hand(steps_of(GROWING, 3), constantly(0.01), constantly(24))
-    [moved] = pool.run(served, "sync", timeout=90)
-    np.testing.assert_allclose(moved, expected, rtol=2e-5)
-
-
 # MomentumSchedule, and the momentum of HalveRate.
 def of_keras(momenta):
     """SGD's equation: batches of 8 of 37 rows, the rate 1/8 of every step."""
@@ -368,7 +310,7 @@ def of_keras(momenta):
     return moved
 
 
-def scheduled_momentum(time_constants, every_samples=None, form="arrays"):
+def scheduled_momentum(time_constants, every_samples, form):
     """Weights with a momentum schedule; the rate stays."""
     strategy()
     size = 8 if form == "dataset" else None
@@ -376,31 +318,22 @@ def scheduled_momentum(time_constants, every_samples=None, form="arrays"):
     return Linear().fit([schedule], form=form).moved
 
 
-def constant_momentum(momentum):
-    """Keras's own, in a model that dtk has nothing to do with but the strategy."""
-    strategy()
-    return Linear(sgd={"momentum": momentum}).fit([]).moved
-
-
-def test_a_constant_momentum_is_kerass_own(alone):
-    """exp(-8 / tau) for whole batches; rows are counted in whole ones of a dataset."""
-    tau = -8 / np.log(0.75)
-    [scheduled] = alone.run(scheduled_momentum, tau, None, "dataset")
-    [plain] = alone.run(constant_momentum, 0.75)
-    np.testing.assert_allclose(scheduled, plain, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
-    "every, tau_of",
-    [(None, lambda epoch, seen: 24 if epoch else 0), (20, lambda _, seen: 24 if seen >= 20 else 0)],
-    ids=["epochs", "samples"],
+    "form, every, tau_of",
+    [
+        ("arrays", None, lambda epoch, seen: 24 if epoch else 0),
+        ("arrays", 20, lambda _, seen: 24 if seen >= 20 else 0),
+        ("dataset", None, lambda epoch, seen: 24 if epoch else 0),  # whose rows count in eights
+    ],
+    ids=["epochs", "samples", "dataset"],
 )
-def test_time_constants_for_epochs_and_for_samples(alone, every, tau_of):
+def test_time_constants_for_epochs_and_for_samples(alone, form, every, tau_of):
     momenta, seen = [], 0
     for epoch, rows in steps_of([8], 3):
-        momenta.append(momentum_from_time_constant(tau_of(epoch, seen), len(rows)))
+        size = 8 if form == "dataset" else len(rows)
+        momenta.append(momentum_from_time_constant(tau_of(epoch, seen), size))
         seen += len(rows)
-    [moved] = alone.run(scheduled_momentum, [0, 24], every)
+    [moved] = alone.run(scheduled_momentum, [0, 24], every, form)
     np.testing.assert_allclose(moved, of_keras(momenta), rtol=2e-5)
 
 
@@ -408,9 +341,7 @@ def halved(corrected):
     """The rate is halved once, after 32 rows of batches of 8; plain SGD with momentum."""
     strategy()
     x = np.eye(ROWS, dtype="float32")
-    cut = dtk.callbacks.HalveRate(
-        16, (x, x[:, :1]), cuts=1, monitor=lambda numbers: 1.0, momentum_correction=corrected
-    )
+    cut = dtk.callbacks.HalveRate(16, (x, x[:, :1]), cuts=1, **never_content(corrected))
     with contextlib.redirect_stdout(io.StringIO()):
         linear = Linear().fit([cut], epochs=1)
     return linear.moved

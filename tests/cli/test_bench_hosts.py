@@ -35,15 +35,8 @@ def test_peers_train_on_several_hosts_and_one_that_is_not_there_is_named(two_hos
     peers = ["torch", "mpi4py"]
     if importlib.util.find_spec("horovod"):
         peers.append("horovod-loop")
-    options = [
-        "--communicator",
-        "collective",
-        "--hosts",
-        f"{first}:1,{second}:1",
-        "--remote-shell",
-        str(shell),
-    ]
-    options += ["--allreduce", "4kB", "--steps", "2", "--rounds", "1", "--json", "run.json"]
+    options = ["--communicator=collective", f"--hosts={first}:1,{second}:1", "--allreduce=4kB"]
+    options += ["--steps=2", "--rounds=1", f"--remote-shell={shell}", "--json=run.json"]
     done = subprocess.run(
         [sys.executable, "-m", "dtk.cli.main", "bench", *options]
         + [f"--peer={baseline}" for baseline in peers],

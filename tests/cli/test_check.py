@@ -23,11 +23,15 @@ if {trains}:
 """
 
 
+def check(*arguments):
+    command = [sys.executable, "-m", "dtk.cli.main", "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
 def checked(tmp_path, loss="tf.reduce_mean(tf.square(y - p))", trains=True):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(loss=loss, trains=trains))
-    command = [sys.executable, "-m", "dtk.cli.main", "check", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return check(str(script))
 
 
 def test_a_step_that_adds_up(tmp_path):
@@ -53,13 +57,11 @@ def test_a_script_that_trains_nothing(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["-n", "1", "train.py"], "no such script: train.py"),
         (["-n", "1", __file__], "-n 1: there is something to compare from 2 on"),
         ([], "no script given"),
     ],
 )
 def test_mistakes(arguments, said):
-    command = [sys.executable, "-m", "dtk.cli.main", "check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = check(*arguments)
     assert done.returncode == 2
     assert said in done.stderr and "dtk check: " in done.stderr

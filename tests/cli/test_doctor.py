@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from dtk.cli import doctor as module
 from dtk.cli.doctor import doctor
+from dtk.cluster import environment, mpi_installs
+from dtk.launch import job_options
 from dtk.version import pip_install, requirement
 
 GOOD = {
@@ -116,46 +118,40 @@ UNTESTED = "{}, which dtk was not tested with. Next: pip install '{}'"
 BROKEN = {
     "TensorFlow does not load": (
         {"tensorflow": "raise ImportError('libcudart.so: not found')"},
-        "TensorFlow",
-        "ImportError: libcudart.so: not found. Next: pip install",
+        {"TensorFlow": "ImportError: libcudart.so: not found. Next: pip install"},
     ),
     "TensorFlow kills Python": (
         {"tensorflow": "import os; os.write(2, b'Illegal instruction\\n'); os._exit(132)"},
-        "TensorFlow",
-        "importing it ends Python: Illegal instruction",
+        {"TensorFlow": "importing it ends Python: Illegal instruction"},
     ),
     "another backend": (
         {"keras": GOOD["keras"].replace('"tensorflow"', '"jax"')},
-        "Keras",
-        "3.15.1 on the jax backend, dtk needs tensorflow. Next: export KERAS_BACKEND=tensorflow",
+        {"Keras": "3.15.1 on the jax backend, dtk needs tensorflow. Next: export KERAS_BACKEND="},
     ),
-    "an old Keras": (
-        {"keras": GOOD["keras"].replace("3.15.1", "3.12.4")},
-        "Keras",
-        UNTESTED.format("3.12.4", requirement("keras")),
+    "versions and a cluster": (
+        {
+            "keras": GOOD["keras"].replace("3.15.1", "3.99.0"),
+            "tensorflow": GOOD["tensorflow"].replace("2.21.0", "2.18.1"),
+            "TF_CONFIG": "{not json",
+        },
+        {
+            "Keras": UNTESTED.format("3.99.0", requirement("keras")),
+            "TensorFlow": UNTESTED.format("2.18.1", requirement("tensorflow")),
+            "Cluster": "TF_CONFIG",
+        },
     ),
-    "a new Keras": (
-        {"keras": GOOD["keras"].replace("3.15.1", "3.99.0")},
-        "Keras",
-        UNTESTED.format("3.99.0", requirement("keras")),
-    ),
-    "an old TensorFlow": (
-        {"tensorflow": GOOD["tensorflow"].replace("2.21.0", "2.18.1")},
-        "TensorFlow",
-        UNTESTED.format("2.18.1", requirement("tensorflow")),
-    ),
-    "no cluster": ({"TF_CONFIG": "{not json"}, "Cluster", "TF_CONFIG"),
 }
 
 
-@pytest.mark.parametrize(("given", "what", "said"), BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_said_with_the_cure(run, monkeypatch, given, what, said):
-    if config := given.get("TF_CONFIG"):
-        monkeypatch.setenv("TF_CONFIG", config)
+@pytest.mark.parametrize(("given", "told"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_said_with_the_cure(run, monkeypatch, given, told):
+    if "TF_CONFIG" in given:
+        monkeypatch.setenv("TF_CONFIG", given["TF_CONFIG"])
     result = run(**{name: text for name, text in given.items() if name in GOOD})
-    state, found = line(result, what)
-    assert state == "broken" and said in found
     assert result.exit_code == 1
+    for what, said in told.items():
+        state, found = line(result, what)
+        assert state == "broken" and said in found
 
 
 def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
@@ -163,21 +159,17 @@ def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_A_NAME)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     said = "has no keras.src.losses.loss.unscale_loss_for_distribution, which dtk needs for steps"
-    last = module.libraries()[-1]
-    assert (last.what, last.state) == ("Private names", "broken")
-    assert said in last.found and requirement("keras") in last.found
     script = "import dtk, keras\nprint('Keras is here')\ndtk.auto_strategy()\n"
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    job = {"DTK_RUN": "1", "TF_CONFIG": json.dumps(workers)}
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **job},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "Keras is here" in ended.stdout, ended.stderr
-    (told,) = [text for text in ended.stderr.splitlines() if text.startswith("dtk.errors")]
+    env = {**os.environ, "DTK_RUN": "1", "TF_CONFIG": json.dumps(workers)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], env=env, **pipes) as started:
+        last = module.libraries()[-1]
+        printed, errors = started.communicate(timeout=120)
+    assert (last.what, last.state) == ("Private names", "broken")
+    assert said in last.found and requirement("keras") in last.found
+    assert "Keras is here" in printed, errors
+    (told,) = [text for text in errors.splitlines() if text.startswith("dtk.errors")]
     assert told.startswith("dtk.errors.VersionError: keras ") and said in told
 
 
@@ -202,36 +194,93 @@ def test_hosts_are_tried_on_the_port_that_is_given():
         (good,) = module.reach(["127.0.0.2"], port)
     assert (good.state, good.found) == ("ok", f"reached 127.0.0.2 on port {port}")
     own, there, unknown = module.reach(["localhost", "127.0.0.2", "no-such-host.invalid"], port)
-    assert own.what == "Host localhost" and unknown.state == "broken"
-    assert (there.state, there.found.split(". ")[0]) == (
-        "broken",
-        f"port {port}: Connection refused",
-    )
+    assert own.what == "Host localhost" and unknown.state == there.state == "broken"
+    assert there.found.startswith(f"port {port}: Connection refused. ")
 
 
 def test_the_real_libraries():
     result = CliRunner().invoke(doctor, [])
     assert result.exit_code == 0, result.output
-    assert line(result, "TensorFlow")[0] == "ok"
-    assert line(result, "Keras")[0] == "ok"
-
-
-def test_rules_are_printed_alone():
-    result = CliRunner().invoke(doctor, ["--hosts", "192.0.2.1,192.0.2.2:4", "--firewall"])
-    assert result.exit_code == 0
-    assert result.output.startswith("# Only 192.0.2.1, 192.0.2.2 reach")
-    assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
+    assert line(result, "TensorFlow")[0] == line(result, "Keras")[0] == "ok"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ([], "--firewall needs the hosts of the job: --hosts node1,node2"),
-        (["--hosts", "localhost"], "on which no other host is reached"),
         # its first part is a number, which would mean the address 0.0.7.209
         (["--hosts", "2001:db8::7"], "2001:db8::7"),
     ],
 )
-def test_rules_for_nobody_are_refused(options, said):
+def test_rules_are_printed_alone_and_refused_for_nobody(options, said):
+    result = CliRunner().invoke(doctor, ["--hosts", "192.0.2.1,192.0.2.2:4", "--firewall"])
+    assert result.exit_code == 0 and result.output.startswith("# Only 192.0.2.1, 192.0.2.2 reach")
+    assert "ip saddr { 192.0.2.1, 192.0.2.2 } accept" in result.output
     result = CliRunner().invoke(doctor, ["--firewall", *options])
     assert result.exit_code != 0 and said in result.output
+
+
+H100 = {
+    "tensorflow": "2.21.0",
+    "gpus": ["NVIDIA H100", "NVIDIA H100"],
+    "capabilities": [[9, 0], [9, 0]],
+    "kinds": [60, 90],
+    "cuda": "12.5.1",
+    "cudnn": "9",
+    "nccl": 22304,
+}
+PEERS = " \tGPU0\tGPU1\n GPU0\tX\t{0}\n GPU1\t{0}\tX\n\nLegend:\n  NS = Not supported\n"
+CUDA = ["ok", "CUDA", "TensorFlow was built for CUDA 12.5.1 and cuDNN 9"]
+
+
+@pytest.mark.parametrize(
+    "changed, peers, wanted",
+    [
+        (
+            {},
+            "OK",
+            [
+                ["ok", "GPU 0", "NVIDIA H100, compute capability 9.0"],
+                ["ok", "GPU 1", "NVIDIA H100, compute capability 9.0"],
+                CUDA,
+                ["ok", "NCCL", "2.23.4"],
+                ["ok", "P2P", "between all GPUs"],
+            ],
+        ),
+        (
+            {"capabilities": [[5, 2], [10, 0]], "nccl": 0},
+            "NS",
+            [
+                ["broken", "GPU 0", "5.2: too old for this TensorFlow, from 6.0"],
+                ["note", "GPU 1", "10.0: newer than this TensorFlow's 9.0, so it compiles first"],
+                CUDA,
+                ["note", "NCCL", "not found: gradients between GPUs need it. Next: pip install"],
+                ["note", "P2P", "2 pairs of GPUs have none, and are slow"],
+            ],
+        ),
+        ({"gpus": []}, "", [["broken", "GPUs", "sees none, for want of CUDA's libraries. Next:"]]),
+    ],
+)
+def test_gpus_are_reported_with_what_they_lack(tmp_path, monkeypatch, changed, peers, wanted):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5 2024\n")
+    monkeypatch.setattr(module, "DRIVER", driver)
+    told = subprocess.CompletedProcess([], 0, PEERS.format(peers), "")
+    monkeypatch.setattr(module, "ask", lambda command: told)
+    first, *found = module.gpus({**H100, **changed})
+    assert (first.what, first.found) == ("NVIDIA's driver", "550.54.15")
+    for finding, (state, what, said) in zip(found, wanted, strict=True):
+        assert (finding.state, finding.what) == (state, what)
+        assert said in finding.found
+
+
+def test_ranks_with_gpus_are_not_joined_by_mpi_unasked(tmp_path, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "DTK_COMMUNICATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "DRIVER", tmp_path)
+    monkeypatch.setattr(mpi_installs, "mpirun", lambda: tmp_path / "mpirun")
+    assert job_options.installed()[:2] == ["collective", "mpi"]
+    assert "over NCCL on GPUs" in module.joined_by().found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert job_options.installed()[:2] == ["mpi", "collective"]
+    assert "by MPI" in module.joined_by().found

@@ -1,5 +1,6 @@
 """`dtk plan` as a user meets it: a table, a sentence, files, and one line for a mistake."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -71,7 +72,7 @@ def test_it_recommends_says_what_it_assumes_and_warns_of_change():
     assert "price" not in out
 
 
-def test_a_benchmark_calibrates_and_the_network_is_given(bench):
+def test_a_benchmark_calibrates_and_the_network_is_given_unless_it_was_between_hosts(bench):
     done = run(*bench(), "--bandwidth", "100Mbit/s", "--workers", "1,2,4")
     assert done.exit_code == 0, done.stderr
     assert "a step of 100 ms for 16 rows" in done.stdout
@@ -80,6 +81,11 @@ def test_a_benchmark_calibrates_and_the_network_is_given(bench):
     row = re.search(r"^dense +(.*)$", done.stdout, re.MULTILINE)[1].split()
     # on one host: as measured, since the rest of the step is what a strategy adds
     assert row[:2] == ["100", "150"] and float(row[2]) > 500
+    done = run(*bench(hosts=2), "--workers", "1,2,4")
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"^dense +100 +150 ", done.stdout, re.MULTILINE)
+    refused = run(*bench(hosts=2), "--bandwidth", "1Gbit/s")
+    assert "was run between 2 hosts and holds their network; leave it out" in refused.stderr
 
 
 def test_another_model_is_planned_with_what_a_benchmark_found_of_sending(bench):
@@ -93,24 +99,16 @@ def test_another_model_is_planned_with_what_a_benchmark_found_of_sending(bench):
     assert "software adds 770 us to a message and 3 ns to a byte" in slower.stdout
 
 
-def test_a_benchmark_between_hosts_holds_the_network(bench):
-    done = run(*bench(hosts=2), "--workers", "1,2,4")
-    assert done.exit_code == 0, done.stderr
-    assert re.search(r"^dense +100 +150 ", done.stdout, re.MULTILINE)
-    refused = run(*bench(hosts=2), "--bandwidth", "1Gbit/s")
-    assert "was run between 2 hosts and holds their network; leave it out" in refused.stderr
-
-
 def test_a_fixed_global_batch_scales_strongly():
     out = run(*GIVEN, *NETWORK, "--global-batch", "64", "--workers", "1,2").stdout
     alone, two = re.search(r"^dense +(.*)$", out, re.MULTILINE)[1].split()
     assert alone == "170" and 85 < float(two) < 100
 
 
-def test_files_hold_the_same(tmp_path):
-    files = {name: str(tmp_path / f"plan.{name}") for name in ("json", "markdown")}
-    options = [part for name, file in files.items() for part in (f"--{name}", file)]
-    done = run(*GIVEN, *NETWORK, "--workers", "1,2", *options)
+def test_files_hold_the_same_and_a_curve(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = ["--json", "plan.json", "--markdown", "plan.md"]
+    done = run(*GIVEN, *NETWORK, "--workers", "1,2", *files)
     assert done.exit_code == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert len(found["predictions"]) == 2 * len(METHODS)
@@ -119,44 +117,30 @@ def test_files_hold_the_same(tmp_path):
         assert one["seconds"] == predict(method, Training(0.085, 270_000), cluster, 1).seconds
     assert found["cluster"]["host"]["bandwidth"] is None
     assert found["recommended"]["method"] in [method.name for method in METHODS]
-    page = (tmp_path / "plan.markdown").read_text()
+    page = (tmp_path / "plan.md").read_text()
     assert "### ms per step" in page and "| dense | 85.0 | " in page
-
-
-def test_the_curve_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    done = run(*GIVEN, *NETWORK, "--plot", str(tmp_path / "curve.svg"))
-    assert done.exit_code == 0, done.stderr
-    drawn = (tmp_path / "curve.svg").read_text()
-    assert all(f"<!-- {method.name} -->" in drawn for method in METHODS)
-
-
-def test_without_matplotlib_the_curve_says_what_to_install(monkeypatch):
+    if importlib.util.find_spec("matplotlib"):
+        assert run(*GIVEN, *NETWORK, "--plot", "curve.svg").exit_code == 0
+        drawn = (tmp_path / "curve.svg").read_text()
+        assert all(f"<!-- {method.name} -->" in drawn for method in METHODS)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run(*GIVEN, *NETWORK, "--plot", "curve.svg")
     assert f"--plot needs matplotlib; run `{pip_install('bench')}`" in done.stderr
 
 
 MISTAKES = {
-    "nothing": ([], "how long does a step take, of what? Give --bench"),
-    "unit": (["--step-time", "85", "--parameters", "1"], "--step-time 85: unknown unit"),
-    "zero": (["--step-time", "0s", "--parameters", "1", *NETWORK], "step time 0: expected"),
+    "zero": (["--step-time", "0s", "--parameters", "1"], "--step-time 0s: a step takes time"),
     "no link": (GIVEN, "4096 workers are more than a host's 1: say what joins hosts"),
     "no workers": ([*GIVEN, *NETWORK, "--workers", "0,1"], "--workers 0: expected a whole number"),
     "no hosts": ([*GIVEN, *NETWORK, "--workers-per-host", "0"], "--workers-per-host 0: expected"),
-    "negative": ([*GIVEN, *NETWORK, "--price-per-hour", "-1"], "price -1: expected 0 or more"),
-    "target": ([*GIVEN, *NETWORK, "--efficiency", "70"], "--efficiency 70: expected above 0"),
+    "negative": ([*GIVEN, "--price-per-hour", "-1"], "-1.0 is not in the range"),
+    "target": ([*GIVEN, *NETWORK, "--efficiency", "70"], "70.0 is not in the range 0<x<=1"),
     "not a number": ([*GIVEN, "--price-per-hour", "much"], "see `dtk plan --help`"),
-    "no file": (["--bench", "nope.json"], "cannot read nope.json: No such file or directory"),
     "another file": (["--bench", __file__], "is not a saved benchmark; expected what `dtk bench"),
     "both": (["--bench", "a.json", "--step-time", "1s"], "--step-time was given, and a.json says"),
     "model": ([*GIVEN, "--model", "mlp"], "--model mlp chooses from a benchmark; give its file"),
-    "communicator": (
-        [*GIVEN, "--communicator", "horovod"],
-        "--communicator horovod chooses from a benchmark; give its file",
-    ),
+    "communicator": ([*GIVEN, "--communicator", "horovod"], "horovod chooses from a benchmark;"),
     "no directory": ([*GIVEN, "--json", "no/a"], "--json no/a: there is no directory no; make it"),
-    "no curve": ([*GIVEN, "--plot", "no/a.svg"], "--plot no/a.svg: there is no directory no"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,9 @@ from dtk.launch.step_settings import StepSettings
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
 JIT, FUSED, ADAM = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM", "DTK_FUSED_ADAM"
-DECIDED = {
-    JIT: "0",
-    ONEDNN: "0",
-    PAGES: "glibc.malloc.hugetlb=1",
-    INTER: "1",
-    FUSED: "0",
-    ADAM: "0",
-}
+DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
+DECIDED |= {FUSED: "0", ADAM: "0"}
+THREADS = str(max(1, len(os.sched_getaffinity(0)) // 2))
 SCRIPT = """
 import dtk, keras, numpy as np
 strategy = dtk.auto_strategy()
@@ -58,35 +54,28 @@ def tuned(cost, tried=None, deterministic=False, rounds=2):
     return found.choose(), found
 
 
-def test_what_is_faster_each_time_is_kept():
-    best, found = tuned(lambda variables, _: 60.0 if variables.get(ONEDNN) == "1" else 150.0)
-    assert best == StepSettings({ONEDNN: "1"}, "a model", 60.0, 150.0)
+def alone(variables, _):
+    return 100.0 - 20.0 * (variables.get(ONEDNN) == "1") - 10.0 * (INTER in variables)
+
+
+@pytest.mark.parametrize(
+    ("cost", "kept"),
+    [
+        (lambda variables, _: 60.0 if variables.get(ONEDNN) == "1" else 150.0, {ONEDNN: "1"}),
+        # what is faster once only, or by less than 5 %, is noise
+        (lambda variables, turn: 60.0 if variables and turn < 5 else 100.0, {}),
+        (lambda variables, _: 96.0 if variables else 100.0, {}),
+        # of two values of a variable the faster is kept
+        (lambda variables, _: {None: 100, "1": 80, "0": 70}[variables.get(ONEDNN)], {ONEDNN: "0"}),
+        # settings that win are measured together and kept only if that is faster
+        (alone, {ONEDNN: "1", INTER: "2"}),
+        (lambda these, _: 200.0 if len(these) > 1 else alone(these, 0), {ONEDNN: "1"}),
+    ],
+)
+def test_what_is_faster_each_time_is_kept(cost, kept):
+    best, found = tuned(cost)
+    assert best == StepSettings(kept, "a model", cost(kept, 99), cost({}, 99))
     assert {len(times) for times in found.times.values()} == {2}
-
-
-def test_what_is_faster_once_only_is_noise():
-    best, _ = tuned(lambda variables, turn: 60.0 if variables and turn < 5 else 100.0)
-    assert best.variables == {}
-    best, _ = tuned(lambda variables, _: 96.0 if variables else 100.0)
-    assert best.variables == {}
-
-
-def test_settings_that_win_are_measured_together_and_kept_only_if_that_is_faster():
-    def alone(variables, _):
-        return 100.0 - 20.0 * (variables.get(ONEDNN) == "1") - 10.0 * (INTER in variables)
-
-    best, found = tuned(alone)
-    assert best.variables == {ONEDNN: "1", INTER: "2"}
-    assert best.milliseconds == 70.0
-    assert len(found.times["oneDNN on and one more thread between operations"]) == 2
-    best, _ = tuned(lambda variables, _: 200.0 if len(variables) > 1 else alone(variables, 0))
-    assert best.variables == {ONEDNN: "1"}
-
-
-def test_of_two_values_of_a_variable_the_faster_is_kept():
-    cost = {None: 100.0, "1": 80.0, "0": 70.0}
-    best, _ = tuned(lambda variables, _: cost[variables.get(ONEDNN)])
-    assert best.variables == {ONEDNN: "0"}
 
 
 def test_a_way_in_which_the_script_fails_is_left_out():
@@ -100,34 +89,13 @@ def test_a_way_in_which_the_script_fails_is_left_out():
     assert found.failed == {"XLA": "XLA cannot"} and "XLA" not in found.times
     with pytest.raises(TuneError, match="broken"):
         tuned(lambda variables, _: (_ for _ in ()).throw(TuneError("broken")))
-
-
-def test_nothing_is_chosen_for_a_script_that_wants_determinism():
     with pytest.raises(TuneError, match="op determinism"):
         tuned(lambda *_: 1.0, deterministic=True)
 
 
-def test_what_changes_nothing_for_a_model_is_not_measured():
-    measured = []
-
-    def measure(variables):
-        measured.append(dict(variables))
-        return Timing(50.0 if variables else 100.0, "a model", False, idle)
-
-    tried = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
-    idle = [FUSED, ADAM]
-    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {}
-    assert measured == [{}, {}]
-    idle = [ADAM]
-    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {FUSED: "1"}
-
-
-def test_what_the_user_has_set_is_not_tried():
+def test_ways_are_of_what_the_user_has_not_set_and_of_the_communicators_given():
     assert list(ways(2, DECIDED)) == [AS_IT_COMES]
     assert ways(2, {})["one more thread between operations"] == {INTER: "3"}
-
-
-def test_other_communicators_are_tried_unless_one_was_named():
     found = ways(1, DECIDED, ["collective", "horovod"])
     assert found["over collective"] == {COMMUNICATOR: "collective"}
     assert found["over horovod"] == {COMMUNICATOR: "horovod"}
@@ -135,113 +103,77 @@ def test_other_communicators_are_tried_unless_one_was_named():
     assert list(ways(1, asked, ["collective", "horovod"])) == [AS_IT_COMES]
 
 
-def test_a_real_script_is_timed_over_every_communicator(tmp_path):
-    others = job_options.installed()[1:]
-    if not others:
-        pytest.skip("neither MPI nor Horovod is installed")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **DECIDED)
-    assert done.returncode == 0, done.stderr
-    rows = [line.partition("  ")[0] for line in done.stdout.splitlines()]
-    assert rows[1 : 2 + len(others)] == [AS_IT_COMES, *(f"over {name}" for name in others)]
-    assert "the script fails" not in done.stdout
-
-
-def test_dtk_run_takes_the_communicator_that_was_kept(tmp_path, monkeypatch):
-    """On one machine, unless the user names one or it is not installed any more."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in (*DECIDED, COMMUNICATOR, STEP_SETTINGS, TIME_STEPS):
-        monkeypatch.delenv(name, raising=False)
-    script = tmp_path / "train.py"
-    script.write_text(f"import os; print(os.environ[{COMMUNICATOR!r}])")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    file = step_settings.file_of([sys.executable, str(script)], threads)
-    other = "horovod" if "horovod" in job_options.installed() else "collective"
-    step_settings.save(file, StepSettings({COMMUNICATOR: other}, "a model", 1.0, 2.0))
-    done = dtk("run", "-n", "2", str(script), home=tmp_path)
-    assert sorted(done.stdout.splitlines()) == [f"[0] {other}", f"[1] {other}"]
-    assert f"{COMMUNICATOR}={other}, as `dtk tune` has measured" in done.stderr
-    named = dtk("run", "-n", "2", "--communicator", "collective", str(script), home=tmp_path)
-    assert "[0] collective" in named.stdout
-    hosts = dtk("run", "--hosts", "localhost:2", str(script), home=tmp_path)
-    assert f"[0] {job_options.installed()[0]}" in hosts.stdout
-    step_settings.save(file, StepSettings({COMMUNICATOR: "pigeon"}, "a model", 1.0, 2.0))
-    gone = dtk("run", "-n", "2", str(script), home=tmp_path)
-    assert f"[0] {job_options.installed()[0]}" in gone.stdout and gone.stderr == ""
+OTHER = "horovod" if "horovod" in job_options.installed() else "collective"
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """A script, and settings that are kept for it."""
+    """A script, its command, and the file with its settings."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in (*DECIDED, STEP_SETTINGS, TIME_STEPS):
+    for name in (*DECIDED, COMMUNICATOR, STEP_SETTINGS, TIME_STEPS):
         monkeypatch.delenv(name, raising=False)
-    script = tmp_path / "train.py"
-    script.write_text(f"import os; print(*(os.environ.get(n) for n in ({ONEDNN!r}, {INTER!r})))")
-    found = StepSettings({ONEDNN: "1", INTER: "7"}, "a model", 60.0, 150.0)
+    script, names = tmp_path / "train.py", (ONEDNN, INTER, COMMUNICATOR)
+    script.write_text(f"import os; print(*map(os.environ.get, {names}))")
     command = [sys.executable, str(script)]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    step_settings.save(step_settings.file_of(command, threads), found)
-    return script, command, threads
+    file = step_settings.file_of(command, THREADS)
+    found = {ONEDNN: "1", INTER: "7", COMMUNICATOR: OTHER}
+    step_settings.save(file, StepSettings(found, "a model", 60.0, 150.0))
+    return script, command, file
 
 
 def test_dtk_run_sets_what_was_kept_and_says_so(kept, tmp_path):
-    script, *_ = kept
+    script, _, file = kept
+    first = job_options.installed()[0]
     done = dtk("run", "-n", "2", str(script), home=tmp_path)
-    assert sorted(done.stdout.splitlines()) == ["[0] 1 7", "[1] 1 7"]
-    said = f"dtk run: {ONEDNN}=1 {INTER}=7, as `dtk tune` has measured\n"
-    assert done.stderr == said
+    assert sorted(done.stdout.splitlines()) == [f"[0] 1 7 {OTHER}", f"[1] 1 7 {OTHER}"]
+    settings = f"{ONEDNN}=1 {INTER}=7 {COMMUNICATOR}={OTHER}"
+    assert done.stderr == f"dtk run: {settings}, as `dtk tune` has measured\n"
     # The user's own word counts, and 0 asks for none of it.
-    done = dtk("run", "-n", "2", str(script), home=tmp_path, **{INTER: "2"})
-    assert done.stdout.splitlines()[0].endswith(" 1 2") and f"{INTER}=7" not in done.stderr
+    named = ["-n", "2", "--communicator", "collective"]
+    done = dtk("run", *named, str(script), home=tmp_path, **{INTER: "2"})
+    assert "[0] 1 2 collective\n" in done.stdout and f"{INTER}=7" not in done.stderr
     done = dtk("run", "-n", "2", str(script), home=tmp_path, **{STEP_SETTINGS: "0"})
-    assert done.stdout.splitlines()[0].split()[1] == "None" and done.stderr == ""
+    assert re.search(rf"\[0\] None \d+ {first}", done.stdout) and done.stderr == ""
+    # The communicator is that of one machine, and must be installed.
+    done = dtk("run", "--hosts", "localhost:2", str(script), home=tmp_path)
+    assert f"[0] 1 7 {first}" in done.stdout
+    step_settings.save(file, StepSettings({COMMUNICATOR: "pigeon"}, "a model", 1.0, 2.0))
+    done = dtk("run", "-n", "2", str(script), home=tmp_path)
+    assert re.search(rf"\[0\] None \d+ {first}", done.stdout) and done.stderr == ""
 
 
 def test_settings_of_another_script_thread_count_or_format_are_not_used(kept, tmp_path):
-    script, command, threads = kept
-    env = {"OMP_NUM_THREADS": threads}
+    script, command, file = kept
+    env, more = {"OMP_NUM_THREADS": THREADS}, {"OMP_NUM_THREADS": "99"}
     assert step_settings.apply(command, env, {})[1] is not None
-    assert step_settings.apply(command, {"OMP_NUM_THREADS": "99"}, {}) == (
-        {"OMP_NUM_THREADS": "99"},
-        None,
-    )
-    other = [command[0], str(tmp_path / "other.py")]
-    assert step_settings.apply(other, env, {}) == (env, None)
-    file = step_settings.file_of(command, threads)
+    assert step_settings.apply(command, more, {}) == (more, None)
+    assert step_settings.apply([command[0], str(tmp_path / "other.py")], env, {}) == (env, None)
     for damage in ("", "[]", '{"format": 99}', '{"format": 1}', "[" * 100_000):
         file.write_text(damage)
         assert step_settings.apply(command, env, {}) == (env, None)
-
-
-def test_forgetting(kept, tmp_path):
-    script, *_ = kept
-    done = dtk("tune", "--forget", str(script), home=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "forgotten\n")
-    done = dtk("tune", "--forget", str(script), home=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "there was nothing to forget\n")
+    for told in ("forgotten\n", "there was nothing to forget\n"):
+        done = dtk("tune", "--forget", str(script), home=tmp_path)
+        assert (done.returncode, done.stdout) == (0, told)
 
 
 def test_one_worker_and_no_round_are_refused(kept, tmp_path):
-    for given, said in ((["-n", "1"], "-n 1: steps of one"), (["--rounds", "0"], "--rounds 0: ")):
+    for given, said in ((["-n", "1"], "-n 1: steps of one"), (["--rounds", "0"], "range x>=1")):
         done = dtk("tune", *given, str(kept[0]), home=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert said in done.stderr
 
 
-def test_a_real_script_is_timed_and_trains_nothing(tmp_path):
+def test_a_real_script_is_timed_over_every_communicator_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     open_still = {name: value for name, value in DECIDED.items() if name not in (FUSED, ADAM)}
-    done = dtk(
-        "tune", "--rounds", "1", "--communicator", "collective", str(script),
-        home=tmp_path, **open_still,
-    )  # fmt: skip
+    done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **open_still)
     assert done.returncode == 0, done.stderr
-    assert "over " not in done.stdout
-    assert "fused" not in done.stdout
-    assert "as it comes" in done.stdout and "nothing is faster by 5 %" in done.stdout
+    rows = [line.partition("  ")[0] for line in done.stdout.splitlines()]
+    others = [f"over {name}" for name in job_options.installed()[1:]]
+    assert rows[1 : 2 + len(others)] == [AS_IT_COMES, *others]
+    assert "fused" not in done.stdout and "the script fails" not in done.stdout
+    assert "nothing is faster by 5 %" in done.stdout or "kept: " in done.stdout
     (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()
     kept = json.loads(file.read_text())
     assert kept["model"] == "10 parameters, 2 rows of [(4,), (2,)]"

@@ -1,6 +1,9 @@
 """TF_CONFIG written is TF_CONFIG read; anything malformed says what it got and what it wanted."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -74,9 +77,23 @@ def test_index_written_as_text_and_sparse_lists_are_read():
     assert tf_config.parse(text).index == 1
 
 
-def test_nested_without_end():
-    with pytest.raises(ClusterError, match="nested too deeply"):
-        tf_config.parse('{"cluster":' + "[" * 100_000)
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("dtk.cluster.detect()", 1), ("sys.modules['keras'] = None", 0)],
+    ids=["of a script that asks for its place", "of one that makes no strategy"],
+)
+def test_only_the_message_is_printed(script, code):
+    """A traceback stood before it, of lines that are not wrong."""
+    cluster = {"worker": ["a:99999", "b:2222"]}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, dtk; {script}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster, "task": task()})},
+    )
+    assert done.returncode == code
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("dtk: TF_CONFIG: worker has the address 'a:99999', expected host:port ")
 
 
 def test_an_evaluator_need_not_be_listed():
@@ -92,6 +109,7 @@ def task(kind="worker", index=0):
     ("config", "message"),
     [
         ("{", "it is not JSON"),
+        ('{"cluster":' + "[" * 100_000, "it is not JSON that can be read: .* recursion"),
         ([], "it is a list, not an object"),
         ({"cluster": ["a:1"]}, '"cluster" is .* not an object'),
         ({"cluster": {"worker": ["a:1"]}}, '"task" is None, expected its "type" and "index"'),

@@ -7,7 +7,6 @@ runs, and what depends on the world.
 from __future__ import annotations
 
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,32 +19,16 @@ import world
 from communicators import contract
 from communicators.contract import SHAPES, call, communicator, make, pairs, same
 
-WORLDS = [
-    ("local", 1),
-    *(
-        (b, n)
-        for b in ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
-        for n in (1, 2, 3)
-    ),
-]
+BACKENDS = ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
+WORLDS = [("local", 1), *((b, n) for b in BACKENDS for n in (1, 2, 3))]
 # Horovod is one engine over two transports: every size runs by default, on one of them.
-ONLY_IN_FULL = {
-    ("horovod-gloo", 1),
-    ("horovod-gloo", 3),
-    ("horovod-mpi", 3),
-    ("mpi-wheel", 1),
-    ("mpi-wheel", 3),
-}
+FULL = {("horovod-gloo", 1), ("horovod-gloo", 3), ("horovod-mpi", 3)}
+FULL |= {("mpi-wheel", 1), ("mpi-wheel", 3)}
 
 
 def worlds(wanted):
-    return pytest.mark.worlds(
-        *(
-            pytest.param(w, marks=pytest.mark.full) if w in ONLY_IN_FULL else w
-            for w in WORLDS
-            if wanted(*w)
-        )
-    )
+    marked = [pytest.param(w, marks=pytest.mark.full) if w in FULL else w for w in WORLDS]
+    return pytest.mark.worlds(*(m for w, m in zip(WORLDS, marked, strict=True) if wanted(*w)))
 
 
 # One process under "collective" has the same LocalCommunicator as under "local": test_places shows
@@ -95,7 +78,8 @@ def test_collectives_between_the_devices_of_one_process(pool, count, subtests):
     check(subtests, names, found)
 
 
-def null_returns(graph):
+@both_modes
+def test_null_keeps_shapes_and_dtypes(graph):
     """No peer exists, so whatever returns has sent nothing."""
     comm = NullCommunicator(rank=1, size=3)
     cases = [(dtype, make(1, shape, dtype)) for dtype, shape in pairs(graph, SHAPES)]
@@ -132,14 +116,8 @@ def null_returns(graph):
     assert comm.allgather_object("x") == ["x"] * 3
 
 
-@pytest.mark.worlds(("local", 1))
-@both_modes
-def test_null_keeps_shapes_and_dtypes(pool, graph):
-    pool.run(null_returns, graph)
-
-
-def rewritten():
-    """Names under which a communicator's code ran while it was traced; AutoGraph has others."""
+def test_autograph_rewrites_no_communicator():
+    """Nor one that dtk knows nothing of: it would run under another name."""
     names = []
 
     class Seen(NullCommunicator):
@@ -149,64 +127,23 @@ def rewritten():
 
     seen = Seen(0, 2)
     tf.function(lambda: seen.allreduce(tf.ones(2)))()
-    return names
-
-
-@pytest.mark.worlds(("local", 1))
-def test_autograph_rewrites_no_communicator(pool):
-    """Nor one that dtk knows nothing of."""
-    assert pool.run(rewritten) == [["_reduce"]]
+    assert names == ["_reduce"]
 
 
 @every_world
-@pytest.mark.parametrize(
-    "body",
-    [
-        contract.allreduce_keeps_static_shapes,
-        contract.allreduce_unknown_shape,
-        contract.allgather_sizes_change,
-        contract.objects,
-        contract.order_in_a_graph,
-        contract.unused_results_still_take_part,
-        contract.bytes_are_counted_per_execution,
-        contract.keys_do_not_pile_up,
-        contract.retrace_on_one_rank,
-        contract.refuses,
-        contract.refuses_slices_of_other_places,
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_behaviour(pool, body):
-    pool.run(body)
+def test_behaviour(pool, subtests):
+    names = contract.BEHAVIOURS
+    check(subtests, names, pool.run(contract.failures, names, True, timeout=120))
 
 
 @several_ranks
 @both_modes
 def test_send_and_recv(pool, graph, subtests):
-    names = ("send_and_recv", "messages_of_one_kind")
+    names = ("send_and_recv", "messages_of_one_kind", "barrier_waits_for_the_last")
     check(subtests, names, pool.run(contract.failures, names, graph))
 
 
-def times_at_a_barrier(graph):
-    comm = communicator()
-    call(graph, comm.barrier)
-    if comm.rank == 0:
-        time.sleep(0.3)
-    arrived = time.time()
-    call(graph, comm.barrier)
-    left = time.time()
-    return arrived, left
-
-
-@several_ranks
-@both_modes
-def test_barrier_waits_for_the_last(pool, graph):
-    times = pool.run(times_at_a_barrier, graph)
-    last_arrival = max(arrived for arrived, _ in times)
-    assert all(left >= last_arrival for _, left in times)
-
-
-def split(color, key):
+def split(color, key, modes=(False, True)):
     """`color` and `key` hold a value per rank."""
     comm = communicator()
     group = comm.split(color[comm.rank], None if key is None else key[comm.rank])
@@ -217,7 +154,7 @@ def split(color, key):
     assert group.size == len(members)
     assert members[group.rank] == comm.rank
     assert group.hosts == tuple(comm.hosts[r] for r in members)
-    for graph in (False, True):
+    for graph in modes:
         # Each group works by itself: only the first one does the extra round.
         for _ in range(2 if comm.rank in (0, members[0]) or 0 in members else 1):
             same(
@@ -248,13 +185,12 @@ def test_split_of_one_color_and_of_all_colors(pool):
 @worlds(lambda backend, size: size == 3)
 def test_split_in_three(pool):
     name = pool.backend.split("-")[0]
-    assert pool.run(split, [0, 1, 0], None) == [name, "local", name]
+    assert pool.run(split, [0, 1, 0], None, [False]) == [name, "local", name]
     assert pool.run(split, [0, 1, 0], [2, 0, 1]) == [name, "local", name]
-    assert pool.run(split, [5, 5, 5], [1, 2, 0]) == [name] * 3
+    assert pool.run(split, [5, 5, 5], [1, 2, 0], [False]) == [name] * 3
 
 
 def split_a_group():
-    """TensorFlow's collectives only: groups of groups."""
     comm = communicator()
     group = comm.split(0, key=-comm.rank)
     pair = group.split(int(comm.rank == 1))

@@ -11,11 +11,11 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.communicators import buckets, cost_measurement, determinism
+from dtk.communicators import cost_measurement, determinism
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, fit_allreduces
 from dtk.communicators.local import NullCommunicator
-from dtk.exchange.contract import ExchangeState
-from dtk.exchange.dense import DenseOp
+from dtk.exchange import Dense
+from dtk.exchange.contract import ExchangeState, Trained
 from dtk.exchange.factors import Factored
 
 SIZES = st.integers(2, 4096)
@@ -67,29 +67,19 @@ def test_one_hop_is_used_only_where_it_is_faster(size, message, byte):
     assert hop <= 1.5 * ring(size, message, byte, length) + (size - 1) * byte
 
 
-def test_buckets_follow_the_costs_where_they_are_known():
-    tensors = [tf.zeros([2**15])] * 100  # of 128 KiB
-    slow = Costs(2, message=1e-3, byte=8e-8, operation=1e-11)
-    fast = Costs(2, message=1e-3, byte=1e-10, operation=1e-11)
-    few, many = (
-        len(buckets.pack(tensors, buckets.limit_for(tensors, costs=c))[0]) for c in (fast, slow)
-    )
-    assert few < 4 < many
-
-
 class Counting(NullCommunicator):
     def _reduce(self, flat, op, label):
         self.buckets = len(flat)
         return super()._reduce(flat, op, label)
 
 
-def test_a_communicator_goes_by_its_costs():
-    nobody, tensors = Counting(0, 2), [tf.zeros([2**15])] * 100
-    nobody.allreduce(tensors)
-    unknown = nobody.buckets
-    nobody.costs = Costs(2, message=1e-3, byte=8e-8, operation=1e-11)
-    nobody.allreduce(tensors)
-    assert unknown == 4 < nobody.buckets
+def test_a_communicator_goes_by_its_costs_where_they_are_known():
+    nobody, found = Counting(0, 2), []
+    for byte in (1e-10, None, 8e-8):  # a fast link, one that was not measured, a slow one
+        nobody.costs = byte and Costs(2, message=1e-3, byte=byte, operation=1e-11)
+        nobody.allreduce([tf.zeros([2**15])] * 100)  # of 128 KiB
+        found.append(nobody.buckets)
+    assert found[0] < found[1] == 4 < found[2]
 
 
 def test_factors_are_sent_by_its_costs():
@@ -98,12 +88,14 @@ def test_factors_are_sent_by_its_costs():
         nobody = NullCommunicator(0, 2)
         nobody.costs = Costs(2, message=1e-3, byte=1e-9, operation=operation)
         gradient = Factored(tf.ones([8, 256]), tf.ones([8, 256]))
-        DenseOp(nobody, ExchangeState(nobody, "CPU:0"), None).update([gradient])
+        Dense().init(nobody, ExchangeState(nobody, "CPU:0"), Trained()).update([gradient])
         sent[operation] = nobody.bytes_sent
     assert sent[1e-12] < 4 * 256 * 256 < sent[1.0]
 
 
-@pytest.mark.parametrize("module", ["buckets", "costs", "cost_measurement"])
+@pytest.mark.parametrize(
+    "module", ["buckets", "costs", "cost_measurement", "objects", "plain_data"]
+)
 def test_examples(module):
     assert doctest.testmod(importlib.import_module(f"dtk.communicators.{module}")).failed == 0
 
@@ -114,20 +106,14 @@ def test_print_says_what_was_chosen():
         assert part in text
 
 
-def test_a_communicator_is_told_what_ranks_found_out():
-    nobody, costs = NullCommunicator(0, 2), Costs(2, 1e-3, 8e-8, 1e-11)
-    assert (nobody.alike, nobody.costs) == (False, None)
-    nobody.learn(alike=True, costs=costs)
-    assert (nobody.alike, nobody.costs) == (True, costs)
-
-
 def test_nothing_is_chosen_by_measured_costs_where_tensorflow_is_to_be_deterministic():
     """TensorFlow tells in no public way whether it is; see what `determinism` asks it instead."""
     from tensorflow.python.framework import config
 
     nobody, costs = NullCommunicator(0, 3), Costs(3, 1e-3, 8e-8, 1e-11)
+    assert (nobody.alike, nobody.costs) == (False, None)
     nobody.learn(alike=True, costs=costs)
-    assert nobody.costs == costs and not determinism.is_asked_for()
+    assert (nobody.alike, nobody.costs) == (True, costs) and not determinism.is_asked_for()
     tf.config.experimental.enable_op_determinism()
     try:
         assert determinism.is_asked_for() and nobody.costs is None

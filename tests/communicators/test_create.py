@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import re
@@ -45,13 +46,11 @@ def installed(monkeypatch):
 def run_rank(rank, addresses, before="", **env):
     """Start one rank of a world in a process of its own; returns it."""
     script = textwrap.dedent(f"""
-        import json
         from dtk.cluster import Environment
         from dtk.communicators import create
         {before}
-        addresses = tuple({json.dumps(addresses)})
-        comm = create("collective", Environment("tf_config", {rank}, len(addresses),
-                                                addresses=addresses))
+        world = Environment("tf_config", {rank}, {len(addresses)}, addresses={(*addresses,)})
+        comm = create("collective", world)
         import tensorflow as tf
         print(comm.allreduce(tf.constant(comm.rank + 1)).numpy())
     """)
@@ -92,16 +91,14 @@ def test_auto(monkeypatch, installed, kind, size, horovod, expected):
     assert communicators.choose(Environment(kind, 0, size)).name == expected
 
 
-@pytest.mark.parametrize("variables", [{}, {"PMI_RANK": "0", "PMI_FD": "11"}])
-def test_srun_without_pmix_joins_ranks_by_collectives(monkeypatch, installed, variables):
+def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatch, installed):
     """By MPI they would end at once, or each see a world of one."""
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    name, why = communicators.choose(Environment("slurm", 0, 2))
-    assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
-
-
-def test_an_mpi_is_refused_where_srun_tells_it_nothing(monkeypatch, installed):
+    for variables in ({}, {"PMI_RANK": "0", "PMI_FD": "11"}):
+        with monkeypatch.context() as other:
+            for name, text in variables.items():
+                other.setenv(name, text)
+            name, why = communicators.choose(Environment("slurm", 0, 2))
+        assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
     told = r"rank 1: .*nothing to find them by \(--mpi=none\): start with `srun --mpi=pmix`"
     for name in ("horovod", "mpi"):
         with pytest.raises(CommunicatorError, match=told):
@@ -132,13 +129,6 @@ def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch)
 def test_one_process_needs_nothing():
     for name in ("auto", "local", "collective"):
         assert isinstance(create(name, Environment("single", 0, 1)), LocalCommunicator)
-
-
-def test_unknown_name():
-    with pytest.raises(
-        ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, local"
-    ):
-        create("carrier")
 
 
 @pytest.mark.parametrize("name", [name for name in communicators.NAMES if name != "local"])
@@ -185,57 +175,51 @@ def test_a_variable_says_what_auto_is(monkeypatch):
         create("auto", Environment("mpi", 1, 3))
 
 
-def test_addresses_missing():
+def test_mistakes(monkeypatch):
+    with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, "):
+        create("carrier")
+    with pytest.raises(ValueError, match="rank=4 is not a rank of 4"):
+        create("null", Environment("single", 4, 4))
     with pytest.raises(CommunicatorError, match="rank 1: .* each of 2 ranks, got 0: start with"):
         create("collective", Environment("slurm", 1, 2))
+    for address in ("nowhere", "host:", ":1", "host:port"):
+        with pytest.raises(CommunicatorError, match="expected host:port"):
+            startup.parse_address(address)
+    for text in ("soon", "0", "-3"):
+        monkeypatch.setenv("DTK_START_TIMEOUT", text)
+        with pytest.raises(CommunicatorError, match=f"DTK_START_TIMEOUT='{text}' is not a number"):
+            startup.limit()
 
 
-def test_port_in_use_names_the_holder():
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
-        message = (
-            f"rank 0: cannot listen on its own address {address}: in use by process {os.getpid()}"
-        )
-        with pytest.raises(CommunicatorError, match=message):
-            create(
-                "collective", Environment("tf_config", 0, 2, addresses=(address, free_address()))
-            )
-
-
-def test_a_port_that_is_only_reserved_is_free():
+def test_a_port_in_use_names_the_holder_and_one_that_is_only_reserved_is_free():
     """The launcher holds ports for its ranks this way."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        startup.check_free(0, f"127.0.0.1:{held.getsockname()[1]}")
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        startup.check_free(0, address)
+        held.listen()
+        told = f"rank 0: cannot .* own address {address}: in use by process {os.getpid()} "
+        with pytest.raises(CommunicatorError, match=told):
+            create("collective", Environment("tf_config", 0, 2, addresses=(address, "a:1")))
 
 
-@pytest.mark.parametrize("address", ["nowhere", "host:", ":1", "host:port"])
-def test_malformed_address(address):
-    with pytest.raises(CommunicatorError, match="expected host:port"):
-        startup.parse_address(address)
+def refused(*calls):
+    """What ranks that meet, each by a call, are told."""
+
+    def told(call):
+        with pytest.raises(CommunicatorError) as error:
+            startup.meet(*call)
+        return str(error.value)
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(told, calls, timeout=20))
 
 
 def test_missing_ranks_are_named_on_every_rank_that_came(monkeypatch, capsys):
     monkeypatch.setattr(startup_barrier, "AFTER", 0.5)
     addresses = [free_address() for _ in range(3)]
-    errors = {}
-
-    def rank(index):
-        try:
-            startup.meet(index, addresses, 1.5)
-        except CommunicatorError as error:
-            errors[index] = str(error)
-
-    threads = [threading.Thread(target=rank, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sorted(errors) == [0, 1]
-    for index, error in errors.items():
+    for index, error in enumerate(refused((0, addresses, 1.5), (1, addresses, 1.5))):
         assert error.startswith(f"rank {index}: the world of 3 is not complete after 1.5 s")
         assert f"no word from rank 2 ({addresses[2]})" in error
     # What rank 1 waits for, only rank 0 knows.
@@ -264,19 +248,8 @@ def test_rank_0_missing(monkeypatch, capsys):
 
 def test_ranks_of_different_worlds_do_not_mix():
     addresses = [free_address(), free_address()]
-    errors = []
-
-    def other():
-        with pytest.raises(CommunicatorError, match="told another world"):
-            startup.meet(1, [addresses[0], "127.0.0.1:1"], 5)
-        errors.append("seen")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with pytest.raises(CommunicatorError, match="rank 1 was told another world"):
-        startup.meet(0, addresses, 5)
-    thread.join(20)
-    assert errors == ["seen"]
+    for told in refused((0, addresses, 5), (1, [addresses[0], "127.0.0.1:1"], 5)):
+        assert "rank 1 was told another world" in told
 
 
 def test_strangers_at_the_door_are_ignored():
@@ -290,13 +263,6 @@ def test_strangers_at_the_door_are_ignored():
     startup.meet(1, addresses, 20)
     met.join(20)
     assert not met.is_alive()
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-3"])
-def test_start_timeout_must_be_a_number(monkeypatch, text):
-    monkeypatch.setenv("DTK_START_TIMEOUT", text)
-    with pytest.raises(CommunicatorError, match=f"DTK_START_TIMEOUT='{text}' is not a number"):
-        startup.limit()
 
 
 def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
@@ -323,13 +289,7 @@ def test_two_ranks_come_up_without_noise():
 def test_a_tensor_before_the_strategy_is_refused():
     addresses = [free_address(), free_address()]
     late = "import tensorflow as tf; tf.ones([1])"
-    ranks = [run_rank(rank, addresses, before=late) for rank in range(2)]
-    for index, rank in enumerate(ranks):
+    for index, rank in enumerate([run_rank(rank, addresses, before=late) for rank in range(2)]):
         _, stderr, code = end(rank)
         assert code == 1
         assert f"rank {index}: TensorFlow has already run an operation" in stderr
-
-
-def test_null_claims_only_ranks_that_there_are():
-    with pytest.raises(ValueError, match="rank=4 is not a rank of 4"):
-        create("null", Environment("single", 4, 4))

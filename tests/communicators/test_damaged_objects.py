@@ -36,6 +36,10 @@ def record(module, name, **fields):
     return {"record": [module, name, {"dict": [list(pair) for pair in fields.items()]}]}
 
 
+def error(module, name, *args, **state):
+    return {"error": [module, name, {"tuple": [*args]}, {"dict": [list(p) for p in state.items()]}]}
+
+
 def tensor(dtype, size, content):
     return {"tf.Tensor": [{"array": [dtype, [size], [content]]}]}
 
@@ -51,32 +55,18 @@ DAMAGED = {
     "other fields": [record(*place(Failure), **FAILURE, more=1)],
     "fewer fields": [record(*place(Failure), rank=0, kind="", text="", sent=None)],
     "values that a record refuses": [record(*place(Dense), dtype="int8", factors=True)],
-    "an error of another package": [
-        {"error": ["optuna.exceptions", "TrialPruned", {"tuple": []}, {"dict": []}]}
-    ],
-    "an error that ends the process": [
-        {"error": ["builtins", "SystemExit", {"tuple": [0]}, {"dict": []}]}
-    ],
-    "a function for an error": [
-        {"error": ["builtins", "print", {"tuple": ["ran"]}, {"dict": []}]}
-    ],
-    "notes that cannot be added to": [
-        {"error": ["builtins", "ValueError", {"tuple": []}, {"dict": [["__notes__", 1]]}]}
-    ],
-    "an attribute of Python's": [
-        {"error": ["builtins", "ValueError", {"tuple": []}, {"dict": [["__cause__", None]]}]}
-    ],
-    "a method of an error": [
-        {"error": ["builtins", "ValueError", {"tuple": []}, {"dict": [["add_note", 1]]}]}
-    ],
+    "an error of another package": [error("optuna.exceptions", "TrialPruned")],
+    "an error that ends the process": [error("builtins", "SystemExit", 0)],
+    "a function for an error": [error("builtins", "print", "ran")],
+    "notes that cannot be added to": [error("builtins", "ValueError", __notes__=1)],
+    "an attribute of Python's": [error("builtins", "ValueError", __cause__=None)],
+    "a method of an error": [error("builtins", "ValueError", add_note=1)],
     "more elements than bytes": [{"array": ["<f4", [10**15], [b"a"]]}],
     "fewer elements than bytes": [{"array": ["|u1", [1], [b"ab"]]}],
     "elements without bytes": [{"array": ["|S0", [10**15], []]}],
     "sizes below 0": [{"array": ["|u1", [-1, -1], [b"a"]]}],
     "sizes that are no numbers": [{"array": ["|u1", [1.0], [b"a"]]}],
-    "more axes than can be multiplied": [
-        {"array": ["|u1", [{"int": [hex(10**4000)]}] * 3000, [b"a"]]}
-    ],
+    "too many axes to multiply": [{"array": ["|u1", [{"int": [hex(10**4000)]}] * 3000, [b"a"]]}],
     "more objects than there are": [{"array": ["objects", [10**15], [1]]}],
     "an array of objects by its bytes": [{"array": ["|O", [1], [b"\1" * 8]]}],
     "an array of objects by another name": [{"array": ["string", [1], [b"\1" * 8]]}],
@@ -88,15 +78,11 @@ DAMAGED = {
     "an array that is text": [{"array": ["<U1", [1], "a\0\0\0"]}],
     "pieces of an array that are text": [{"array": ["<U1", [1], ["a\0\0\0"]]}],
     "rows that are not there": [
-        {"tf.RaggedTensor": [tensor("<i4", 1, b"\0" * 4), tensor("<i8", 2, NO_ROWS), None]},
-    ],
+        {"tf.RaggedTensor": [tensor("<i4", 1, b"\0" * 4), tensor("<i8", 2, NO_ROWS), None]}],
     "rows of another length": [
-        {"tf.RaggedTensor": [tensor("<i4", 3, b"\0" * 12), tensor("<i8", 3, TWO_ROWS), 1]},
-    ],
+        {"tf.RaggedTensor": [tensor("<i4", 3, b"\0" * 12), tensor("<i8", 3, TWO_ROWS), 1]}],
     "a tensor of what is no array": [{"tf.Tensor": ["a"]}],
-    "more strings than there are": [
-        {"tf.Tensor": [{"array": ["objects", [10**15], [b"a"]]}]}
-    ],
+    "more strings than there are": [{"tf.Tensor": [{"array": ["objects", [10**15], [b"a"]]}]}],
     "strings that are none": [{"tf.Tensor": [{"array": ["objects", [1], [{"tuple": []}]]}]}],
     "a dtype that is none": [{"tf.DType": ["nothing"]}],
     "a path of numbers": [{"path": [1]}],
@@ -128,6 +114,14 @@ def test_what_is_not_as_dtk_writes_it_is_not_read(parts, capfd):
     assert "ran" not in capfd.readouterr().out
 
 
+def memory_for(payload):
+    tracemalloc.start()
+    try:
+        return read_or_refused(payload), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -137,23 +131,14 @@ def test_what_is_not_as_dtk_writes_it_is_not_read(parts, capfd):
     ],
 )
 def test_a_claim_takes_no_memory(what):
-    payload = written(*DAMAGED[what])
-    tracemalloc.start()
-    try:
-        assert isinstance(read_or_refused(payload), CommunicatorError)
-        assert tracemalloc.get_traced_memory()[1] < 1e6
-    finally:
-        tracemalloc.stop()
+    found, memory = memory_for(written(*DAMAGED[what]))
+    assert isinstance(found, CommunicatorError) and memory < 1e6
 
 
 def test_a_value_takes_memory_in_proportion_to_what_came():
     payload = dumps([np.zeros(10**6, "f4"), b"x" * 10**6], {})
-    tracemalloc.start()
-    try:
-        loads(payload, {})
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(payload)
-    finally:
-        tracemalloc.stop()
+    found, memory = memory_for(payload)
+    assert len(found) == 2 and memory < 4 * len(payload)
 
 
 def test_a_record_as_dtk_writes_it_is_read():
@@ -221,7 +206,7 @@ def test_a_payload_that_was_cut_is_refused(payload):
 def test_the_constructors_of_records_keep_or_refuse():
     """A record may come from anybody: none of dtk's does anything else when it is made."""
     known = {
-        "bench/setting.py", "cluster/tf_config.py", "communicators/costs.py",
+        "bench/results.py", "cluster/tf_config.py", "communicators/costs.py",
         "communicators/shard.py", "exchange/delayed.py", "exchange/dense.py",
         "exchange/downpour.py", "exchange/local_steps.py", "exchange/quantized.py",
         "exchange/warm_start.py", "parameter_server/consistency_models.py", "planning/inputs.py",

@@ -44,11 +44,6 @@ def addresses_of_memory():
     return distinct, used_by_tensor, again, used_by_graph
 
 
-@two
-def test_memory_is_used_again_once_no_tensor_holds_it(pool):
-    assert pool.run(addresses_of_memory) == [(True, True, True, True)] * 2
-
-
 def late_results():
     from dtk.communicators.mpi.communicator import _Site
 
@@ -69,7 +64,9 @@ def late_results():
 
 
 @two
-def test_a_result_that_a_failed_step_left_is_not_the_next_ones(pool):
+def test_memory_is_used_again_and_results_that_a_failed_step_left_are_not_the_next_ones(pool):
+    """Memory, once no tensor holds it."""
+    assert pool.run(addresses_of_memory) == [(True, True, True, True)] * 2
     assert pool.run(late_results) == [([1, 0, 0, 1], [3.0])] * 2
 
 
@@ -124,12 +121,12 @@ def sums_of_halves(dtype, graph):
 
 @pytest.mark.worlds(("mpi-wheel", 2), pytest.param(("mpi-wheel", 3), marks=pytest.mark.full))
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_halves_are_sent_as_halves_and_summed_in_float32(pool, dtype, graph):
-    results = pool.run(sums_of_halves, dtype, graph)
-    for bits, sent in results:
-        assert bits == results[0][0], "all ranks end with the same bits"
-        assert sent == [2 * elements for elements in (1, 2, 1000, 100_003)]
+def test_halves_are_sent_as_halves_and_summed_in_float32(pool, graph):
+    for dtype in ("float16", "bfloat16"):
+        results = pool.run(sums_of_halves, dtype, graph)
+        for bits, sent in results:
+            assert bits == results[0][0], "all ranks end with the same bits"
+            assert sent == [2 * elements for elements in (1, 2, 1000, 100_003)]
 
 
 class Late:
@@ -143,46 +140,30 @@ class Late:
             return tf.identity(value)
 
     def start(self):
-        self._timer = threading.Timer(0.3, lambda: self._queue.enqueue(True))
-        self._timer.start()
-
-    def drain(self):
-        self._timer.join()
-        while int(self._queue.size()):
-            self._queue.dequeue()
+        threading.Timer(0.3, lambda: self._queue.enqueue(True)).start()
 
 
 def lanes_in_opposite_order():
     """Half of the lanes are late on each rank: more than it has threads for graphs are left."""
     comm = communicator()
-    late = [Late() for _ in range(6)]
+    late = {i: Late() for i in range(6) if (i < 3) != bool(comm.rank)}
 
     @tf.function(autograph=False)
     def every(value):
         found = []
         with comm.sequence("opposite"):
-            for i, one in enumerate(late):
+            for i in range(6):
                 given = value * 10.0**i
                 with comm.concurrent(f"lane {i}"):
-                    ready = given if (i < 3) == bool(comm.rank) else one(given)
-                    found.append(comm.allreduce(ready))
+                    found.append(comm.allreduce(late[i](given) if i in late else given))
         return found
 
     results = []
     for i in range(2):
-        for one in late:
+        for one in late.values():
             one.start()
         results.append([part.numpy().tolist() for part in every(tf.fill([2], 1.0 + i))])
-        # Those that no late value waited for are started alike.
-        for one in late:
-            one.drain()
     return results
-
-
-@two
-def test_lanes_do_not_wait_for_each_other(pool):
-    expected = [[[2.0 * (1 + i) * 10.0**lane] * 2 for lane in range(6)] for i in range(2)]
-    assert pool.run(lanes_in_opposite_order) == [expected] * 2
 
 
 def buckets_ready_in_opposite_order():
@@ -205,7 +186,9 @@ def buckets_ready_in_opposite_order():
 
 
 @two
-def test_buckets_meet_however_they_become_ready(pool):
+def test_lanes_and_buckets_meet_however_they_become_ready(pool):
+    expected = [[[2.0 * (1 + i) * 10.0**lane] * 2 for lane in range(6)] for i in range(2)]
+    assert pool.run(lanes_in_opposite_order) == [expected] * 2
     assert pool.run(buckets_ready_in_opposite_order) == [[[2.0 + 2 * i] * 2 for i in range(9)]] * 2
 
 

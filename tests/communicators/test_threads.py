@@ -29,10 +29,9 @@ def test_each_rank_gets_its_part():
     cores = os.cpu_count()
     assert divided(2) == dict.fromkeys(processor.THREADS, str(max(1, cores // 2)))
     assert divided(100 * cores) == dict.fromkeys(processor.THREADS, "1")
-
-
-def test_alone_on_a_host_it_has_all():
     assert divided(1) == {}
+    for name in processor.THREADS:  # what a user or launcher has set stays
+        assert divided(2, **{name: "7"}) == {name: "7"}
 
 
 def test_whoever_makes_a_communicator_shares(monkeypatch):
@@ -41,11 +40,6 @@ def test_whoever_makes_a_communicator_shares(monkeypatch):
         monkeypatch.delenv(name)
     create("null", Environment("mpi", rank=0, size=2, local_size=2))
     assert {name: os.environ[name] for name in processor.THREADS} == divided(2)
-
-
-@pytest.mark.parametrize("name", processor.THREADS)
-def test_what_a_user_or_launcher_has_set_stays(name):
-    assert divided(2, **{name: "7"}) == {name: "7"}
 
 
 def test_bound_to_a_core_it_keeps_that():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 import types
 from pathlib import Path
@@ -17,8 +16,6 @@ from dtk.compat import names
 from dtk.errors import VersionError
 from dtk.strategies import start
 
-from later import MULTI_OPTIMIZER
-
 ROOM = Path(dtk.compat.__file__).parent
 LISTED = [
     (where, name)
@@ -28,8 +25,6 @@ LISTED = [
 ]
 # From some version on; what uses them looks first.
 LATER = {"_weight_decay_by_var_key", "_var_to_optimizer_idx", "_epoch"}
-# Keras's own, whatever has replaced it since.
-FIT = inspect.unwrap(keras.Model.fit)
 
 
 def test_every_name_is_still_there():
@@ -128,35 +123,3 @@ def test_versions_that_were_not_tested_are_told_once(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("dtk: was not tested with keras 3.99.0: pip install 'keras>=") == 1
     assert "tensorflow" not in said
-
-
-def test_the_take_that_embedding_layers_call():
-    """Breaks when a lookup goes another way, so that workers would fetch whole tables."""
-    assert "ops.take(self.embeddings" in inspect.getsource(keras.layers.Embedding.call)
-
-
-def test_muon_tells_what_it_updates_as_adamw_does():
-    muon = keras.optimizers.Muon()
-    assert muon._should_use_adamw(keras.Variable([1.0]))
-    assert not muon._should_use_adamw(keras.Variable([[1.0]], name="kernel"))
-
-
-@MULTI_OPTIMIZER
-def test_multi_optimizer_attributes():
-    optimizer = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD())
-    optimizer.build([keras.Variable([1.0])])
-    name = "_var_to_optimizer_idx"
-    assert hasattr(optimizer, name), f"keras.optimizers.MultiOptimizer has lost {name}"
-
-
-def test_the_early_return_dtk_relies_on():
-    """Breaks when Keras asks `make_train_function` for something else than `train_function`."""
-    assert "self.make_train_function()" in inspect.getsource(FIT)
-    assert "self.train_function(iterator)" in inspect.getsource(FIT)
-
-
-def test_where_fit_asks_what_an_epochs_steps_said():
-    """Breaks when a run resumed in its validation would no longer be answered there."""
-    before, _, after = inspect.getsource(FIT).partition("self.evaluate(")
-    assert "self._get_metrics_result_or_logs(logs)" in before
-    assert "_get_metrics_result_or_logs" not in after

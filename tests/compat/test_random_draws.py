@@ -135,11 +135,13 @@ def test_rows_with_one_number_each_have_their_own_in_every_layout():
         assert len(set(draw(lambda n: tf.random.normal([n]), 5, 0, layout).tolist())) == 5
 
 
-def test_functions_of_a_step_keep_nothing_of_a_trial():
+def test_functions_of_a_step_and_generators_keep_nothing_of_a_trial():
     """Breaks as training without noise: a function traced in a trial draws its constants."""
     noise = tf.function(lambda x: tf.random.normal(tf.shape(x)))
     x = tf.zeros([3])
-    tried = draw(lambda n: noise(x), 3, 0)
+    before = np.random.get_state()[1].tolist(), random.getstate()
+    tried = draw(lambda n: noise(x) + np.random.rand() + random.random(), 3, 0)
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before
     assert noise.experimental_get_tracing_count() == 0
     assert len({noise(x).numpy().tobytes() for _ in range(3)} | {tried.tobytes()}) == 4
 
@@ -169,16 +171,6 @@ def test_layers_built_in_a_trial_have_their_own_first_weights(run):
 
     alone, tried = build_and_draw(contextlib.nullcontext()), build_and_draw(random_draws.by_row())
     np.testing.assert_array_equal(tried, alone)
-
-
-def test_numbers_of_numpy_and_python_go_on():
-    np.random.seed(4)
-    random.seed(4)
-    expected = np.random.rand(), random.random()
-    np.random.seed(4)
-    random.seed(4)
-    assert draw(lambda n: np.random.rand(), 3, 0) == draw(lambda n: np.random.rand(), 2, 3)
-    assert (np.random.rand(), random.random()) == expected
 
 
 def test_what_is_not_of_rows_is_the_same_on_all():

@@ -10,7 +10,8 @@ import dtk
 
 from callbacks import bodies
 
-ROOMS = ("callbacks", "data", "inference", "optimizers", "schedules", "search")
+ROOMS = ("callbacks", "data", "inference", "layers", "optimizers", "schedules", "search")
+FILES = ("dtk.communicators.root", "dtk.communicators.shard", "dtk.even_division", "dtk.files")
 HOME = pathlib.Path(dtk.__file__).parent
 NAMES = sorted(
     ".".join(("dtk", *file.relative_to(HOME).with_suffix("").parts))
@@ -20,9 +21,7 @@ NAMES = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [*NAMES, "dtk.communicators.root", "dtk.even_division", "dtk.files"]
-)
+@pytest.mark.parametrize("name", [*NAMES, *FILES])
 @pytest.mark.worlds(("local", 1))
 def test_the_examples_run(pool, name):
     [(failed, attempted)] = pool.run(bodies.examples, name)

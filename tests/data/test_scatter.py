@@ -46,22 +46,13 @@ def test_the_blocks_are_chainermn_s(n_total, size, equal, expected):
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
 @example(69, 70)
-def test_equal_blocks_cover_all_rows_and_neighbors_share_at_most_one(n_total, size):
+def test_blocks_cover_all_rows_and_neighbors_share_at_most_one(n_total, size):
     cut = blocks(n_total, size, equal=True)
     assert [end - begin for begin, end in cut] == [-(-n_total // size)] * size
     assert cut[0][0] == 0 and cut[-1][1] == n_total
     if n_total >= size:
         shared = [end - begin for (_, end), (begin, _) in zip(cut, cut[1:], strict=False)]
         assert set(shared) <= {0, 1}
-    assert len({row for begin, end in cut for row in range(begin, end)}) == n_total
-
-
-@given(st.integers(0, 10_000), st.integers(1, 70))
-def test_unequal_blocks_hold_every_row_once_and_the_first_ranks_one_more(n_total, size):
-    cut = blocks(n_total, size, equal=False)
-    assert [row for begin, end in cut for row in range(begin, end)] == list(range(n_total))
-    base, extra = divmod(n_total, size)
-    assert [end - begin for begin, end in cut] == [base + 1] * extra + [base] * (size - extra)
 
 
 @settings(deadline=None, max_examples=40)
@@ -143,17 +134,11 @@ def test_ragged_elements_keep_their_order_or_are_refused():
 
 
 def test_a_seed_that_is_not_given_follows_the_script_s():
-    def drawn():
+    drawn = []
+    for _ in range(2):
         np.random.seed(3)
-        return scatter_dataset(np.arange(50), Twin(0, 2), shuffle=True).tolist()
-
-    assert drawn() == drawn()
-    assert drawn() != list(range(25))
-
-
-def test_an_empty_dataset_has_the_elements_but_nothing_in_them():
-    assert empty_dataset(tf.data.Dataset.range(3)) == [(), (), ()]
-    assert empty_dataset("ab") == [(), ()]
+        drawn.append(scatter_dataset(np.arange(50), Twin(0, 2), shuffle=True).tolist())
+    assert drawn[0] == drawn[1] != list(range(25))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dtk.bench.results import BenchResults, Reading
-from dtk.bench.setting import TELLING, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, task_of
 
 _DATA = """
 import keras

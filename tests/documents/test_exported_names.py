@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 
 import pytest
+import tensorflow as tf
 
 import dtk
 
@@ -63,3 +64,12 @@ def test_every_exported_name_describes_its_arguments(part):
             for method, function in methods(value):
                 wrong += missing(f"{name}.{method}", function, function)
     assert not wrong, "\n".join(wrong)
+
+
+def test_strategies_have_no_constructor_of_tensorflow():
+    """Had one no docstring, Python would show the one it inherits, with a cluster_resolver."""
+    for name in dtk.strategies.__all__:
+        found = getattr(dtk.strategies, name)
+        if inspect.isclass(found) and issubclass(found, tf.distribute.Strategy):
+            assert inspect.getdoc(found.__init__).startswith("Take the arguments")
+            assert "self" not in inspect.signature(found).parameters

@@ -30,31 +30,19 @@ def exchanging(value):
 def perceptron(strategy, optimizer, activation="relu", seed=3, **options):
     with bodies.scope_of(strategy):
         keras.utils.set_random_seed(seed)
-        model = keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                keras.layers.Flatten(),
-                keras.layers.Dense(32, activation=activation),
-                keras.layers.Dense(10),
-            ]
-        )
-        model.compile(
-            optimizer=optimizer, loss=cases.crossentropy(), metrics=["accuracy"], **options
-        )
+        hidden = keras.layers.Dense(32, activation=activation)
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), hidden, keras.layers.Dense(10)]
+        model = keras.Sequential(layers)
+        model.compile(optimizer, cases.crossentropy(), metrics=["accuracy"], **options)
     return model
 
 
 def train(value, optimizer="sgd", rows=155, batch=16, epochs=2, options=None):
     """A small network on the digits. Returns weights, the history and the optimizer's steps."""
     x, y = cases.rows(rows)
-    options = options or {}
-    if value == "plain":
-        model = perceptron(None, make(optimizer), **options)
+    with contextlib.nullcontext() if value == "plain" else exchanging(value) as strategy:
+        model = perceptron(strategy, make(optimizer), **options or {})
         history = model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0)
-    else:
-        with exchanging(value) as strategy:
-            model = perceptron(strategy, make(optimizer), **options)
-            history = model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0)
     return bodies.flat(model.get_weights()), history.history, int(model.optimizer.iterations)
 
 
@@ -66,6 +54,7 @@ def make(optimizer):
         "scaled": lambda: keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.1), initial_scale=2.0**127, dynamic_growth_steps=5
         ),
+        "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True),
         "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     }[optimizer]()
 

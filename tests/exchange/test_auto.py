@@ -12,7 +12,7 @@ import tensorflow as tf
 import dtk
 from dtk.communicators.costs import Costs
 from dtk.communicators.local import NullCommunicator
-from dtk.exchange import Auto, Dense, Quantized, WarmStart, parse
+from dtk.exchange import Auto, WarmStart, parse
 from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
 
 from exchange.exchanged import exchanging, perceptron
@@ -34,45 +34,27 @@ def choice(step, sending, byte, workers=2, overheads=NOTHING_TO_CODE, **observed
     return choose(seen, overheads, costs(byte, workers))
 
 
-def test_a_slow_link_wants_few_bits():
-    told = choice(step=3.1, sending=3.0, byte=3.0 / SIZE)
-    assert told.exchange == ONE_BIT
-    expected = [0.1 + 3.0 * sent / SIZE for sent in SENT.values()]
-    assert list(told.predicted.values()) == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_middling_link_wants_what_changes_least_and_is_nearly_as_fast():
-    # Half the bytes save 0.05 of a second, a thirtieth would save 0.097.
+def test_the_mildest_that_is_nearly_the_fastest_is_chosen():
+    # A middling link: half the bytes save 0.05 of a second, a thirtieth would save 0.097.
     assert choice(step=1.0, sending=0.1, byte=0.1 / SIZE).exchange == HALF
     assert choice(step=1.0, sending=0.08, byte=0.08 / SIZE).exchange == EXACT
-
-
-def test_what_the_backward_pass_hides_cannot_be_saved():
+    # What the backward pass hides cannot be saved, and coding counts.
     assert choice(step=3.1, sending=0.01, byte=3.0 / SIZE).exchange == EXACT
-
-
-def test_coding_counts():
     dear = NOTHING_TO_CODE | {e: Overhead(5.0, SENT[e]) for e in (EIGHT_BITS, ONE_BIT)}
     assert choice(step=3.1, sending=3.0, byte=3.0 / SIZE, overheads=dear).exchange == HALF
-
-
-def test_a_measured_overhead_below_that_of_whole_gradients_is_no_error():
+    # A measured overhead below that of whole gradients is no error.
     hiccup = NOTHING_TO_CODE | {EXACT: Overhead(9.0, SIZE)}
     told = choice(step=3.1, sending=3.0, byte=3.0 / SIZE, overheads=hiccup)
-    assert min(told.predicted.values()) < 0
-    assert told.exchange in CANDIDATES
+    assert min(told.predicted.values()) < 0 and told.exchange in CANDIDATES
 
 
-@pytest.mark.parametrize("workers", [2, 8])
-def test_factors_are_few_bytes_already(workers):
+def test_factors_are_few_bytes_already_and_half_precision_halves_what_is_summed_beside():
     # 16 rows of 1024 numbers; whole gradients would be 16 times as many.
     seen = {"sent": 16 * 1024 * 4, "gradients": [], "factored": [KERNEL]}
-    told = choice(0.1, 0.02, 1e-9, workers, **seen)
-    assert told.exchange == EXACT
-    assert told.predicted[HALF] == pytest.approx(0.1, abs=1e-5)
-
-
-def test_of_gradients_beside_factors_half_precision_halves_what_is_summed():
+    for workers in (2, 8):
+        told = choice(0.1, 0.02, 1e-9, workers, **seen)
+        assert told.exchange == EXACT
+        assert told.predicted[HALF] == pytest.approx(0.1, abs=1e-5)
     seen = {"sent": SIZE + 64_000, "gradients": [KERNEL], "factored": [KERNEL]}
     byte = 1e-6
     told = choice(10.0, 5.0, byte, workers=8, **seen)
@@ -80,14 +62,15 @@ def test_of_gradients_beside_factors_half_precision_halves_what_is_summed():
     assert told.predicted[HALF] == pytest.approx(10.0 - saved, rel=1e-3)
 
 
-def test_a_window_of_steps_is_exchanged_once():
-    told = choice(3.1, 3.0, 12.0 / SIZE, sent=SIZE / 4, window=4)
+def test_a_slow_link_wants_few_bits_and_says_why():
+    """The same if a window of steps is exchanged once."""
     expected = [0.1 + 3.0 * sent / SIZE for sent in SENT.values()]
-    assert list(told.predicted.values()) == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_choice_is_told_with_its_reason():
-    text = str(choice(step=3.1, sending=3.0, byte=3.0 / SIZE))
+    window = choice(3.1, 3.0, 12.0 / SIZE, sent=SIZE / 4, window=4)
+    told = choice(step=3.1, sending=3.0, byte=3.0 / SIZE)
+    for one in (told, window):
+        assert one.exchange == ONE_BIT
+        assert list(one.predicted.values()) == pytest.approx(expected, abs=1e-4)
+    text = str(told)
     for part in ("Quantized(bits=1)", "3100.0 ms", "3000.0", "1.05 MB", "expected:"):
         assert part in text
 
@@ -106,10 +89,6 @@ def test_its_short_name_and_what_it_does_not_go_with():
     assert parse("auto") == Auto()
     with pytest.raises(ValueError, match="expected another exchange"):
         WarmStart(Auto(), samples=10)
-
-
-def test_candidates_are_from_mild_to_rough():
-    assert (Dense(), Dense("float16"), Quantized(8), Quantized(1)) == CANDIDATES
 
 
 FEWER = pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["one", "two"])
@@ -162,8 +141,7 @@ def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
 @pytest.mark.worlds(("collective", 2))
 def test_windows_of_gradients_too(pool):
     (weights, sent, _), (others, *_) = pool.run(fit, 1e-5, 3, None, "auto", {}, 2)
-    assert np.array_equal(weights, others)
-    assert sent[1] < 0.7 * sent[0]
+    assert np.array_equal(weights, others) and sent[1] < 0.7 * sent[0]
 
 
 @pytest.mark.worlds(("collective", 2))

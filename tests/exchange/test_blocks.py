@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 
@@ -10,16 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk import exchange as exchanges
 from dtk.communicators.local import NullCommunicator
-from dtk.exchange import (
-    BlockMomentum,
-    Delayed,
-    Dense,
-    ModelAveraging,
-    Quantized,
-    WarmStart,
-)
+from dtk.exchange import BlockMomentum, Delayed, Dense, ModelAveraging, Quantized, WarmStart
 from dtk.exchange.contract import BatchPart, ExchangeState, Trained
 from dtk.trainer.fit import SynchronizeWeights
 from dtk.trainer.model_scope import trainer_of
@@ -39,7 +32,6 @@ from strategies import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
-two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 
 
 def combined(value, locals_of_rounds, rows=None):
@@ -63,17 +55,21 @@ def combined(value, locals_of_rounds, rows=None):
 
 
 @two
-@pytest.mark.parametrize(
-    "nesterov, expected", [(True, [0.7, 0.25]), (False, [0.8, 0.5])], ids=["nesterov", "plain"]
-)
-def test_block_momentum_is_the_vector_of_the_original(pool, nesterov, expected):
+def test_blocks_end_as_the_vectors_of_the_originals(pool):
     """W = 1, locals .9 and .7: V = .2; then changes of -.1 and -.3: V = .3."""
-    value = BlockMomentum(block_size=2, nesterov=nesterov)
-    locals_ = [(0.9, 0.7), (expected[0] - 0.1, expected[0] - 0.3)]
-    for after in pool.run(combined, value, locals_):
-        np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
-        assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
-        assert all(together for _, _, together in after)
+    for nesterov, expected in ((True, [0.7, 0.25]), (False, [0.8, 0.5])):
+        value = BlockMomentum(block_size=2, nesterov=nesterov)
+        locals_ = [(0.9, 0.7), (expected[0] - 0.1, expected[0] - 0.3)]
+        for after in pool.run(combined, value, locals_):
+            np.testing.assert_allclose([weight for weight, _, _ in after], expected, rtol=1e-6)
+            assert [slot for _, slot, _ in after] == [0.0, 0.0], "local momentum is forgotten"
+            assert all(together for _, _, together in after)
+    # An open block leaves weights apart, and averaging weighs by rows.
+    first, second = pool.run(combined, BlockMomentum(block_size=4), [(0.9, 0.7)])
+    assert first == [(pytest.approx(0.9), 5.0, False)]
+    assert second == [(pytest.approx(0.7), 5.0, False)]
+    for after in pool.run(combined, ModelAveraging(period=2), [(0.9, 0.5)], [3, 1]):
+        assert after == [(pytest.approx(0.8), 5.0, True)]
 
 
 def moved_by(value, changes, rows=None):
@@ -81,13 +77,18 @@ def moved_by(value, changes, rows=None):
     communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
     state = ExchangeState(communicator, "CPU:0")
     op = value.init(communicator, state, Trained([weight], []))
-    for index, change in enumerate(changes):
-        before = float(weight)
-        count = value.block_size if rows is None else rows[index]
-        part = BatchPart(tf.constant(count, tf.int64), tf.constant(0.25, tf.float64))
+
+    @tf.function
+    def step(count, change):
+        part = BatchPart(count, tf.constant(0.25, tf.float64))
         op.update([tf.constant(0.0)], part)
         weight.assign_add(change)
         op.count(part)
+
+    for index, change in enumerate(changes):
+        before = float(weight)
+        count = value.block_size if rows is None else rows[index]
+        step(tf.constant(count, tf.int64), tf.constant(change))
         op.close()
         after.append(float(weight) - before)
     return after
@@ -105,12 +106,9 @@ def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
         assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
 
 
-def test_the_rate_that_takes_nesterovs_gain_back():
+def test_less_than_a_block_counts_for_less_and_a_rate_takes_nesterovs_gain_back():
     value = BlockMomentum(64, rate=4 / (2 * 4 - 1))
     assert sum(moved_by(value, [100.0] + [0.0] * 60)) == pytest.approx(100.0, rel=1e-4)
-
-
-def test_less_than_a_block_counts_for_less():
     value = BlockMomentum(64, nesterov=False)
     moved = moved_by(value, [100.0] + [0.0] * 60, [16] + [64] * 60)
     assert sum(moved) == pytest.approx(100.0 * (1 - 0.75**0.25) / (1 - 0.75), rel=1e-4)
@@ -129,20 +127,6 @@ def test_the_step_that_reaches_the_samples_of_a_warm_start_is_the_last_exact_one
         op.count(part)
         seen.append(float(applied))
     assert seen == [1, 3, 6, 6, 10], "steps 1 to 3 at once, 4 a step later"
-
-
-@two
-def test_an_open_block_leaves_weights_apart(pool):
-    first, second = pool.run(combined, BlockMomentum(block_size=4), [(0.9, 0.7)])
-    assert first == [(pytest.approx(0.9), 5.0, False)]
-    assert second == [(pytest.approx(0.7), 5.0, False)]
-
-
-@two
-def test_model_averaging_weighs_by_rows(pool):
-    value = ModelAveraging(period=2)
-    for after in pool.run(combined, value, [(0.9, 0.5)], [3, 1]):
-        assert after == [(pytest.approx(0.8), 5.0, True)]
 
 
 def apart_by_hand(size, eta, nesterov, momentum, block, rows=75, batch=16, epochs=2):
@@ -207,36 +191,16 @@ def test_averaging_every_step_of_plain_sgd_is_one_process(pool):
     np.testing.assert_allclose(results[0][1]["accuracy"], history["accuracy"])
 
 
-def statistics_apart():
-    """Moving statistics between blocks, and what evaluate makes of them."""
-    x, y = cases.rows(48)
-    with exchanging(exchanges.ModelAveraging(period=10_000)) as strategy:
-        model = cases.compiled(strategy, lambda: cases.small(sync=False), optimizer=make("sgd"))
-        model.fit(x[:16], y[:16], batch_size=16, verbose=0)
-        for i in range(3):
-            model.train_on_batch(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16])
-        between = bodies.flat(model.get_weights())
-        evaluated = model.evaluate(x, y, verbose=0)
-    return between, evaluated, bodies.flat(model.get_weights())
-
-
-@two
-def test_evaluating_closes_a_block_and_averages_statistics(pool):
-    first, second = pool.run(statistics_apart)
-    assert not np.array_equal(first[0], second[0]), "between blocks workers train apart"
-    assert first[1] == second[1]
-    assert np.array_equal(first[2], second[2])
-    np.testing.assert_allclose(first[2], (first[0] + second[0]) / 2, atol=1e-6)
-
-
 def around_open_blocks():
     """What single test batches, `fit` and `evaluate` make of a block that is open.
 
-    Returns the weight as everything finds it, and how much `evaluate` changes the slots.
+    Returns weights and moving statistics as everything finds them, and how much `evaluate` changes
+    the slots.
     """
     x, y = cases.rows(48)
-    with exchanging(exchanges.ModelAveraging(period=10_000)) as strategy:
-        model = perceptron(strategy, make("momentum"))
+    with exchanging(ModelAveraging(period=10_000)) as strategy:
+        build = functools.partial(cases.small, sync=False)
+        model = cases.compiled(strategy, build, optimizer=make("momentum"))
         seen = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
             on_epoch_end=lambda epoch, logs: found.append(bodies.flat(model.get_weights())),
@@ -245,13 +209,14 @@ def around_open_blocks():
         for look in (
             lambda: model.test_on_batch(x[:16], y[:16]),
             lambda: model.predict_on_batch(x[:2]),
+            lambda: model.evaluate(x, y, verbose=0),
             lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[seen]),
         ):
             for i in range(3):
                 model.train_on_batch(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16])
             own.append(bodies.flat(model.get_weights()))
             look()
-            if len(own) < 3:
+            if len(own) < 4:
                 found.append(bodies.flat(model.get_weights()))
         slots = bodies.flat([v.numpy() for v in model.optimizer.variables])
         model.evaluate(x, y, verbose=0)
@@ -263,7 +228,7 @@ def around_open_blocks():
 def test_a_block_is_closed_before_anything_looks_at_the_weights(pool):
     """Single batches and `fit` once went on from rank 0's weights; callbacks saw a rank's own."""
     (own, found, changed), (other, others, also) = pool.run(around_open_blocks)
-    for i in range(3):
+    for i in range(4):
         assert not np.array_equal(own[i], other[i])
         np.testing.assert_allclose(found[i], (own[i] + other[i]) / 2, atol=1e-6)
     for one, another in zip(found, others, strict=True):

@@ -13,18 +13,11 @@ from dtk.parameter_server.consistency_models import Async, BoundedDelay, Sync
 from dtk.strategies import parameter_server
 
 
-def test_it_fetches_with_every_push_unless_told_otherwise():
-    assert Downpour(4).fetch == 4
-    assert Downpour(4, fetch_every=2).fetch == 2
-    assert Downpour(2, fetch_every=6).fetch == 6
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
         ({"push_every": 0}, "push_every=0; expected a number of steps"),
-        ({"push_every": 2.5}, "push_every=2.5"),
-        ({"push_every": True}, "push_every=True"),
+        *[({"push_every": wrong}, f"push_every={wrong}") for wrong in (2.5, True)],
         ({"fetch_every": -1}, "fetch_every=-1"),
         ({"push_every": 4, "fetch_every": 3}, "neither a divisor nor a multiple of push_every=4"),
         ({"significant": -1.0}, "significant=-1.0; expected the smallest change"),
@@ -53,6 +46,8 @@ def test_what_does_not_go_together(exchange, consistency, said):
 
 
 def test_what_does():
+    fetches = [d.fetch for d in (Downpour(4), Downpour(4, fetch_every=2), Downpour(2, 6))]
+    assert fetches == [4, 2, 6], "with every push unless told otherwise"
     for exchange, consistency in (
         (None, Sync()),
         (Downpour(2), BoundedDelay(4)),

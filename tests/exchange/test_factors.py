@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.exchange import factors
 
+from exchange.exchanged import apart
 from strategies import bodies
 
 KERNEL = (200, 160)
@@ -54,10 +55,6 @@ def train(where, rows, batch, optimizer="adam", alike=True):
 plain = functools.cache(functools.partial(train, "plain"))
 
 
-def apart(one, other):
-    return np.linalg.norm(one - other) / np.linalg.norm(other)
-
-
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 3))
 @pytest.mark.parametrize("rows, batch", [(57, 8), (9, 4)], ids=["uneven", "fewer-than-ranks"])
 def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
@@ -78,8 +75,7 @@ def test_processors_of_different_kinds_do_not_multiply_each_for_itself(pool):
 @pytest.mark.worlds(("collective", 2))
 def test_many_rows_send_the_gradient(pool):
     rows = batch = 1200  # of 360 numbers, against a kernel of 32,000
-    results = pool.run(train, "dtk", rows, batch)
-    for weights, sent in results:
+    for weights, sent in pool.run(train, "dtk", rows, batch):
         assert apart(weights, plain(rows, batch)[0]) <= 1e-5
         assert KERNEL_BYTES < sent < 2 * KERNEL_BYTES
 
@@ -118,11 +114,8 @@ def dense(*before, units=128, **options):
 def test_which_gradients_are_products_of_few_rows(model, inputs, is_factored):
     found = gradient_in_graph(model, inputs)
     assert isinstance(found, factors.Factored) == is_factored
-
-
-def test_an_eager_gradient_stays_as_it_is():
-    gradient = tf.ones([256, 128])
-    assert factors.factored(gradient) is gradient
+    eager = tf.ones([256, 128])
+    assert factors.factored(eager) is eager
 
 
 def test_gradients_of_several_dtypes_keep_their_places_and_dtypes():
@@ -133,39 +126,35 @@ def test_gradients_of_several_dtypes_keep_their_places_and_dtypes():
     ]
     gradients = [factors.Factored(*map(tf.constant, pair)) for pair in pairs]
     # Claims two ranks, both with this one's rows.
-    reduced = factors.reduce_products(gradients, NullCommunicator(0, 2), pytest.fail)
-    for result, (left, right) in zip(reduced, pairs, strict=True):
+    reduced = factors.reduce_products(
+        dict(enumerate(gradients)), NullCommunicator(0, 2), pytest.fail, lambda i, g: g.product()
+    )
+    for i, (left, right) in enumerate(pairs):
+        result = reduced[i]
         assert result.dtype == left.dtype
         np.testing.assert_allclose(result, 2 * left.T @ right, rtol=1e-4, atol=1e-4)
 
 
+@tf.function
+def sends_factors(counts):
+    gradient = factors.Factored(tf.zeros([1, 512]), tf.zeros([1, 512]))
+    return factors._pays([gradient], counts, factors.FLOPS_PER_BYTE)
+
+
+def pays(*rows):
+    return bool(sends_factors(tf.constant([[n] for n in rows], tf.int64)))
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_factors_pay_up_to_some_number_of_rows_of_all_ranks(size):
-    gradient = factors.Factored(tf.zeros([1, 512]), tf.zeros([1, 512]))
-
-    def pays(rows):
-        counts = np.full([size, 1], rows // size)
-        return bool(
-            factors._pays([gradient], tf.constant(counts, tf.int64), factors.FLOPS_PER_BYTE)
-        )
-
-    wanted = [pays(rows) for rows in range(size, 2048, size)]
+    wanted = [pays(*[rows // size] * size) for rows in range(size, 2048, size)]
     assert wanted == sorted(wanted, reverse=True)
     # By bytes alone it would be 512, half of the 1024 numbers that 512 rows of both would be; a
     # product of n rows costs n/50 bytes' time for each entry, of a rank's own rows in any case.
     most = 8 * 512 * 512 / (8 * 512 + 512 * 512 / 50 * (1 - 1 / size))
     assert abs(size * wanted.count(True) - most) <= 2 * size
-
-
-def test_the_rank_with_most_rows_decides_since_all_wait_for_it():
-    gradient = factors.Factored(tf.zeros([1, 512]), tf.zeros([1, 512]))
-
-    def pays(*rows):
-        counts = tf.constant([[n] for n in rows], tf.int64)
-        return bool(factors._pays([gradient], counts, factors.FLOPS_PER_BYTE))
-
-    assert pays(100, 100)
-    assert not pays(200, 0)
+    # The rank with most rows decides, since all wait for it.
+    assert pays(100, 100) and not pays(200, 0)
 
 
 def order(beside):
@@ -185,9 +174,13 @@ def order(beside):
     one, other = step(tf.ones([3]), tf.ones([5]))
     sums = float(one[0]), float(other[0])
     sent = communicator.bytes_sent - before
-    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph
-    sending = [o for o in graph.get_operations() if o.type.startswith(("Collective", "Horovod"))]
+    graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph.get_operations()
+    sending = _sending(graph)
     return len(sending), _comes_after(sending[-1], sending[0]), sums, sent
+
+
+def _sending(graph):
+    return [o for o in graph if o.type.startswith(("Collective", "Horovod"))]
 
 
 def _comes_after(operation, earlier):
@@ -198,14 +191,6 @@ def _comes_after(operation, earlier):
             seen.add(current)
             left += [t.op for t in current.inputs] + list(current.control_inputs)
     return earlier in seen
-
-
-@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
-def test_what_runs_beside_does_not_wait_for_what_was_traced_before(pool):
-    for count, waits, sums, sent in pool.run(order, True):
-        assert (count, waits, sums, sent) == (2, False, (pool.size, pool.size), 32)
-    for count, waits, _, _ in pool.run(order, False):
-        assert (count, waits) == (2, True)
 
 
 def order_of_rows():
@@ -224,7 +209,7 @@ def order_of_rows():
     summed, values, indices = step(*given)
     graph = step.get_concrete_function(*given).graph.get_operations()
     whole, values_of = (o for o in graph if o.type == "Exp")
-    sending = [o for o in graph if o.type.startswith(("Collective", "Horovod"))]
+    sending = _sending(graph)
     early = [o for o in sending if not _comes_after(o, whole) and not _comes_after(o, values_of)]
     (reduced,) = (o for o in sending if _comes_after(o, whole))
     (gathered,) = (o for o in sending if _comes_after(o, values_of))
@@ -233,7 +218,10 @@ def order_of_rows():
     return len(sending), len(early), waits, sums
 
 
-@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
+
+
+@two_ways
 def test_rows_of_tables_and_whole_gradients_do_not_wait_for_each_other(pool):
     expected = [1.0 * pool.size, 1.0, [1, 5, 1, 0] * pool.size]
     for count, early, waits, sums in pool.run(order_of_rows):
@@ -253,12 +241,16 @@ def clocks():
             return communicator.allreduce(one), beside
 
     graph = step.get_concrete_function(tf.ones([3]), tf.ones([5])).graph.get_operations()
-    beside, sending = (o for o in graph if o.type.startswith(("Collective", "Horovod")))
+    beside, sending = _sending(graph)
     clocks = [o for o in graph if o.type == "Timestamp" and not _comes_after(o, sending)]
     return len(clocks), any(_comes_after(clock, beside) for clock in clocks)
 
 
-@pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
-def test_the_clock_does_not_wait_for_what_runs_beside(pool):
-    # It did, and where that took longer than a message, the message took no time.
+@two_ways
+def test_nothing_waits_for_what_runs_beside(pool):
+    for count, waits, sums, sent in pool.run(order, True):
+        assert (count, waits, sums, sent) == (2, False, (pool.size, pool.size), 32)
+    for count, waits, _, _ in pool.run(order, False):
+        assert (count, waits) == (2, True)
+    # The clock did, and where that took longer than a message, the message took no time.
     assert pool.run(clocks) == [(1, False)] * pool.size

@@ -124,20 +124,6 @@ def test_a_changed_message_is_refused(where, by):
             listener.receive()
 
 
-def test_a_message_is_not_taken_twice():
-    near, far = socket.socketpair()
-    listener = heartbeats.Line(near, b"secret", b"nonces", is_listener=True)
-    client = heartbeats.Line(far, b"secret", b"nonces", is_listener=False)
-    with near, far:
-        client.send({"rank": 1})
-        told = near.recv(1 << 16)
-        far.sendall(told)
-        assert listener.receive() == [{"rank": 1}]
-        far.sendall(told)
-        with pytest.raises(PermissionError):
-            listener.receive()
-
-
 def test_a_folder_where_a_benchmark_should_be(tmp_path):
     is_read_or_refused(results.read, tmp_path)
     os.mkfifo(tmp_path / "pipe")

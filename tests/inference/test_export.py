@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -18,10 +17,6 @@ from dtk.version import pip_install
 from inference import bodies
 from strategies import bodies as worlds
 
-ONNX = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("tf2onnx") is None,
-    reason="pip install './dtk[export]' for ONNX",
-)
 PATHS = {"tf_saved_model": "model", "litert": "model.tflite", "keras": "model.keras"}
 
 
@@ -155,7 +150,6 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
         load(tmp_path / "model.pt")
 
 
-@ONNX
 def test_onnx(tmp_path):
     """Keras leaves a file with operations nobody knows, and says nothing but a line in the log."""
     model = flat_outputs()

@@ -18,7 +18,7 @@ import dtk
 from dtk.communicators import LocalCommunicator
 from dtk.errors import DisagreementError, NotDistributedError
 from dtk.inference import predict_to_disk, read
-from dtk.inference.sources import source_of
+from dtk.inference.predict_to_disk import source_of
 
 from inference import bodies
 from strategies import bodies as worlds
@@ -333,7 +333,7 @@ def test_rows_of_another_shape_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "data, more, said",
     [
-        (np.ones((0, 3)), {}, "0] rows"),
+        (np.ones((0, 3)), {}, r"\[0\] rows"),
         ({"a": np.ones((2, 3)), "b": np.ones((3, 3))}, {}, r"\[2, 3\] rows"),
         ([1.0, 2.0], {}, "made of float"),
         (np.ones((2, 3)), {"steps": 1}, "knows its own number"),
@@ -380,8 +380,9 @@ def test_rows_are_read_as_one_array(tmp_path):
     assert len(rows) == 23 and rows.outputs.shape == (23, 2)
     np.testing.assert_array_equal(np.asarray(rows.outputs), wanted)
     np.testing.assert_array_equal(np.concatenate([*rows.batches(5)]), wanted)
+    assert rows[[]].shape == (0, 2) and rows[[[3, 4]]].shape == (1, 2, 2)
     for wrong in (23, -24, np.ones(5, bool)):
-        with pytest.raises(IndexError, match="23 rows"):
+        with pytest.raises(IndexError, match="23"):
             rows[wrong]
     with pytest.raises(ValueError, match="size=0"):
         next(rows.batches(0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dtk.input import digests
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(deadline=None, max_examples=20)
 
 
 def of(batch, whole=True):

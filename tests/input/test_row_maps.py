@@ -89,17 +89,15 @@ def check_same(expected, found):
         tf.nest.map_structure(np.testing.assert_array_equal, theirs, ours)
 
 
-# Without shrinking: what fails first says enough, and each pipeline takes its time.
-@settings(deadline=None, max_examples=4, phases=[Phase.generate])
-@given(pipelines(), st.integers(2, 4), st.data())
-def test_what_a_rank_gets_is_the_same(make, size, data):
-    check_one_rank(make, size, data.draw(st.integers(0, size - 1)))
+@pytest.mark.parametrize("examples", [4, 60])
+def test_what_a_rank_gets_is_the_same(examples):
+    # Without shrinking: what fails first says enough, and each pipeline takes its time.
+    @settings(deadline=None, max_examples=examples, phases=[Phase.generate])
+    @given(pipelines(), st.integers(1, 7), st.data())
+    def check(make, size, data):
+        check_one_rank(make, size, data.draw(st.integers(0, size - 1)))
 
-
-@settings(deadline=None, max_examples=60, phases=[Phase.generate])
-@given(pipelines(), st.integers(1, 7), st.data())
-def test_what_a_rank_gets_is_the_same_in_many_more_pipelines(make, size, data):
-    check_one_rank(make, size, data.draw(st.integers(0, size - 1)))
+    check()
 
 
 def check_one_rank(make, size, rank):
@@ -112,10 +110,7 @@ def check_one_rank(make, size, rank):
     maps = tf_datasets.take_apart(make())
     assert isinstance(maps, row_maps.RowMaps)
     early = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
-    check_same(
-        slicing.cut_dataset(make(), (rank,), size),
-        early.map(without_digest),
-    )
+    check_same(slicing.cut_dataset(make(), (rank,), size), early.map(without_digest))
     exactly = slicing.cut_dataset_exactly(make(), (rank,), size)
     check_same(
         exactly.map(untouched(lambda *parts: parts[0])),
@@ -154,6 +149,7 @@ def test_a_rank_maps_its_own_rows_alone():
 
 
 def test_class_weights():
+    """`take_apart` knows Keras's function of them by its name."""
     row_of = untouched(lambda row: (tf.cast(row, tf.float32)[None], row % 3))
 
     def make():
@@ -177,30 +173,27 @@ def table():
     return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)
 
 
+def mapped(function):
+    return lambda d: d.map(untouched(function)).batch(4)
+
+
 plus_one = untouched(lambda row: row + 1)
 NOT = {
     "random": (lambda d: d.map(drawn).batch(4), "drawn calls RandomUniformInt"),
     "random in a branch": (
-        lambda d: d.map(untouched(lambda r: tf.cond(r > 3, lambda: drawn(r), lambda: r))).batch(4),
+        mapped(lambda r: tf.cond(r > 3, lambda: drawn(r), lambda: r)),
         "calls RandomUniformInt",
     ),
     "python": (
-        lambda d: d.map(
-            untouched(lambda r: tf.ensure_shape(tf.py_function(abs, [r], tf.int64), []))
-        ).batch(4),
+        mapped(lambda r: tf.ensure_shape(tf.py_function(abs, [r], tf.int64), [])),
         "calls EagerPyFunc",
     ),
     "python without state": (
-        lambda d: d.map(
-            untouched(lambda r: tf.numpy_function(abs, [r], tf.int64, stateful=False))
-        ).batch(4),
+        mapped(lambda r: tf.numpy_function(abs, [r], tf.int64, stateful=False)),
         "calls PyFuncStateless",
     ),
-    "a variable": (lambda d: d.map(untouched(lambda r: r + held())).batch(4), "holds a variable"),
-    "a table": (
-        lambda d: d.map(untouched(lambda r: table().lookup(tf.cast(r, tf.int32)))).batch(4),
-        "holds a variable, a table",
-    ),
+    "a variable": (mapped(lambda r: r + held()), "holds a variable"),
+    "a table": (mapped(lambda r: table().lookup(tf.cast(r, tf.int32))), "holds a variable, a tab"),
     "any order": (
         lambda d: d.map(plus_one, num_parallel_calls=2, deterministic=False).batch(4),
         "in any order",
@@ -210,10 +203,7 @@ NOT = {
         "Filter stands between",
     ),
     "shuffle": (lambda d: d.map(plus_one).shuffle(4).batch(4), "Shuffle stands between"),
-    "lengths": (
-        lambda d: d.map(untouched(lambda r: tf.range(r % 1 + 3))).batch(4),
-        "mapped rows have no fixed shape",
-    ),
+    "lengths": (mapped(lambda r: tf.range(r % 1 + 3)), "mapped rows have no fixed shape"),
     "lengths before": (
         lambda d: (
             d.map(untouched(lambda r: tf.range(r))).map(drawn).map(untouched(tf.size)).batch(4)
@@ -225,6 +215,10 @@ NOT = {
     "cut anew": (lambda d: d.map(plus_one).batch(4).rebatch(3), "Rebatch makes"),
     "kept rows": (lambda d: d.map(plus_one).cache().batch(4), None),
     "no map": (lambda d: d.shuffle(3).batch(4), None),
+    "arrays given to fit": (
+        lambda d: keras_data.ArrayDataAdapter(np.zeros((9, 2)), batch_size=4).get_tf_dataset(),
+        None,
+    ),
     "a generator": (
         lambda d: Dataset.from_generator(lambda: iter([1, 2]), output_types=tf.int64).batch(2),
         None,
@@ -257,11 +251,6 @@ def test_of_two_functions_the_pure_one_is_applied_to_own_rows():
     maps = tf_datasets.take_apart(Dataset.range(10).map(drawn).map(pair).batch(4))
     assert maps.rows.element_spec == tf.TensorSpec([], tf.int64)
     assert maps.rows._map_func._func.__name__ == "drawn"
-
-
-def test_arrays_given_to_fit_are_not_told_of():
-    adapter = keras_data.ArrayDataAdapter(np.zeros((9, 2)), np.zeros(9), batch_size=4, shuffle=True)
-    assert tf_datasets.take_apart(adapter.get_tf_dataset()) is None
 
 
 def test_options_and_names_stay():
@@ -300,13 +289,6 @@ def test_ranks_may_keep_their_files_in_folders_of_other_names():
         return tf_datasets.take_apart(Dataset.from_tensors("a").map(read).batch(1)).salt
 
     assert salt("/one/") == salt("/other/")
-
-
-def test_keras_calls_its_function_of_class_weights_so():
-    """`take_apart` knows it by this name."""
-    data = Dataset.range(4).map(untouched(lambda row: (row, row))).batch(2)
-    dataset = keras_data.TFDatasetAdapter(data, {0: 1.0}).get_tf_dataset()
-    assert isinstance(tf_datasets.take_apart(dataset), row_maps.RowMaps)
 
 
 def trained_from_own_files(folder, rows, batch):

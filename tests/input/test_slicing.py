@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dtk.even_division import even_bounds
 from dtk.input import slicing
 
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=25)
 rows = st.integers(1, 20)
 sizes = st.integers(1, 7)
 

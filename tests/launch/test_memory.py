@@ -10,6 +10,8 @@ import pytest
 
 from dtk.cluster.usage import MemoryKills
 
+from launched import dtk_run
+
 GROUPS = Path("/sys/fs/cgroup")
 FILL = """
 import os, time
@@ -69,18 +71,9 @@ def test_a_rank_that_is_killed_for_want_of_memory(group, tmp_path, host):
 
 
 def test_another_kill_is_not(tmp_path):
-    kill = "import os; os.kill(os.getpid(), 9)"
-    done = subprocess.run(
-        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--communicator", "collective",
-         str(written(tmp_path, kill))],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
+    done = dtk_run("-n", "2", "--communicator", "collective", tmp_path / "train.py")
     assert done.returncode == 137 and "memory" not in done.stderr
-
-
-def written(folder, code):
-    (folder / "train.py").write_text(code)
-    return folder / "train.py"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, job_processes, machines, mpi_places, plan, watch
 
+from launched import until
+
 needs_mpi = pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
 )
@@ -155,9 +157,7 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
     )
     job = Job(make(code), output_dir=tmp_path, stdout=io.StringIO(), grace=10.0).start()
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
-    deadline = time.monotonic() + 30
-    while not all(log.read_text() for log in logs) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: all(log.read_text() for log in logs))
     job.stop()
     assert [log.read_text().splitlines() for log in logs] == [["ready", "2"]] * 2
 
@@ -258,15 +258,10 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
         assert own & set(tmp_path.iterdir())
         with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
             assert job_after.wait(60) == 0  # which tidies up
-    deadline = time.monotonic() + 10
     # The guard removes what lies in memory when all processes have ended.
-    while (
-        job_processes.members(job) + job_processes.members(job + job_processes.BESIDE)
-        or own & set(tmp_path.iterdir())
-    ) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not own & set(tmp_path.iterdir())
-    assert job_processes.members(job) + job_processes.members(job + job_processes.BESIDE) == []
+    until(lambda: not own & set(tmp_path.iterdir()), 10)
+    left = [job_processes.members(one) for one in (job, job + job_processes.BESIDE)]
+    assert left == [[], []]
 
 
 @needs_mpi

@@ -12,6 +12,8 @@ import pytest
 from dtk.errors import ClusterError
 from dtk.launch.network import rules
 
+from launched import RING, dtk_run
+
 LISTENS = """
 import socket, sys
 server = socket.create_server(("0.0.0.0", 0))
@@ -120,28 +122,9 @@ def test_who_is_outside_reaches_nothing(user):
 @needs_root
 def test_ranks_under_dtk_run_reach_each_other(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(
-        "import json, os, socket\n"
-        "config = json.loads(os.environ['TF_CONFIG'])\n"
-        "hosts = [w.rpartition(':') for w in config['cluster']['worker']]\n"
-        "rank = config['task']['index']\n"
-        "server = socket.create_server((hosts[rank][0], int(hosts[rank][2])))\n"
-        "while True:\n"
-        "    try:\n"
-        "        link = socket.create_connection((hosts[1 - rank][0], int(hosts[1 - rank][2])))\n"
-        "        break\n"
-        "    except ConnectionRefusedError:\n"
-        "        pass\n"
-        "server.accept()\n"
-        "print('met on', *[name for _, name in socket.if_nameindex()])\n"
-    )
-    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--isolate"]
-    done = subprocess.run(
-        [*command, "--communicator", "collective", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    script.write_text(f"{RING}print(*[name for _, name in socket.if_nameindex()])")
+    done = dtk_run("-n", "2", "--isolate", "--communicator", "collective", script)
     if "this system gives user" in done.stderr:
         pytest.skip("network namespaces are not allowed here")
-    assert sorted(done.stdout.splitlines()) == ["[0] met on lo", "[1] met on lo"], done.stderr
+    met = [f"[{r}] {what}" for r in (0, 1) for what in (f"heard {1 - r} on 127.0.0.1", "lo")]
+    assert sorted(done.stdout.splitlines()) == met, done.stderr

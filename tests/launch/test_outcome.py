@@ -9,7 +9,8 @@ from dtk.launch.outcome import TIE, JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
-SERVED = ["chief", "worker", "worker", "ps", "evaluator"]
+PAIR = ("worker", "worker")
+SERVED = ("chief", "worker", "worker", "ps", "evaluator")
 
 
 class Ended:
@@ -27,107 +28,84 @@ def job(*roles):
     return ranks, JobOutcome([rank.process for rank in ranks.values()], list(ranks.values()))
 
 
-def end(rank, returncode, moment=10.0):
+def end(rank, returncode, moment=10.0, how=""):
+    if how == "begun":
+        rank.status.take(RankReport(count=2, what="evaluation 2"), 1.0)
     rank.ended(returncode)
     rank.exited = moment
+    rank.given_up |= how == "given up"
 
 
-def test_ranks_that_reduce_end_together_or_fail_together():
-    ranks, outcome = job("worker", "worker")
-    end(ranks["worker 0"], 0)
-    assert not outcome.over
-    end(ranks["worker 1"], -9)
-    assert outcome.over
-    assert outcome.culprit() is ranks["worker 1"]
-    assert (outcome.lost(), outcome.serving) == ([], [])
-
-
-def test_the_chief_and_the_evaluator_decide():
-    ranks, outcome = job(*SERVED)
-    end(ranks["chief 0"], 0)
-    assert not outcome.over
-    end(ranks["evaluator 0"], 0)
-    assert outcome.over
-    assert outcome.culprit() is None
-    assert len(outcome.serving) == 3
+KILLED, GIVEN_UP = ("worker 0", -9, 1.0), ("worker 0", -9, 1.0, "given up")
+# Ends in their order; whether the job is over, whose failure it is, and who is to be replaced.
+HISTORIES = {
+    "one has ended": (PAIR, [("worker 0", 0)], False, None, []),
+    "one has failed": (PAIR, [("worker 0", 0), ("worker 1", -9)], True, "worker 1", []),
+    "the chief has ended": (SERVED, [("chief 0", 0)], False, None, []),
+    "and the evaluator": (SERVED, [("chief 0", 0), ("evaluator 0", 0)], True, None, []),
+    **{
+        f"{who} with {code}": (SERVED, [(who, code)], True, who, [])
+        for who, code in [("chief 0", 3), ("chief 0", -9), ("ps 0", 3), ("ps 0", -9)]
+    },
+    "an evaluator, before it began": (SERVED, [("evaluator 0", 3)], True, "evaluator 0", []),
+    **{
+        f"an evaluator that has begun, with {code}: {what}": (
+            SERVED,
+            [("evaluator 0", code, 10.0, "begun"), *after],
+            over,
+            culprit,
+            lost,
+        )
+        for code in (3, -9)
+        for what, after, over, culprit, lost in [
+            ("replaced", [], False, None, ["evaluator 0"]),
+            ("done without", [("evaluator 0", code, 10.0, "given up")], False, None, []),
+            # its numbers are missing
+            ("missed", [("chief 0", 0, 20.0)], True, "evaluator 0", []),
+            ("not the cause", [("chief 0", 5, 20.0)], True, "chief 0", []),
+        ]
+    },
+    "a worker is killed": (SERVED, [KILLED], False, None, ["worker 0"]),
+    "and one fails": (SERVED, [KILLED, ("worker 1", 3)], True, "worker 1", ["worker 0"]),
+    "one is given up": (SERVED, [GIVEN_UP], False, None, []),
+    "the last may be started again": (
+        SERVED, [GIVEN_UP, ("worker 1", -9, 2.0)], False, None, ["worker 1"]
+    ),
+    "the last is given up": (
+        SERVED, [GIVEN_UP, ("worker 1", -9, 2.0, "given up")], True, "worker 1", []
+    ),
+    "the other served to its end": (SERVED, [("worker 1", 0), GIVEN_UP], False, None, []),
+    # It is noticed first, though it ended with the chief.
+    **{
+        f"after the chief: {who} with {code}": (
+            SERVED,
+            [(who, code, 5.0), ("chief 0", 0, 5.0 + TIE / 2), *last],
+            bool(last),
+            None,
+            [],
+        )
+        for who in ("worker 0", "ps 0")
+        for code in (3, -9)
+        for last in ([], [("evaluator 0", 0, 20.0)])
+    },
+    "a server before the chief": (
+        SERVED, [("ps 0", -9, 5.0), ("chief 0", 0, 9.0)], True, "ps 0", []
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("role", "returncode"),
-    [("chief 0", 3), ("chief 0", -9), ("ps 0", 3), ("ps 0", -9), ("evaluator 0", 3)],
+    ("roles", "ends", "over", "culprit", "lost"), HISTORIES.values(), ids=HISTORIES
 )
-def test_who_may_not_fail(role, returncode):
-    ranks, outcome = job(*SERVED)
-    end(ranks[role], returncode)
-    assert outcome.over
-    assert outcome.culprit() is ranks[role]
-
-
-EVALUATED = RankReport(count=2, what="evaluation 2")
-
-
-@pytest.mark.parametrize("returncode", [3, -9])
-def test_training_does_without_an_evaluator_that_has_begun(returncode):
-    ranks, outcome = job(*SERVED)
-    ranks["evaluator 0"].status.take(EVALUATED, 1.0)
-    end(ranks["evaluator 0"], returncode)
-    assert not outcome.over
-    assert outcome.lost() == [ranks["evaluator 0"]]
-    ranks["evaluator 0"].given_up = True
-    assert (outcome.over, outcome.lost()) == (False, [])
-    end(ranks["chief 0"], 0, 20.0)
-    assert outcome.over
-    assert outcome.culprit() is ranks["evaluator 0"], "its numbers are missing"
-    end(ranks["chief 0"], 5, 20.0)
-    assert outcome.culprit() is ranks["chief 0"]
-
-
-def test_a_worker_may_be_killed_but_not_fail():
-    ranks, outcome = job(*SERVED)
-    end(ranks["worker 1"], -9)
-    assert not outcome.over
-    assert outcome.lost() == [ranks["worker 1"]]
-    end(ranks["worker 0"], 3)
-    assert outcome.culprit() is ranks["worker 0"]
-
-
-def test_the_last_worker_that_is_given_up_ends_the_job():
-    ranks, outcome = job(*SERVED)
-    end(ranks["worker 0"], -9, moment=1.0)
-    ranks["worker 0"].given_up = True
-    assert not outcome.over
-    assert outcome.workers_left() == [ranks["worker 1"]]
-    end(ranks["worker 1"], -9, moment=2.0)
-    assert not outcome.over  # it may still be started again
-    ranks["worker 1"].given_up = True
-    assert outcome.culprit() is ranks["worker 1"]
-
-
-def test_a_worker_that_served_to_its_end_is_not_missed():
-    ranks, outcome = job(*SERVED)
-    end(ranks["worker 0"], 0)
-    end(ranks["worker 1"], -9)
-    ranks["worker 1"].given_up = True
-    assert not outcome.over
-
-
-@pytest.mark.parametrize("role", ["worker 0", "ps 0"])
-@pytest.mark.parametrize("returncode", [3, -9])
-def test_after_the_chief_no_servant_can_fail(role, returncode):
-    ranks, outcome = job(*SERVED)
-    end(ranks[role], returncode, moment=5.0)
-    end(ranks["chief 0"], 0, moment=5.0 + TIE / 2)  # noticed first, though it ended with the chief
-    assert not outcome.over
-    assert outcome.lost() == []
-    end(ranks["evaluator 0"], 0, moment=20.0)
-    assert outcome.culprit() is None
-
-
-def test_a_server_lost_before_the_chief_ended_well_is_a_failure():
-    ranks, outcome = job(*SERVED)
-    end(ranks["ps 0"], -9, moment=5.0)
-    end(ranks["chief 0"], 0, moment=9.0)
-    assert outcome.culprit() is ranks["ps 0"]
+def test_what_ends_a_job_and_who_is_replaced(roles, ends, over, culprit, lost):
+    ranks, outcome = job(*roles)
+    for who, *how in ends:
+        end(ranks[who], *how)
+    assert outcome.over is over
+    assert outcome.culprit() is ranks.get(culprit)
+    assert outcome.lost() == [ranks[one] for one in lost]
+    chief_ended = roles == SERVED and ranks["chief 0"].code is not None
+    assert len(outcome.serving) == (3 if chief_ended else 0)
 
 
 def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
@@ -153,6 +131,7 @@ def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
 
 
 LOST = ["Traceback (most recent call last):", "UnavailableError: Socket closed"]
+LEFT = [LOST[0], "OSError: x waits for rank 1, whose script has ended; see what rank 1 wrote"]
 SHUT = ["Traceback (most recent call last):", "UnknownError: Horovod has been shut down. This was"]
 
 
@@ -169,6 +148,7 @@ def failed(rank, returncode, moment, words=()):
     [
         ((1, 10.0, LOST), (-9, 10.4), "worker 1"),  # the system reports a large process late
         ((1, 10.0, SHUT), (-6, 10.4), "worker 1"),
+        ((1, 10.0, LEFT), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
         ((1, 10.0, ["ValueError: no such batch"]), (-6, 10.1), "worker 0"),  # its peer aborts
         ((1, 10.0, LOST), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
         ((1, 10.0, LOST), (1, 10.4, LOST), "worker 0"),
@@ -176,7 +156,7 @@ def failed(rank, returncode, moment, words=()):
     ],
 )
 def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
-    ranks, outcome = job("worker", "worker")
+    ranks, outcome = job(*PAIR)
     failed(ranks["worker 0"], *first)
     failed(ranks["worker 1"], *then)
     assert outcome.culprit() is ranks[culprit]
@@ -184,7 +164,7 @@ def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
 
 def test_a_rank_that_says_that_it_crashes_is_waited_for():
     """Writing where it crashed takes a busy machine longer than its peer takes to fail of it."""
-    ranks, outcome = job("worker", "worker")
+    ranks, outcome = job(*PAIR)
     ranks["worker 1"].remember("Fatal Python error: Aborted", stderr=True)
     assert ranks["worker 1"].in_trouble and not ranks["worker 0"].in_trouble
     end(ranks["worker 0"], 1, time.monotonic() + 0.1)
@@ -195,7 +175,7 @@ def test_a_rank_that_says_that_it_crashes_is_waited_for():
 
 def test_who_is_behind_a_lost_connection_is_not_a_victim_of_it():
     # ssh says that the connection was reset, as a rank does that has lost a peer.
-    ranks, outcome = job("worker", "worker")
+    ranks, outcome = job(*PAIR)
     ranks["worker 1"].remote = True
     failed(ranks["worker 0"], 1, 10.0, [LOST[0], "UnknownError: Horovod has been shut down."])
     failed(ranks["worker 1"], 255, 10.4, ["Connection reset by peer"])

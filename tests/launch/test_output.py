@@ -7,7 +7,6 @@ import io
 import os
 import pty
 import subprocess
-import sys
 import threading
 import time
 
@@ -15,42 +14,34 @@ import pytest
 
 from dtk.launch import Job
 from dtk.launch.output import EqualLines
-from dtk.launch.plan import Process
 from dtk.launch.screen import Pace, ShownText, clipped
+
+from launched import DTK_RUN, ranks, until
+
+COLLECTIVE = (*DTK_RUN, "-n", "2", "--communicator", "collective")
 
 
 def python(code, workers=2):
     """Ranks that run some code, with their number in r."""
     begin = "import os, sys, time\nr = int(sys.argv[1])\n"
-    return [
-        Process(
-            f"rank {r}",
-            "worker",
-            r,
-            "localhost",
-            (sys.executable, "-u", "-c", begin + code, str(r)),
-            {"PYTHONIOENCODING": "utf-8"},
-        )
-        for r in range(workers)
-    ]
+    return ranks(begin + code, workers, PYTHONIOENCODING="utf-8")
 
 
 @pytest.fixture
-def dtk_run(tmp_path):
-    """Run a script by `dtk run -n 2`; returns the finished process."""
+def in_shell(tmp_path):
+    """Run a script by `dtk run -n 2` from a shell; returns the finished process."""
 
-    def dtk_run(code, shell='exec "$@"', **env):
+    def in_shell(code, shell='exec "$@"', **env):
         script = tmp_path / "train.py"
         script.write_text(code)
-        command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2"]
         return subprocess.run(
-            ["sh", "-c", shell, "sh", *command, "--communicator", "collective", str(script)],
+            ["sh", "-c", shell, "sh", *COLLECTIVE, str(script)],
             capture_output=True,
             timeout=120,
             env={**os.environ, **env},
         )
 
-    return dtk_run
+    return in_shell
 
 
 def test_a_full_disk_under_the_files_changes_no_exit_code(run, tmp_path):
@@ -88,10 +79,10 @@ def test_supervision_that_fails_keeps_the_culprits_code(monkeypatch):
     assert "ZeroDivisionError" in err.getvalue()
 
 
-def test_what_a_stream_cannot_encode_is_replaced(dtk_run):
+def test_what_a_stream_cannot_encode_is_replaced(in_shell):
     """The job was ended with 141, without a word."""
     code = "import sys\nsys.stdout.buffer.write('é ━ done\\n'.encode())"
-    done = dtk_run(code, PYTHONIOENCODING="ascii")
+    done = in_shell(code, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")
     assert sorted(done.stdout.splitlines()) == [b"[0] ? ? done", b"[1] ? ? done"]
 
@@ -99,18 +90,18 @@ def test_what_a_stream_cannot_encode_is_replaced(dtk_run):
 @pytest.mark.parametrize(
     ("to", "why"), [("> /dev/full", "No space left on device"), (">&-", "it is closed")]
 )
-def test_a_stream_that_takes_nothing_ends_no_job(dtk_run, to, why):
+def test_a_stream_that_takes_nothing_ends_no_job(in_shell, to, why):
     code = "import sys\nprint('a' * 9000)\nprint('end', file=sys.stderr)"
-    done = dtk_run(code, f'exec "$@" {to}')
+    done = in_shell(code, f'exec "$@" {to}')
     assert done.returncode == 0, done.stderr
     told = done.stderr.decode().splitlines()
     assert f"dtk run: standard output takes nothing: {why}. The job goes on without" in told
     assert sum("end" in line for line in told) == 1
 
 
-def test_a_reader_that_has_enough_is_told_what_that_means(dtk_run):
+def test_a_reader_that_has_enough_is_told_what_that_means(in_shell):
     shell = '("$@"; echo $? >&2) | head -1'
-    done = dtk_run("import time\nfor i in range(600): print(i); time.sleep(0.2)", shell)
+    done = in_shell("import time\nfor i in range(600): print(i); time.sleep(0.2)", shell)
     assert done.stdout in (b"[0] 0\n", b"[1] 0\n")
     assert done.stderr.decode() == (
         "dtk run: nobody reads standard output any more, as after `| head`: the job is ended, with "
@@ -122,9 +113,7 @@ def test_a_job_whose_reader_sleeps_can_be_stopped():
     read, write = os.pipe()
     with open(write, "w") as out:
         job = Job(python("while True: print('a' * 99)"), stdout=out, grace=1.0).start()
-        deadline = time.monotonic() + 60
-        while not job._output.waits and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: job._output.waits, 60)
         stopping = threading.Thread(target=job.stop)
         stopping.start()
         stopping.join(20)
@@ -280,11 +269,10 @@ def test_rank_0s_bar_is_drawn_anew_on_a_terminal(tmp_path):
     """It appeared when the epoch had ended."""
     script = tmp_path / "train.py"
     script.write_text(BAR)
-    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--communicator"]
     inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     master, terminal = pty.openpty()
     with subprocess.Popen(
-        [*command, "collective", str(script)],
+        [*COLLECTIVE, str(script)],
         stdout=terminal,
         stderr=terminal,
         env={**inherited, "TERM": "xterm", "NO_COLOR": "1"},

@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from dtk.cluster import report_channel
 from dtk.launch import Job
-from dtk.launch.plan import Process
+
+from launched import ranks, until
 
 TIMEOUT = 2.0
 SCRIPT = """
@@ -47,18 +47,17 @@ elif rank == 4:  # what it opens next by the same number holds what the script w
 """
 
 
-def ranks(count, before="", after="", seconds=2.5 * TIMEOUT, host="localhost"):
+ENV = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": f"{TIMEOUT:g}"}
+
+
+def reporting(count, before="", after="", seconds=2.5 * TIMEOUT, host="localhost"):
     code = SCRIPT.format(before=before, after=after, seconds=seconds)
-    env = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": f"{TIMEOUT:g}"}
-    return [
-        Process(f"rank {r}", "worker", r, host, (sys.executable, "-c", code, str(r)), env)
-        for r in range(count)
-    ]
+    return ranks(code, count, host, **ENV)
 
 
 def test_ranks_are_heard_whatever_becomes_of_their_standard_error(run):
     """A job with tqdm was ended after five minutes: its reports stood behind an open line."""
-    code, _, err, _ = run(ranks(5, WAYS), stall_timeout=TIMEOUT)
+    code, _, err, _ = run(reporting(5, WAYS), stall_timeout=TIMEOUT)
     assert code == 0
     assert sorted(err.splitlines()) == [
         "[0]  50%|#####     |",
@@ -69,7 +68,7 @@ def test_ranks_are_heard_whatever_becomes_of_their_standard_error(run):
 
 def test_a_rank_that_is_stuck_behind_an_open_line_is_named(run):
     after = "if rank == 1: time.sleep(600)\nwith progress.inside('collective'): time.sleep(600)"
-    code, _, err, _ = run(ranks(2, WAYS, after, seconds=1.0), stall_timeout=TIMEOUT)
+    code, _, err, _ = run(reporting(2, WAYS, after, seconds=1.0), stall_timeout=TIMEOUT)
     assert code == 124
     assert "rank 1, host localhost, did nothing for 2 s after train step " in err
     assert "computed without" not in err
@@ -89,11 +88,7 @@ with progress.joining("the start of all"): time.sleep(600)
 
 def test_a_rank_that_sleeps_before_it_reports_is_named_with_its_stack(run):
     """It is seen from outside, and made to say where it is."""
-    env = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": f"{TIMEOUT:g}", "PYTHONFAULTHANDLER": "1"}
-    command = (sys.executable, "-c", SLEEPS_EARLY)
-    processes = [
-        Process(f"rank {r}", "worker", r, "localhost", (*command, str(r)), env) for r in range(2)
-    ]
+    processes = ranks(SLEEPS_EARLY, **ENV, PYTHONFAULTHANDLER="1")
     code, _, err, _ = run(processes, stall_timeout=TIMEOUT)
     assert code == 124
     first, its, *stack, last = err.strip().splitlines()[1:]
@@ -117,13 +112,11 @@ def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_al
     options = {"stdout": io.StringIO(), "grace": 1.0, "stall_timeout": TIMEOUT}
     with (
         os.fdopen(write, "w") as full,
-        Job(ranks(2, after=after, seconds=0.5), stderr=full, **options) as job,
+        Job(reporting(2, after=after, seconds=0.5), stderr=full, **options) as job,
     ):
         waiting = threading.Thread(target=job.wait)
         waiting.start()
-        deadline = time.monotonic() + 10 * TIMEOUT
-        while not job._output._sinks[1].waited and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: job._output._sinks[1].waited)
         job.stop()
         waiting.join(30)
         assert not waiting.is_alive()
@@ -133,7 +126,7 @@ def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_al
 def test_reports_of_another_host_are_cut_out_of_an_open_line(run, shell):
     before = "sys.stderr.write('\\r 50%|#####     |')"
     after = "sys.stderr.write('\\r100%|##########|\\n')"
-    processes = ranks(1, before, after, seconds=2.0, host="elsewhere.invalid")
+    processes = reporting(1, before, after, seconds=2.0, host="elsewhere.invalid")
     code, _, err, _ = run(processes, stall_timeout=TIMEOUT, remote_shell=shell)
     assert (code, err) == (0, "[0] 100%|##########|\n")
 
@@ -173,7 +166,7 @@ def test_ranks_that_wait_for_a_reader_are_not_stuck():
     read, write = os.pipe()
     with (
         open(write, "w") as out,
-        Job(ranks(2, before), stdout=out, stderr=io.StringIO(), stall_timeout=TIMEOUT) as job,
+        Job(reporting(2, before), stdout=out, stderr=io.StringIO(), stall_timeout=TIMEOUT) as job,
         pytest.raises(TimeoutError, match="still running: rank 0, rank 1"),
     ):
         job.wait(timeout=3 * TIMEOUT)

@@ -10,6 +10,8 @@ import pytest
 from dtk.cluster import usage
 from dtk.launch import Job, job_processes, plan, watch
 
+from launched import until
+
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
 import json, os, signal, sys, time
@@ -237,9 +239,7 @@ def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp
     )
     job = Job(processes, grace=0.5, max_restarts=1000, stdout=io.StringIO(), stderr=io.StringIO())
     with job:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / when).exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until((tmp_path / when).exists)
         time.sleep(0.5)
         began = time.monotonic()
         job.stop()
@@ -289,7 +289,5 @@ time.sleep(600)
     out, err = io.StringIO(), io.StringIO()
     processes = play(chief=chief, worker=serve + "time.sleep(600)", ps=serve + "time.sleep(600)")
     with Job(processes, grace=10.0, stdout=out, stderr=err):
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "go").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until((tmp_path / "go").exists)
     assert out.getvalue() == "[   0] served until the end True\n"

@@ -1,14 +1,11 @@
-"""Tasks of real jobs with parameter servers that stop, sleep or are slow."""
+"""Workers of real jobs with servers that stop, wait or are slow; see also `test_stall_phases`."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 
-import pytest
+from launched import dtk_run
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -17,9 +14,6 @@ import keras, numpy as np, tensorflow as tf
 here, consistency, victims, backup = sys.argv[1:]
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = task["type"] + str(task["index"])
-if victims == name + " starts" and not os.path.exists(os.path.join(here, name)):
-    open(os.path.join(here, name), "w").close()
-    time.sleep(600)
 pipe = os.path.join(here, "pipe")
 if name == "worker1" and victims == "worker1 reads":
     # The first worker 1 reads a pipe that nobody writes to, its successor a file.
@@ -53,9 +47,7 @@ class Strike(keras.callbacks.Callback):
         if batch != (1 if victims == "slow" else 3) or os.path.exists(os.path.join(here, "struck")):
             return
         open(os.path.join(here, "struck"), "w").close()
-        if victims == "sleep":
-            time.sleep(600)
-        elif victims == "slow":
+        if victims == "slow":
             over = time.time() + 9
             while time.time() < over:
                 sum(range(10_000))
@@ -88,32 +80,17 @@ print("fit took", time.time() - began)
 def job(tmp_path, victims, consistency="async", workers=2, backup=0, *options):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    run = [sys.executable, "-m", "dtk.cli.main", "run", "-n", str(workers), "--ps", "1"]
+    how = ("-n", workers, "--ps", 1, "--stall-timeout", 4, "--timeout-grace", 1, *options)
     began = time.monotonic()
-    done = subprocess.run(
-        [*run, "--stall-timeout", "4", "--timeout-grace", "1", *options, str(script)]
-        + [str(tmp_path), consistency, victims, str(backup)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=dict(os.environ),
-    )
+    done = dtk_run(*how, script, tmp_path, consistency, victims, backup, timeout=150)
     assert time.monotonic() - began < 90, done.stderr
     return done
 
 
-@pytest.mark.parametrize(
-    "victims, workers, backup",
-    # The second: two stop where one backup worker lets the job bear one.
-    [("worker1", 2, 0), ("worker0,worker1", 3, 1)],
-)
-def test_stopped_workers_are_ended_and_their_work_goes_to_another(
-    tmp_path, victims, workers, backup
-):
-    done = job(tmp_path, victims, "sync", workers, backup)
+def test_two_workers_stop_where_one_backup_worker_lets_the_job_bear_one(tmp_path):
+    done = job(tmp_path, "worker0,worker1", "sync", 3, 1)
     assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
-    for victim in victims.split(","):
-        worker = int(victim[-1])
+    for worker in range(2):
         assert (
             f"dtk run: rank {worker + 1} (worker {worker}) has reported nothing for 4 s, and was "
             "ended; starting it again (1 of 3)\n" in done.stderr
@@ -131,36 +108,6 @@ def test_a_worker_that_does_nothing_with_its_work_is_ended(tmp_path):
     assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
     lost = "rank 2 (worker 1) has done nothing for 4 s, though it had work, and was ended; starting"
     assert lost in done.stderr
-
-
-def test_a_worker_that_sleeps_at_its_start_is_started_again(tmp_path):
-    done = job(tmp_path, "worker1 starts")
-    assert (done.returncode, "done 32\n" in done.stdout) == (0, True), done.stderr
-    lost = "rank 2 (worker 1) has done nothing for 4 s since its start, and was ended; starting it"
-    assert lost in done.stderr
-    assert "the stack of rank 2, the innermost call first:\n  File " in done.stderr
-
-
-def test_a_server_that_sleeps_at_its_start_ends_the_job(tmp_path):
-    done = job(tmp_path, "ps0 starts")
-    assert done.returncode == 124, done.stderr
-    assert "ps 0, host localhost, did nothing for 4 s before it made a" in done.stderr
-    assert f'File "{tmp_path}/train.py", line ' in done.stderr
-
-
-@pytest.mark.parametrize(
-    "victim, said",
-    [
-        ("ps0", "ps 0, host localhost, reported nothing for 4 s, last in service."),
-        ("sleep", "rank 0, host localhost, did nothing for 4 s after work of the workers 4.\nIts"),
-    ],
-)
-def test_a_stopped_server_or_chief_ends_the_job(tmp_path, victim, said):
-    done = job(tmp_path, victim)
-    assert done.returncode == 124, done.stderr
-    last = done.stderr[done.stderr.index("dtk: the job has stopped moving, and was ended.") :]
-    assert said in last
-    assert ("in on_train_batch_end" in last) == (victim == "sleep")
 
 
 def test_what_is_slow_is_not_ended(tmp_path):

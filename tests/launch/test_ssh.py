@@ -17,13 +17,14 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
 
+from launched import RING, ranks, until
 
-def remote(code, ranks=2):
-    command = (sys.executable, "-c", code)
-    env = [{"R": str(r)} for r in range(ranks)]
-    return [
-        Process(f"rank {r}", "worker", r, f"node{r}.invalid", command, env[r]) for r in range(ranks)
-    ]
+
+def remote(code, count=2):
+    return ranks(code, count, "node{}.invalid")
+
+
+SLEEP = "import time; print('up', flush=True); time.sleep({})"
 
 
 def survey(shell):
@@ -98,14 +99,9 @@ def test_a_killed_worker_is_started_again_over_there(run, shell, tmp_path):
 
 
 def test_a_lost_connection_ends_the_rank_over_there(shell):
-    # Flushed: nothing promises PYTHONUNBUFFERED to a rank that was not planned by `plan`.
-    code = "import time; print('up', flush=True); time.sleep(600)"
-    out = io.StringIO()
-    with Job(remote(code, 1), remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
-        deadline = time.monotonic() + 30
-        while "up" not in out.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "up" in out.getvalue()
+    out, processes = io.StringIO(), remote(SLEEP.format(600), 1)
+    with Job(processes, remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
+        until(lambda: "up" in out.getvalue())
         assert len(job_processes.members(job.job_id)) == 1
         pipe = next(iter(job._state.ranks)).popen.stdin
         pipe.close()
@@ -145,29 +141,6 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_command_to_try(tmp_path
     assert f"{script} node0.invalid" in str(error.value)
     with pytest.raises(ClusterError, match="cannot be reached"):
         machines.survey("node0.invalid", 1, remote_shell="no-such-shell")
-
-
-RING = """
-import json, os, socket
-cluster = json.loads(os.environ["TF_CONFIG"])
-r, workers = cluster["task"]["index"], cluster["cluster"]["worker"]
-host, port = workers[r].split(":")
-server = socket.socket()
-server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-server.settimeout(20)
-server.bind((host, int(port)))
-server.listen()
-import time
-for _ in range(200):
-    try:
-        there, port = workers[(r + 1) % len(workers)].split(":")
-        out = socket.create_connection((there, int(port)), timeout=20)
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.05)
-out.sendall(str(r).encode())
-print("heard", server.accept()[0].recv(9).decode(), "on", host)
-"""
 
 
 def test_ranks_on_two_hosts_reach_each_other(run, two_hosts):
@@ -224,8 +197,6 @@ def test_parameter_servers_on_two_hosts(run, two_hosts):
 
 
 # A launcher of which nothing is heard any more.
-
-SLEEP = "import time; print('up', flush=True); time.sleep({})"
 
 
 @pytest.mark.timeout(120)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -25,7 +22,8 @@ from dtk.cluster.stall import (
 )
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
-from dtk.launch.plan import Process
+
+from launched import ranks
 
 TIMEOUT = 100.0
 NOW = 1e4
@@ -367,16 +365,22 @@ time.sleep(600)
 """
 
 
-def two_ranks(code, timeout):
-    """Run two ranks of plain Python to their end by a stall; returns what was said."""
-    env = {"DTK_RUN": "1", "DTK_STALL_TIMEOUT": f"{timeout}"}
-    processes = [
-        Process(f"rank {r}", "worker", r, "localhost", (sys.executable, "-c", code, str(r)), env)
-        for r in range(2)
-    ]
+NAPS = """
+import sys, time
+from dtk.cluster import progress
+progress.start()
+with progress.inside("train step"):
+    time.sleep(2 if sys.argv[1] == "0" else 0)
+time.sleep(2)
+"""
+
+
+def two_ranks(code, timeout, ends=124):
+    """Run two ranks of plain Python to their end, by a stall; returns what was said."""
+    processes = ranks(code, DTK_RUN="1", DTK_STALL_TIMEOUT=f"{timeout}")
     err = io.StringIO()
     with Job(processes, stall_timeout=timeout, grace=0.5, stdout=err, stderr=err) as job:
-        assert job.wait(timeout=90) == 124
+        assert job.wait(timeout=90) == ends
     return err.getvalue()
 
 
@@ -389,79 +393,11 @@ def test_a_loop_without_an_end_is_told_and_then_ended():
     assert "rank 0 waits in train step 2." in said
 
 
+def test_with_a_timeout_of_0_nothing_is_a_stall():
+    assert two_ranks(NAPS, 0, ends=0) == ""
+
+
 def test_a_rank_that_is_cut_off_is_named_and_not_the_one_that_lost_it():
     # TensorFlow noticed before the timeout; rank 0 was said to have failed first.
     last = two_ranks(LOSES, 8.0).splitlines()[-1]
     assert last == "rank 1, host localhost, reported nothing for 4 s, last in train step 5."
-
-
-SCRIPT = """
-import os, signal, sys, time
-import dtk, keras, numpy as np
-from tensorflow.python.eager import context
-strategy = dtk.auto_strategy()
-if strategy.rank == 0 and (service := context.context().coordination_service):
-    print("outages of", service.heartbeat_timeout_in_ms, flush=True)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="only")])
-    model.compile("sgd", "mse")
-class Stuck(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1 and strategy.rank == 1:
-            {stuck}
-def rows():
-    for _ in range({batches}):
-        yield np.ones((4, 4)), np.ones((4, 2))
-model.fit(rows(), epochs=2, steps_per_epoch={steps}, verbose=0, callbacks=[Stuck()])
-print("done")
-"""
-BUSY = "began = time.time()\n            while time.time() - began < 9: sum(range(10_000))"
-
-
-def job(tmp_path, stuck="pass", batches=8, steps=4, communicator="auto", timeout="4"):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(stuck=stuck, batches=batches, steps=steps))
-    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--stall-timeout", timeout]
-    return subprocess.run(
-        [*command, "--communicator", communicator, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=dict(os.environ),
-    )
-
-
-@pytest.mark.parametrize("communicator", ["auto", "collective", "horovod"])
-def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, communicator):
-    done = job(tmp_path, "time.sleep(600)", communicator=communicator)
-    assert done.returncode == 124, done.stderr
-    # TensorFlow's own limit: shorter outages are survived, as `tools/link_faults.py` makes them.
-    assert ("outages of 40000\n" in done.stdout) == (communicator == "collective")
-    last = done.stderr[done.stderr.index("dtk: the job has stopped moving, and was ended.") :]
-    assert "rank 1, host localhost, did nothing for 4 s after " in last
-    assert f'File "{tmp_path}/train.py", line 14 in on_epoch_begin' in last
-    assert last.rstrip().splitlines()[-1] == "rank 0 waits in train step 5."
-    assert "progress" not in done.stderr
-
-
-def test_a_rank_that_is_stopped_is_named(tmp_path):
-    done = job(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
-    assert done.returncode == 124, done.stderr
-    assert "rank 1, host localhost, reported nothing for 4 s, last " in done.stderr
-    assert done.stderr.rstrip().splitlines()[-1] == "rank 0 waits in train step 5."
-
-
-def test_data_that_ends_earlier_on_one_rank_ends_the_job(tmp_path):
-    fewer = "8 if strategy.rank == 0 else 7"
-    done = job(tmp_path, batches=fewer, steps="None", communicator="collective")
-    assert done.returncode == 124, done.stderr
-    named = "rank 1, host localhost, has come to the end of its data before the others, and waits "
-    assert named in done.stderr
-    assert "rank 0 waits in train step 8." in done.stderr
-
-
-def test_a_slow_callback_is_no_stall(tmp_path):
-    done = job(tmp_path, BUSY)
-    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
-    done = job(tmp_path, "time.sleep(8)", timeout="0")
-    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr

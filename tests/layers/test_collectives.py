@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -31,22 +30,21 @@ def weights(like, seed):
     return tf.reshape(tf.sin(1.7 * count + seed), tf.shape(like))
 
 
-def blocks(value, sizes):
-    return tf.split(value, sizes)
-
-
 def matrix(n):
     return [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
 
 
-def exchanged(values, n):
-    parts = [blocks(v, matrix(n)[i]) for i, v in enumerate(values)]
+def exchanged(values, n, splits=None):
+    parts = [tf.split(v, splits[i] if splits else n) for i, v in enumerate(values)]
     return [tf.concat([parts[i][j] for i in range(n)], 0) for j in range(n)]
 
 
-def evenly_exchanged(values, n):
-    parts = [tf.split(v, n) for v in values]
-    return [tf.concat([parts[i][j] for i in range(n)], 0) for j in range(n)]
+def unevenly_exchanged(values, n):
+    return exchanged(values, n, matrix(n))
+
+
+def shares(value, n):
+    return tf.split(value, even_sizes(len(value), n))
 
 
 # name -> rows that rank r of n puts in, the collective, and what all ranks get of all values
@@ -74,27 +72,27 @@ CASES = {
     "reduce-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c),
-        lambda v, n: blocks(tf.add_n(v), even_sizes(5, n)),
+        lambda v, n: shares(tf.add_n(v), n),
     ),
     "mean-scatter": (
         lambda r, n: 5,
         lambda x, c: collectives.reduce_scatter(x, c, "mean"),
-        lambda v, n: blocks(tf.add_n(v) / n, even_sizes(5, n)),
+        lambda v, n: shares(tf.add_n(v) / n, n),
     ),
     "alltoall": (
         lambda r, n: 2 * n,
         lambda x, c: collectives.alltoall(x, c)[0],
-        evenly_exchanged,
+        exchanged,
     ),
     "alltoall, own splits": (
         lambda r, n: sum(matrix(n)[r]),
         lambda x, c: collectives.alltoall(x, c, matrix(c.size)[c.rank])[0],
-        exchanged,
+        unevenly_exchanged,
     ),
     "alltoall, all splits": (
         lambda r, n: sum(matrix(n)[r]),
         lambda x, c: collectives.alltoall(x, c, matrix(c.size))[0],
-        exchanged,
+        unevenly_exchanged,
     ),
     "broadcast": (
         lambda r, n: 4,
@@ -106,20 +104,15 @@ CASES = {
         lambda x, c: collectives.reduce(x, c, c.size - 1),
         lambda v, n: [tf.zeros_like(v[0])] * (n - 1) + [tf.add_n(v)],
     ),
-    "scatter": (
-        lambda r, n: 5,
-        lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], even_sizes(5, n)),
-    ),
     "scatter, rows given": (
         lambda r, n: sum(ROWS[:n]),
         lambda x, c: collectives.scatter(x, c, 0, ROWS[: c.size]),
-        lambda v, n: blocks(v[0], ROWS[:n]),
+        lambda v, n: tf.split(v[0], ROWS[:n]),
     ),
     "scatter, of the root's rows": (
         lambda r, n: [5, 2, 7][r],
         lambda x, c: collectives.scatter(x, c, c.size - 1),
-        lambda v, n: blocks(v[n - 1], even_sizes(len(v[n - 1]), n)),
+        lambda v, n: shares(v[n - 1], n),
     ),
     "gather": (
         lambda r, n: ROWS[r],
@@ -313,53 +306,6 @@ def test_gradients_come_back_by_send_and_recv(pool):
     pool.run(pipeline, True)
     if pool.size == 2:
         pool.run(second_gradient_by_messages)
-
-
-class Both(keras.layers.Layer):
-    """Two branches of unequal length with collectives in each.
-
-    Where all ranks have equal inputs it computes tanh(2 sin x) + n x.
-    """
-
-    def __init__(self, group, **kwargs):
-        super().__init__(**kwargs)
-        self.group, self.supports_jit = group, False
-
-    def call(self, x):
-        if self.group is None:
-            return keras.ops.tanh(2.0 * keras.ops.sin(x)) + 2.0 * x
-        long = keras.ops.tanh(keras.ops.sin(x) * 2.0)
-        long = collectives.allreduce(long, self.group, "mean")
-        short = collectives.allreduce(x, self.group)
-        sizes = [x.shape[-1]] * self.group.size
-        rows = collectives.allgather(tf.transpose(short), self.group, sizes)
-        mine = collectives.reduce_scatter(rows, self.group, "mean")
-        return long + tf.transpose(mine)
-
-
-def in_fit():
-    from dtk.strategies import undistributed
-
-    def trained(group, **how):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), Both(group)])
-        model.compile(keras.optimizers.SGD(0.01), "mse", **how)
-        with undistributed():
-            history = model.fit(
-                draw([5], (16, 4)), draw([6], (16, 3)), batch_size=4, shuffle=False, verbose=0
-            )
-        return history.history["loss"], *model.get_weights()
-
-    group = communicator()
-    plain = trained(None)
-    for how in ({"run_eagerly": True}, {}, {"steps_per_execution": 4}):
-        for got, expected in zip(trained(group, **how), plain, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=str(how))
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_in_fit(pool):
-    pool.run(in_fit)
 
 
 def refusals():

@@ -114,16 +114,11 @@ def test_plans_that_cannot_be_followed(plan, told):
     assert told in str(raised.value)
 
 
-def test_models_that_cannot_be_rewritten():
+def test_what_cannot_be_rewritten():
     class Own(keras.Model):
         pass
 
     with pytest.raises(ValueError, match="use the layers of dtk.layers in a subclassed one"):
         dtk.layers.parallelize(Own(), {"a": "rows"})
-
-
-def test_a_plan_that_is_no_dict_is_shown():
     with pytest.raises(TypeError, match=r"plan=\['head'\]; expected a dict"):
-        dtk.layers.parallelize(
-            keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), ["head"]
-        )
+        dtk.layers.parallelize(residual(), ["head"])

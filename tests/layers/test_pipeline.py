@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,6 +18,7 @@ import pytest
 import dtk
 from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.layers import Pipeline, whole
+from dtk.layers.pipeline import BACKWARD, FORWARD, gpipe, one_forward_one_backward
 
 import world
 from strategies import bodies
@@ -93,23 +101,17 @@ def check_equal(found, expected):
 
 
 @pytest.mark.worlds(
-    ("collective", 2), ("horovod-mpi", 2), pytest.param(("mpi-wheel", 2), marks=pytest.mark.full)
+    ("collective", 2),
+    ("horovod-mpi", 2),
+    pytest.param(("mpi-wheel", 2), marks=pytest.mark.full),
+    ("collective", 3),
+    ("collective", 4),
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_stages_train_as_one_process(pool, schedule):
-    check_equal(pool.run(piped, schedule, 2, timeout=240), pool.run(alone)[0])
-
-
-@pytest.mark.worlds(("collective", 4))
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_grid_of_replicas_and_stages_trains_as_one_process(pool, schedule):
-    check_equal(pool.run(piped, schedule, 2, timeout=280), pool.run(alone)[0])
-
-
-@pytest.mark.worlds(("collective", 3))
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_three_stages_train_as_one_process(pool, schedule):
-    check_equal(pool.run(piped, schedule, 3, timeout=280), pool.run(alone)[0])
+def test_stages_train_as_one_process(pool, schedule):
+    """Two or three of them, and a grid of two with two replicas each."""
+    stages = 3 if pool.size == 3 else 2
+    check_equal(pool.run(piped, schedule, stages, timeout=280), pool.run(alone)[0])
 
 
 # Branches: a stage that several take from, and one that takes from several.
@@ -128,14 +130,10 @@ def trained_with_branches(distributed):
     strategy = grid(3)
     group = strategy.model_communicator if distributed else LocalCommunicator()
     keras.utils.set_random_seed(2)
-    if not distributed:
-        with dtk.strategies.undistributed():
-            model = compiled(branched(group))
-            fitted(model)
-        return bodies.flat(model.get_weights())
-    with strategy.scope():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(strategy.scope() if distributed else dtk.strategies.undistributed())
         model = compiled(branched(group))
-    fitted(model)
+        fitted(model)
     return bodies.flat(whole(model).get_weights())
 
 
@@ -169,18 +167,11 @@ def until(epochs, directory, parallel):
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_what_two_ranks_have_saved_one_resumes(pool, tmp_path):
-    pool.run(until, 1, str(tmp_path), 2)
-    resumed = pool.run(until, 3, str(tmp_path), 1)[0]
+@pytest.mark.parametrize("saves, resumes", [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_what_some_ranks_have_saved_others_resume(pool, tmp_path, saves, resumes):
+    pool.run(until, 1, str(tmp_path), saves)
     expected = pool.run(until, 3, None, 1)[0]
-    assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
-
-
-@pytest.mark.worlds(("collective", 2))
-def test_what_one_rank_has_saved_two_resume(pool, tmp_path):
-    pool.run(until, 1, str(tmp_path), 1)
-    expected = pool.run(until, 3, None, 1)[0]
-    for resumed in pool.run(until, 3, str(tmp_path), 2):
+    for resumed in pool.run(until, 3, str(tmp_path), resumes)[:resumes]:
         assert np.linalg.norm(resumed - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -215,10 +206,7 @@ def test_a_pipeline_that_cannot_be(make, said):
 
 def test_a_stage_with_nothing_to_train_is_named():
     frozen = keras.Sequential([keras.Input((8,)), keras.layers.Rescaling(2.0)])
-    model = Pipeline(
-        [frozen, keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])],
-        communicator=NullCommunicator(0, 2),
-    )
+    model = Pipeline([frozen, stage(8, 1)], communicator=NullCommunicator(0, 2))
     with pytest.raises(ValueError, match=r"rank 0: stage 0 .* has no trainable weights"):
         model(np.zeros((4, 8)), training=True)
 
@@ -238,3 +226,110 @@ def test_losses_of_a_stage_of_its_own_are_refused_with_microbatches():
     with pytest.raises(ValueError, match="adds losses of its own"):
         model(np.zeros((4, 8)), training=True)
     Pipeline(stages, 1, communicator=NullCommunicator(0, 2))(np.zeros((4, 8)), training=True)
+
+
+# The orders of stages, played through.
+
+SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
+
+
+def orders(schedule, stages, parts):
+    if schedule == "gpipe":
+        return [gpipe(parts)] * stages
+    return [one_forward_one_backward(stage, stages, parts) for stage in range(stages)]
+
+
+def play(orders):
+    """When the last stage ends, if every slot takes one unit; each stage follows its order."""
+    ended, now, waiting = {}, [0] * len(orders), [list(order) for order in orders]
+    while any(waiting):
+        moved = False
+        for stage, slots in enumerate(waiting):
+            if not slots:
+                continue
+            before = stage + (-1 if slots[0][0] == FORWARD else 1)
+            if 0 <= before < len(orders) and (before, slots[0]) not in ended:
+                continue
+            now[stage] = max(now[stage], ended.get((before, slots[0]), 0)) + 1
+            ended[stage, slots.pop(0)] = now[stage]
+            moved = True
+        assert moved, "stages wait for each other for ever"
+    return max(now)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages, parts", SIZES)
+def test_every_pass_once_and_idle_no_longer_than_the_formula(schedule, stages, parts):
+    chosen = orders(schedule, stages, parts)
+    for stage, order in enumerate(chosen):
+        assert sorted(order) == sorted(gpipe(parts))
+        for part in range(parts):
+            assert order.index((FORWARD, part)) < order.index((BACKWARD, part))
+        held = itertools.accumulate(1 if direction == FORWARD else -1 for direction, _ in order)
+        assert max(held) == (parts if schedule == "gpipe" else min(parts, stages - stage))
+    idle = (stages - 1) / (parts + stages - 1)
+    assert 1 - 2 * parts / play(chosen) == pytest.approx(idle)
+
+
+# A stage that dies is named, and the others do not wait for it.
+
+ROOT = Path(__file__).resolve().parents[2]
+# A pipeline of two ranks, of which one dies between two steps, while the other begins the next.
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import dtk
+
+folder, how, rank = sys.argv[1:]
+strategy = dtk.strategies.AllReduceStrategy("collective", model_parallel=2)
+
+def die(batch, logs=None):
+    if strategy.rank != int(rank) or batch < 3:
+        return
+    Path(folder, "dying").touch()
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("no such batch")
+
+with strategy.scope():
+    stages = [
+        keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh")]),
+        keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]),
+    ]
+    model = dtk.layers.Pipeline(stages, microbatches=2, schedule="1f1b")
+    model.compile("sgd", "mse")
+ones = np.ones((40, 4), "float32")
+dying = keras.callbacks.LambdaCallback(on_train_batch_begin=die)
+model.fit(ones, ones[:, :1], batch_size=4, verbose=0, callbacks=[dying])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "how, rank, said",
+    [
+        ("kill", 0, "rank 0, host localhost failed first, by SIGKILL"),
+        ("kill", 1, "rank 1, host localhost failed first, by SIGKILL"),
+        ("raise", 1, "rank 1, host localhost failed first, with exit code 1"),
+    ],
+)
+def test_a_dead_stage_is_named_and_the_job_ends(tmp_path, how, rank, said):
+    script = tmp_path / "dead_stage.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2", "--no-bind"]
+        + [str(script), str(tmp_path), how, str(rank)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_NUM_INTRAOP_THREADS": "1"},
+    )
+    ended = time.time()
+    assert done.returncode != 0
+    assert said in done.stderr, done.stderr
+    assert ("ValueError: no such batch" in done.stderr) == (how == "raise")
+    assert ended - (tmp_path / "dying").stat().st_mtime < 30, "seconds from its death to the end"

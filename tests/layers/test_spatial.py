@@ -136,7 +136,7 @@ def pair_of(comm):
 
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
 def test_parts_of_an_image_equal_the_whole(pool):
-    pool.run(equal_to_one_device, 5, 15, False, timeout=240)
+    pool.run(equal_to_one_device, 5, 10, False, timeout=240)
 
 
 @pytest.mark.worlds(("collective", 2))

@@ -49,19 +49,14 @@ def lamb(w, gradients, b1=0.9, b2=0.999, eps=1e-6, decay=0.0, adapted=True, deco
     return w
 
 
-def test_lars_of_the_paper():
+def test_steps_are_those_of_the_papers():
     optimizer = LARS(2.0, momentum=0.8, trust_coefficient=0.01, weight_decay=0.1)
     wanted = expected(lars, rates=[2.0] * problem.STEPS, m=0.8, eta=0.01, beta=0.1)
     problem.check(problem.taken(optimizer), wanted)
-
-
-def test_lamb_of_the_paper():
     optimizer = LAMB(RATE, beta_1=0.8, beta_2=0.95, epsilon=1e-4, weight_decay=0.3)
     wanted = expected(lamb, b1=0.8, b2=0.95, eps=1e-4, decay=0.3)
     problem.check(problem.taken(optimizer), wanted)
-
-
-def test_a_schedule_with_the_rate_inside_the_buffer():
+    # A schedule, with the rate inside the buffer.
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [4.0, 1.0])
     rates = [4.0, 4.0, 1.0, 1.0, 1.0, 1.0]
     problem.check(problem.taken(LARS(schedule)), expected(lars, rates=rates))
@@ -78,9 +73,7 @@ def test_the_ratio_is_one_while_weights_are_zero(optimizer, paper, decay):
     got = problem.taken(optimizer, start=start)
     problem.check(got, expected(paper, start, **decay))
     assert np.any(got["kernel"]), "weights of zero would stay there if the ratio were 0"
-
-
-def test_the_ratio_is_one_where_the_update_is_zero():
+    # And where the update is zero.
     start = {"kernel": np.ones((4, 3), "float32")}
     step = {"kernel": np.zeros((4, 3), "float32")}
     problem.check(problem.taken(LAMB(RATE), [step] * 2, start), start)

@@ -51,13 +51,10 @@ def test_the_recipe_written_out(steps_per_epoch, first):
     problem.check(got, expected([0.1] * 7, steps_per_epoch, first))
 
 
-def test_it_ends_as_keras_sgd():
+def test_it_ends_as_keras_sgd_and_a_rate_of_zero_moves_nothing():
     optimizer = RMSpropWarmup(0.1, steps_per_epoch=1)
     optimizer.iterations.assign(13)
     problem.check(problem.taken(optimizer), problem.taken(keras.optimizers.SGD(0.1, momentum=0.9)))
-
-
-def test_a_rate_of_zero_moves_nothing_and_breaks_nothing():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.0, 0.1])
     got = problem.taken(RMSpropWarmup(schedule, 2))
     problem.check(got, expected([0.0, 0.0, 0.1, 0.1, 0.1, 0.1], 2))

@@ -31,16 +31,10 @@ def train(trained_under=None):
     for name, optimizer in optimizers().items():
         keras.utils.set_random_seed(5)
         with bodies.scope_of(trained_under):
-            model = keras.Sequential(
-                [
-                    keras.Input((6,), dtype="int32"),
-                    keras.layers.Embedding(50, 4),
-                    keras.layers.Flatten(),
-                    keras.layers.Dense(12, activation="tanh"),
-                    keras.layers.LayerNormalization(),
-                    keras.layers.Dense(10),
-                ]
-            )
+            layers = [keras.Input((6,), dtype="int32"), keras.layers.Embedding(50, 4)]
+            layers += [keras.layers.Flatten(), keras.layers.Dense(12, activation="tanh")]
+            layers += [keras.layers.LayerNormalization(), keras.layers.Dense(10)]
+            model = keras.Sequential(layers)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer, loss)
         model.fit(x, y, batch_size=16, epochs=8, verbose=0)
@@ -51,25 +45,8 @@ def train(trained_under=None):
 plain = functools.cache(train)
 
 
-def check(world, backend, size, body):
-    results = run(world, backend, size, body, meanwhile=plain)
-    for name, weights in plain().items():
-        for result in results:
-            difference = np.linalg.norm(result[name] - weights) / np.linalg.norm(weights)
-            assert difference <= 1e-5, f"{name}: relative difference {difference:.2e}"
-            np.testing.assert_array_equal(result[name], results[0][name])
-
-
 def train_here(devices=0):
     return train(bodies.strategy(devices))
-
-
-@pytest.mark.parametrize(
-    "backend, size",
-    [("collective", 2), pytest.param("mirrored", 2, marks=pytest.mark.full)],
-)
-def test_two_workers_equal_one_process(world, backend, size):
-    check(world, backend, size, train_here)
 
 
 def train_served():
@@ -77,6 +54,12 @@ def train_served():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend, size", [("served", 2)])
-def test_behind_parameter_servers(world, backend, size):
-    check(world, backend, size, train_served)
+@pytest.mark.parametrize("backend, size", [("collective", 2), ("mirrored", 2), ("served", 2)])
+def test_two_workers_equal_one_process(world, backend, size):
+    body = train_served if backend == "served" else train_here
+    results = run(world, backend, size, body, meanwhile=plain)
+    for name, weights in plain().items():
+        for result in results:
+            difference = np.linalg.norm(result[name] - weights) / np.linalg.norm(weights)
+            assert difference <= 1e-5, f"{name}: relative difference {difference:.2e}"
+            np.testing.assert_array_equal(result[name], results[0][name])

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from dtk.planning.inputs import Cluster, Link, Software
-from dtk.planning.model.layer_costs import Operator, Workload
+from dtk.planning.model.layer_costs import WHOLE, Operator, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Table:
     spread: float = 0.0
     told: str = "Computing: by a table."
 
-    def seconds(self, operator, rows, split, degree):
-        return rows * self.seconds_of_row[operator.name, split]
+    def seconds(self, operator, rows, part=WHOLE):
+        return rows * self.seconds_of_row[operator.name, part[0]]
 
 
 TIMES = st.floats(1e-5, 1e-3)
@@ -28,7 +28,7 @@ WAYS = ("whole", "output", "input", "rows", "columns")
 @st.composite
 def workloads(draw, most=5, residual=False):
     """A chain of layers, maybe with a connection around one of them."""
-    operators = [Operator("x", "InputLayer", (), (), (16, 16, 4), differentiated=False)]
+    operators = [Operator("x", (), (), (16, 16, 4), differentiated=False)]
     for number in range(draw(st.integers(1, most))):
         before = operators[-1]
         kind = draw(st.sampled_from(["Conv2D", "ReLU", "Flatten"]))
@@ -40,10 +40,8 @@ def workloads(draw, most=5, residual=False):
             kernel = 9 * taken[-1] * channels
             one = Operator(
                 name,
-                kind,
                 output=(16, 16, channels),
                 weights=kernel + channels,
-                sliced=kernel + channels,
                 kernel=kernel,
                 tensors=2,
                 flops=2.0 * 256 * kernel,
@@ -52,9 +50,9 @@ def workloads(draw, most=5, residual=False):
                 **common,
             )
         elif kind == "ReLU":
-            one = Operator(name, kind, output=taken, follows=True, limits={"rows": 16}, **common)
+            one = Operator(name, output=taken, follows=True, limits={"rows": 16}, **common)
         else:
-            one = Operator(name, kind, output=taken, whole_because="test", **common)
+            one = Operator(name, output=taken, whole_because="test", **common)
         operators.append(one)
     if residual and len(operators) > 2:
         ends = (draw(st.integers(1, len(operators) - 2)), len(operators) - 1)
@@ -62,7 +60,7 @@ def workloads(draw, most=5, residual=False):
             taken = tuple(operators[end].output for end in ends)
             limits = {"rows": 16}
             operators.append(
-                Operator("add", "Add", ends, taken, taken[0], follows=True, limits=limits)
+                Operator("add", ends, taken, taken[0], follows=True, limits=limits)
             )
     seconds = {(one.name, way): draw(TIMES) for one in operators for way in WAYS}
     software = Software(message=draw(st.floats(0, 1e-3)), byte=draw(st.floats(1e-10, 1e-8)))

@@ -23,7 +23,7 @@ def test_a_fast_link_needs_nothing_but_dense():
     assert advice.reasons[1:] == ("Whole gradients (dense) keep 0.70 on all of them.",)
 
 
-def test_where_bytes_wait_the_reason_says_from_which_number_of_workers():
+def test_where_bytes_or_messages_wait_the_reason_says_from_which_number_of_workers():
     slow = Cluster(Link(0.0, 25e6), software=Software(1e-5, 0.0, 0.0, {"1bit": 1e-9}))
     advice = advised(slow, target=0.55)
     first = next(n for n in COUNTS if predict(METHODS[0], JOB, slow, n).efficiency < 0.55)
@@ -31,9 +31,6 @@ def test_where_bytes_wait_the_reason_says_from_which_number_of_workers():
     assert advice.reasons[1].endswith(", for bytes wait for the link.")
     assert not advice.chosen.method.exact
     assert f"use dense on {first // 2}: " in advice.reasons[2]
-
-
-def test_where_messages_wait_it_says_so():
     advice = advised(Cluster(Link(0.01, 1e10), software=Software(0.0, 0.0, 0.0)))
     assert advice.reasons[1].endswith(", for messages wait for each other.")
 
@@ -46,13 +43,10 @@ def test_block_momentum_is_written_with_its_block():
     assert f"BlockMomentum({rows})" in advice.reasons[0]
 
 
-def test_one_worker_is_told_to_stay_alone():
+def test_one_worker_is_told_to_stay_alone_and_where_nothing_keeps_to_the_target_it_says_so():
     advice = advised(Cluster(Link(10.0, 1.0)), counts=(1, 2))
     assert advice.chosen.workers == 1
     assert advice.reasons[0] == "Use 1 worker: 320 rows per second."
-
-
-def test_where_nothing_keeps_to_the_target_it_says_so():
     advice = advised(Cluster(Link(10.0, 1.0)), counts=(2, 4))
     assert "Nothing keeps 0.70 on 2 workers or more." in advice.reasons
 
@@ -78,8 +72,8 @@ def test_dtk_does_what_is_recommended_and_less_change_costs_a_tenth(cluster, tar
                 assert chosen.rows > one.rows
 
 
-@pytest.mark.parametrize("price", [1.0, 2.5])
-def test_hosts_and_servers_are_paid_for(price):
+def test_hosts_and_servers_are_paid_for():
+    price = 2.5
     cluster = Cluster(Link(0.0, 1e9), per_host=4, servers=3, price=price)
     dense = predict(METHODS[0], JOB, cluster, 9)
     (served,) = [m for m in METHODS if m.name == "servers, sync"]

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.bench.results import BenchResults, Reading
-from dtk.bench.setting import TELLING, task_of
+from dtk.bench.results import TELLING, BenchResults, Reading, task_of
 from dtk.communicators.costs import ring_allreduce
 from dtk.planning.calibration import calibrated
 from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
@@ -58,13 +57,6 @@ def test_what_went_in_comes_out(step, message, byte, overhead, coding, workers):
     assert found.software.step == pytest.approx(overhead, abs=1e-6)
     for name in ("fp16", "1bit"):
         assert found.software.coding[name] == pytest.approx(told.coding[name], abs=1e-11)
-
-
-def test_blocks_that_were_measured_too_change_nothing():
-    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2)
-    without = calibrated(results)
-    results.turns["mlp"]["collective block:512"] = once(9.0, 9e6)
-    assert calibrated(results) == without
 
 
 @given(st.floats(0.01, 1.0))
@@ -129,10 +121,12 @@ def test_a_step_is_that_of_the_slowest_worker(cores, step):
     assert calibrated(results).job.step == pytest.approx(step)
 
 
-def test_workers_are_counted_by_host():
-    job = Training(0.1, PARAMETERS, sent=SENT)
-    found = calibrated(bench(job, Software(), workers=6, hosts=3))
+def test_workers_are_counted_by_host_and_blocks_that_were_measured_too_change_nothing():
+    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), workers=6, hosts=3)
+    found = calibrated(results)
     assert (found.per_host, found.hosts) == (2, 3)
+    results.turns["mlp"]["collective block:512"] = once(9.0, 9e6)
+    assert calibrated(results) == found
 
 
 def test_noise_makes_nothing_negative():
@@ -152,34 +146,28 @@ def without(results, exchange):
 def rows_of_a_table(results):
     for name in ("none", "fp16"):
         results.turns["mlp"][f"collective {name}"] = once(0.1, 1e3)
-    return results
-
-
-def two_models(results):
-    results.turns["other"] = results.turns["mlp"]
-    return results
-
-
-def without_allreduces(results):
-    del results.turns["allreduce 131072"]
-    return results
 
 
 @pytest.mark.parametrize(
     ("change", "model", "message"),
     [
-        (lambda r: r, "vgg", "--model vgg: not in the benchmark, expected one of mlp"),
-        (two_models, None, "the benchmark holds mlp, other; choose one with --model"),
-        (lambda r: without(r, "none"), None, "without whole gradients; add `--exchange none`"),
+        (vars, "vgg", "--model vgg: not in the benchmark, expected one of mlp"),
+        (
+            lambda results: results.turns.update(other=results.turns["mlp"]),
+            None,
+            "the benchmark holds mlp, other; choose one with --model",
+        ),
+        (lambda results: without(results, "none"), None, "gradients; add `--exchange none`"),
         (rows_of_a_table, None, "rows of tables, which nothing here describes"),
         (
-            without_allreduces,
+            lambda results: results.turns.pop("allreduce 131072"),
             None,
             "holds no allreduce 131072 by collective; measure the model anew",
         ),
     ],
 )
 def test_what_cannot_be_planned_with_is_refused(change, model, message):
-    results = change(bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2))
+    results = bench(Training(0.1, PARAMETERS, sent=SENT), Software(), 2)
+    change(results)
     with pytest.raises(PlanError, match=message):
         calibrated(results, model)

@@ -1,6 +1,5 @@
 """What is sent for a division, between whom, and what a step takes: rules for every model."""
 
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -73,16 +72,6 @@ def test_a_pipeline_takes_no_less_than_any_of_its_stages_and_than_one_microbatch
         assert made.plan.seconds >= sum(made.computing) * 0.999
     fewer = pipeline(LayerCosts(workload, RankGrid(1, len(begins))), begins, many, "1f1b").plan
     assert fewer.seconds == made.plan.seconds and fewer.memory <= made.plan.memory
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_grids_are_all_factorisations_in_which_replicas_have_rows(workers, batch):
-    cluster = Cluster(Link(), per_host=workers)
-    for model in range(1, workers + 1):
-        if workers % model == 0 and workers // model <= batch:
-            grid = RankGrid(workers // model, model)
-            assert [group.size for group in grid.groups(cluster)] == [model, workers // model]
-            assert math.ceil(batch / grid.data) == grid.rows(batch)
 
 
 @few

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.cli.plan import load
+from dtk.cli.planner import load
 from dtk.communicators.local import NullCommunicator
 from dtk.layers import parallelize
 from dtk.planning import load_plan
@@ -48,7 +48,7 @@ def test_operators_are_the_model_s_layers_with_their_weights_and_work():
     assert found["norm"].fixed == 12
     first = found["first"]
     assert first.flops == 2 * 8 * 8 * 6 * 9 * 4
-    assert (first.kernel, first.sliced, first.tensors) == (216, 222, 2)
+    assert (first.kernel, first.weights, first.tensors) == (216, 222, 2)
     assert first.limits == {"output": 6, "input": 4, "rows": 8, "columns": 8}
     assert not first.differentiated and found["second"].differentiated
     assert first.halos["rows"] == (1, 1) and found["pool"].halos["rows"] == (0, 0)
@@ -56,20 +56,28 @@ def test_operators_are_the_model_s_layers_with_their_weights_and_work():
     assert found["flat"].whole_because == "dtk divides no Flatten"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "expected"),
-    [
-        (3, 1, "same", (1, 1)),
-        (3, 2, "same", (0, 1)),
-        (5, 1, "same", (2, 2)),
-        (3, 1, "valid", (0, 2)),
-    ],
-)
-def test_halos_are_those_of_the_layers_of_dtk(kernel, stride, padding, expected):
-    """Of an inner rank; TensorFlow pads an even height at stride 2 at its end only."""
-    conv = layers.Conv2D(2, kernel, stride, padding=padding)
-    (_, one), _ = graph.read(keras.Sequential([keras.Input((8, 8, 1)), conv]))
-    assert one.halos["rows"] == expected
+HALOS = {
+    (3, 1, "same"): (1, 1),
+    (3, 2, "same"): (0, 1),  # TensorFlow pads an even height at stride 2 at its end only
+    (5, 1, "same"): (2, 2),
+    (3, 1, "valid"): (0, 2),
+}
+
+
+@pytest.mark.parametrize("made", HALOS)
+def test_halos_of_an_inner_rank_are_those_of_the_layers_of_dtk(made):
+    conv = layers.Conv2D(2, *made)
+    up = layers.UpSampling2D(2, interpolation="bilinear")
+    _, one, smooth = graph.read(keras.Sequential([keras.Input((8, 8, 1)), conv, up]))[0]
+    assert (one.halos["rows"], smooth.halos["rows"]) == (HALOS[made], (1, 1))
+
+
+def test_what_parallelize_refuses_stays_whole():
+    refused = layers.Conv2D(4, 3, groups=2, padding="same", activity_regularizer="l2")
+    first = layers.Conv2D(4, 3, data_format="channels_first")
+    for layer in (refused, first, layers.UpSampling2D(2, interpolation="bicubic")):
+        _, one = graph.read(keras.Sequential([keras.Input((8, 8, 4)), layer]))[0]
+        assert "rows" not in one.limits
 
 
 def test_layers_of_several_calls_outputs_and_operations_are_read():
@@ -83,7 +91,7 @@ def test_layers_of_several_calls_outputs_and_operations_are_read():
     assert sum(one.weights for one in found) == 42
     assert all(one.splits(2) == ("whole",) for one in found if one.name == "shared")
     assert [found[one].name for one in outputs] == ["shared", "both"]
-    (product,) = [one for one in found if one.kind == "Multiply"]
+    (product,) = [one for one in found if one.name.startswith("multiply")]
     assert product.whole_because == "an operation of keras.ops is no layer"
 
 
@@ -145,7 +153,7 @@ def test_stages_compute_what_the_model_does(tmp_path):
 def test_what_is_no_plan_is_refused(tmp_path, text):
     file = tmp_path / "plan.json"
     file.write_text(text)
-    with pytest.raises(PlanError, match="plan.json: (no JSON|not what `dtk plan --model)"):
+    with pytest.raises(PlanError, match="plan.json: not what `dtk plan --model"):
         load_plan(file)
     with pytest.raises(PlanError, match="No such file"):
         load_plan(tmp_path / "other.json")
@@ -178,9 +186,9 @@ def test_layers_are_measured_once_at_the_shapes_of_a_rank():
     operators, _ = graph.read(model)
     computing = MeasuredRates(model, operators, 4, RATES, told.append)
     assert told == ["a whole / 1, 4 rows", "b whole / 1, 4 rows", "the whole model"]
-    half = computing.seconds(operators[2], 4, "rows", 2)
+    half = computing.seconds(operators[2], 4, ("rows", 2))
     assert told[-1] == "b rows / 2, 4 rows" and half >= 0
-    assert computing.seconds(operators[2], 4, "rows", 2) == half and len(told) == 4
+    assert computing.seconds(operators[2], 4, ("rows", 2)) == half and len(told) == 4
     known = [computing.seconds(operators[1], rows) for rows in (1, 2, 4)]
     assert min(known) <= known[1] <= max(known)  # interpolated
     assert computing.factor > 0 and 0 <= computing.spread < 10

@@ -109,12 +109,11 @@ def test_too_little_memory_for_every_plan_is_named(workload):
 
 def chain(seconds_of_row, update):
     """Return layers of weights that normalize, one behind the other."""
-    operators = [Operator("x", "InputLayer", (), (), (4,), differentiated=False)]
+    operators = [Operator("x", (), (), (4,), differentiated=False)]
     for number in range(len(seconds_of_row)):
         operators.append(
             Operator(
                 f"norm{number}",
-                "BatchNormalization",
                 (number,),
                 ((4,),),
                 (4,),

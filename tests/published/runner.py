@@ -7,7 +7,6 @@ none of dtk's, so that what it trains is plain Keras.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import traceback
@@ -15,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
@@ -66,34 +64,11 @@ class Plain:
         return getattr(tf.distribute.get_strategy(), name)
 
 
-@contextlib.contextmanager
-def seeing_scales(wanted: bool) -> Iterator[None]:
-    """Let Adam and RMSprop, which divide by it, see how large a gradient is."""
-    import keras
-
-    with contextlib.ExitStack() as stack:
-        for kind in (keras.optimizers.Adam, keras.optimizers.RMSprop) if wanted else ():
-            stack.enter_context(mock.patch.object(kind, "__init__", _with_a_large_epsilon(kind)))
-        yield
-
-
-def _with_a_large_epsilon(kind: type) -> Any:
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        first = {"epsilon": 0.1} if args else {"epsilon": 0.1, "learning_rate": 0.05}
-        original(self, *(0.05,)[: len(args)], *args[1:], **kwargs | first)
-
-    return init
-
-
 def run_here(
     name: str,
     folder: str,
     may_fail: bool = False,
     consistency: str = "sync",
-    scales: bool = False,
 ) -> Outcome:
     """Run a script in this world.
 
@@ -103,28 +78,24 @@ def run_here(
         may_fail: Return what it failed with. Otherwise raise it, as the script would, so that the
             world ends with it and no rank waits for this one.
         consistency: Of parameter servers, where the world has them.
-        scales: Whether to run it with optimizers that see the scale of gradients.
     """
     from strategies import bodies
 
     served = os.environ["DTK_TEST_COMMUNICATOR"] == "served"
     strategy = bodies.served_with(consistency) if served else bodies.strategy()
-    with seeing_scales(scales):
-        return _run(name, folder, strategy, may_fail)
+    return _run(name, folder, strategy, may_fail)
 
 
-def run_plain(name: str, folder: str, scales: bool = False) -> Outcome:
+def run_plain(name: str, folder: str) -> Outcome:
     """Run a script in this process, without dtk."""
-    with seeing_scales(scales):
-        return _run(name, folder, Plain())
+    return _run(name, folder, Plain())
 
 
-def run_alone(name: str, folder: str, scales: bool = False) -> Outcome:
+def run_alone(name: str, folder: str) -> Outcome:
     """Run a script in a world of one: for what of dtk's needs a strategy, such as callbacks."""
     from dtk.strategies import AllReduceStrategy
 
-    with seeing_scales(scales):
-        return _run(name, folder, AllReduceStrategy("local"))
+    return _run(name, folder, AllReduceStrategy("local"))
 
 
 def files_in(folder: str) -> list[str]:

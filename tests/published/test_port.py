@@ -7,8 +7,6 @@ import json
 import sys
 import textwrap
 
-import pytest
-
 from world import TESTS
 
 sys.path.insert(0, str(TESTS.parent / "tools"))
@@ -70,28 +68,6 @@ def test_a_scope_stands_around_what_compiles():
     assert counts == {"added": 3, "changed": 0, "indented": 3}
 
 
-def test_a_strategy_of_tensorflow_becomes_dtks():
-    script = text(
-        """
-        import tensorflow as tf
-        strategy = tf.distribute.MirroredStrategy()
-        with strategy.scope():
-            model.compile("adam")
-        """
-    )
-    ported, counts = port.for_dtk(script)
-    assert ported == text(
-        """
-        import tensorflow as tf
-        import dtk
-        strategy = dtk.auto_strategy()
-        with strategy.scope():
-            model.compile("adam")
-        """
-    )
-    assert counts == {"added": 1, "changed": 1, "indented": 0}
-
-
 def test_several_statements_and_branches_in_any_order():
     """Breaks as lines indented at the places where they stood before others were added."""
     script = text(
@@ -110,17 +86,6 @@ def test_several_statements_and_branches_in_any_order():
     assert counts["indented"] == 3
 
 
-def test_strings_keep_their_lines():
-    script = text(
-        """
-        import keras
-        model.compile(loss=named('''
-          a text'''))
-        """
-    )
-    assert "'''\n  a text'''" in port.for_dtk(script)[0]
-
-
 def test_a_notebook_is_its_code_without_commands(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["# Title"]},
@@ -130,12 +95,6 @@ def test_a_notebook_is_its_code_without_commands(tmp_path):
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     assert port.source_of(path) == "pass\nimport keras\n\n\nif True:\n    pass\n"
-
-
-def test_what_is_made_small_must_be_there():
-    assert port.shrunk("a = 1\nb\nc\n", [["1", "2"]], [["b", "c"]]) == "a = 2\nc\n"
-    with pytest.raises(ValueError, match="not in the script: 'z'"):
-        port.shrunk("a", [["z", ""]], [])
 
 
 def test_folders_are_made_by_rank_0():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtk.schedules import LearningRateWarmup, by_samples, polynomial_decay, runs, slow_start
+from dtk.schedules import LearningRateWarmup, by_samples, polynomial_decay, slow_start
 from dtk.schedules.rates import SHAPES
 
 STEPS = np.arange(9)
@@ -23,8 +23,10 @@ FACTORS = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("inner", [2.0, keras.optimizers.schedules.ExponentialDecay(2.0, 3, 0.5)])
-def test_shapes_written_out(shape, inner):
-    made = LearningRateWarmup(inner, 4, 0.2, shape)
+def test_shapes_written_out_which_come_back_from_their_config(shape, inner):
+    config = keras.optimizers.schedules.serialize(LearningRateWarmup(inner, 4, 0.2, shape))
+    made = keras.optimizers.schedules.deserialize(config)
+    assert keras.optimizers.schedules.serialize(made) == config
     after = inner(STEPS).numpy() if callable(inner) else np.full(9, 2.0)
     factors = np.array(FACTORS[shape] + [1.0] * 5)
     np.testing.assert_allclose(made(STEPS).numpy(), after * factors, rtol=1e-6)
@@ -37,24 +39,6 @@ def test_it_only_ever_rises_to_the_whole_rate(shape, steps, start):
     assert np.all(np.diff(rates) >= -1e-6)
     assert rates[0] == pytest.approx(start if steps else 1.0)
     np.testing.assert_array_equal(rates[steps:], 1.0)
-
-
-def test_an_optimizer_counts_its_steps():
-    optimizer = keras.optimizers.SGD(LearningRateWarmup(1.0, 4))
-    variable, seen = keras.Variable([0.0]), []
-    for _ in range(6):
-        seen.append(float(optimizer.learning_rate))
-        optimizer.apply([keras.ops.convert_to_tensor([1.0])], [variable])
-    assert seen == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-    assert variable.numpy() == pytest.approx(-sum(seen))
-
-
-@pytest.mark.parametrize("inner", [2.0, keras.optimizers.schedules.ExponentialDecay(2.0, 3, 0.5)])
-def test_configs_come_back(inner):
-    made = LearningRateWarmup(inner, 4, 0.2, "exponential")
-    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(made))
-    assert again.get_config() == made.get_config()
-    np.testing.assert_array_equal(again(STEPS).numpy(), made(STEPS).numpy())
 
 
 def test_polynomial_decay_counts_from_the_first_step():
@@ -79,44 +63,6 @@ def test_polynomial_decay_counts_from_the_first_step():
 def test_mistakes_of_a_warm_up(arguments, said):
     with pytest.raises(ValueError, match=said):
         LearningRateWarmup(*arguments)
-
-
-# Lists of values and pairs.
-
-pairs = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 99)), min_size=1, max_size=10)
-
-
-def parsed(schedule):
-    return runs.parse_runs(schedule, "batch size", runs.is_count, "an integer of at least 1")
-
-
-@given(pairs, st.integers(0, 600))
-def test_a_value_lasts_for_its_count_and_the_last_for_ever(schedule, position):
-    written = [value for count, value in schedule for _ in range(count)]
-    found = runs.value_at(parsed(schedule), position)
-    assert found == written[min(position, len(written) - 1)]
-    assert runs.value_at(parsed(written), position) == found
-    assert runs.ends_of(parsed(schedule))[-1] == len(written)
-
-
-def test_lists_of_two_are_pairs_as_json_has_them():
-    assert parsed([[3, 8], 16]) == parsed([(3, 8), (1, 16)])
-
-
-@pytest.mark.parametrize(
-    "schedule, said",
-    [
-        ([], "needs at least one value, got none"),
-        (7, r"is a list of values or \(count, value\), got 7"),
-        ("12", "got '12'"),
-        ([0], "a value an integer of at least 1, got 0"),
-        ([(0, 3)], r"got \(0, 3\)"),
-        ([(True, 3)], r"got \(True, 3\)"),
-    ],
-)
-def test_mistakes_in_a_list(schedule, said):
-    with pytest.raises(ValueError, match=f"a batch size schedule .*{said}"):
-        parsed(schedule)
 
 
 # Rates by samples.
@@ -151,14 +97,9 @@ def test_epochs_of_changing_batches_with_short_tails(schedule, batches, epoch_si
 @given(rates, st.integers(1, 10), st.booleans())
 def test_counts_of_samples(schedule, size, per_sample):
     wanted = [at(schedule, step * size) * (size if per_sample else 1) for step in range(40)]
-    made = by_samples(schedule, size, per_sample=per_sample)
+    as_json = [list(run) for run in schedule]
+    made = by_samples(as_json, size, per_sample=per_sample)
     np.testing.assert_allclose(values_of(made, 40), wanted)
-
-
-def test_it_is_kerass_and_comes_back_from_its_config():
-    made = by_samples([(10, 0.1), 0.01], 4)
-    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(made))
-    assert values_of(again, 6).tolist() == values_of(made, 6).tolist()
 
 
 def test_slow_start_is_the_recipes():
@@ -172,7 +113,12 @@ def test_slow_start_is_the_recipes():
     "arguments, said",
     [
         (([0.1], [32, 64]), r"batch_size=\[32, 64\] changes with the epochs, .* give epoch_size"),
-        (([0.1], 0), "a batch size schedule holds .* got 0"),
+        (([0.1], []), "a batch size schedule needs at least one value, got none"),
+        ((7, 32), r"a learning rate schedule is a list of values or \(count, value\), got 7"),
+        (("12", 32), "got '12'"),
+        (([0.1], 0), "a batch size schedule holds .* a value an integer of at least 1, got 0"),
+        (([(0, 0.3)], 32), r"got \(0, 0.3\)"),
+        (([(True, 0.3)], 32), r"got \(True, 0.3\)"),
         (([-0.1], 32), "a learning rate schedule holds .* a finite number of at least 0, got -0.1"),
         (([], 32), "a learning rate schedule needs at least one value"),
         (([0.1], 32, 0), "epoch_size=0; expected a number of samples"),

@@ -55,6 +55,16 @@ def small(seed=3, activation=None, sync=True):
     )
 
 
+def seeded(build):
+    """Make what builds a model draw the same weights whenever it is called."""
+
+    def seeded_build():
+        keras.utils.set_random_seed(5)
+        return build()
+
+    return seeded_build
+
+
 def crossentropy(**kwargs):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
@@ -89,14 +99,6 @@ def evaluate_and_predict_odd_rows(strategy):
 
 
 @case
-def sample_weights(strategy):
-    x, y = rows()
-    model = compiled(strategy, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    weight = np.linspace(0.0, 2.0, len(x))
-    return outcome(model, model.fit(x, y, sample_weight=weight, batch_size=16, epochs=2, verbose=0))
-
-
-@case
 def class_weights_and_validation_split(strategy):
     x, y = rows()
     model = compiled(strategy, metrics=["accuracy"])
@@ -110,7 +112,9 @@ def class_weights_and_validation_split(strategy):
 @case
 def mean_over_sample_weights(strategy):
     x, y = rows()
-    model = compiled(strategy, loss=crossentropy(reduction="mean_with_sample_weight"))
+    metrics = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    loss = crossentropy(reduction="mean_with_sample_weight")
+    model = compiled(strategy, loss=loss, **metrics)
     weight = np.linspace(0.0, 2.0, len(x)) ** 2
     return outcome(model, model.fit(x, y, sample_weight=weight, batch_size=16, epochs=2, verbose=0))
 
@@ -128,8 +132,8 @@ def summed_loss(strategy):
 def masked_sequences(strategy):
     """Valid steps differ by rank: the mean must be over the world's valid steps."""
 
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         return keras.Sequential(
             [
                 keras.Input((12,), dtype="int32"),
@@ -149,8 +153,8 @@ def masked_sequences(strategy):
 
 @case
 def sparse_embedding_gradients_clipped(strategy):
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         return keras.Sequential(
             [
                 keras.Input((6,), dtype="int32"),
@@ -168,17 +172,20 @@ def sparse_embedding_gradients_clipped(strategy):
 
 @case
 def several_outputs(strategy):
+    """In the last step all workers but one have no row."""
+
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         inputs = keras.Input((8, 8, 1))
-        hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(inputs))
+        regularized = {"activity_regularizer": keras.regularizers.L2(0.1)}
+        hidden = keras.layers.Dense(8, "tanh", **regularized)(keras.layers.Flatten()(inputs))
         outputs = {
             "label": keras.layers.Dense(10, name="label")(hidden),
             "mean": keras.layers.Dense(1, name="mean")(hidden),
         }
         return keras.Model(inputs, outputs)
 
-    x, y = rows()
+    x, y = rows(65)
     model = compiled(
         strategy,
         build,
@@ -190,20 +197,6 @@ def several_outputs(strategy):
     history = model.fit(x, targets, batch_size=16, epochs=2, verbose=0)
     predicted = model.predict(x[:9], batch_size=4, verbose=0)
     return outcome(model, history, label=predicted["label"], mean=predicted["mean"])
-
-
-@case
-def curves_and_confusion(strategy):
-    """Metrics whose state is more than a sum and a count."""
-    x, y = rows()
-
-    def build():
-        return keras.Sequential([small(), keras.layers.Dense(1, activation="sigmoid")])
-
-    model = compiled(
-        strategy, build, loss="binary_crossentropy", metrics=["AUC", "Precision", "Recall"]
-    )
-    return outcome(model, model.fit(x, y % 2, batch_size=16, epochs=3, verbose=0))
 
 
 @case
@@ -224,29 +217,21 @@ def eager_steps(strategy):
 
 
 @case
-def datasets_of_dicts(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        image, scale = keras.Input((8, 8, 1), name="image"), keras.Input((1,), name="scale")
-        hidden = keras.layers.Flatten()(image) * scale
-        return keras.Model({"image": image, "scale": scale}, keras.layers.Dense(10)(hidden))
-
-    x, y = rows()
-    parts = ({"image": x, "scale": np.linspace(0.5, 1.5, len(x))[:, None]}, y)
-    dataset = tf.data.Dataset.from_tensor_slices(parts).batch(16)
-    model = compiled(strategy, build)
-    history = model.fit(
-        dataset, epochs=2, verbose=0, shuffle=False, validation_data=dataset.take(2)
-    )
-    return outcome(model, history, predicted=model.predict(dataset, verbose=0))
-
-
-@case
 def endless_datasets(strategy):
     x, y = rows()
     model = compiled(strategy, metrics=["accuracy"])  # sets the seed that shuffling also depends on
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(75, seed=1).repeat().batch(16)
-    return outcome(model, model.fit(dataset, steps_per_epoch=4, epochs=3, verbose=0, shuffle=False))
+    once = tf.data.Dataset.from_tensor_slices((x, y))
+    history = model.fit(
+        once.shuffle(75, seed=1).repeat().batch(16),
+        steps_per_epoch=4,
+        class_weight={label: 1.0 + label / 3 for label in range(10)},
+        validation_data=once.batch(16).repeat(),
+        validation_steps=3,
+        epochs=3,
+        verbose=0,
+        shuffle=False,
+    )
+    return outcome(model, history)
 
 
 @case
@@ -255,8 +240,8 @@ def strings_and_ragged_rows(strategy):
     lookup = keras.layers.TextVectorization(output_mode="multi_hot", vocabulary=["a", "b", "c"])
     labels = np.arange(len(words)) % 3
 
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         return keras.Sequential([keras.Input((1,), dtype="string"), lookup, keras.layers.Dense(3)])
 
     model = compiled(strategy, build)
@@ -277,19 +262,6 @@ class Batches(keras.utils.PyDataset):
 def py_datasets(strategy):
     model = compiled(strategy, metrics=["accuracy"])
     return outcome(model, model.fit(Batches(), epochs=2, verbose=0))
-
-
-@case
-def generators(strategy):
-    def batches():
-        x, y = rows(70)
-        while True:
-            for start in range(0, 70, 15):
-                yield x[start : start + 15], y[start : start + 15]
-
-    model = compiled(strategy, metrics=["accuracy"])
-    history = model.fit(batches(), epochs=2, steps_per_epoch=5, verbose=0, shuffle=False)
-    return outcome(model, history)
 
 
 @case
@@ -318,15 +290,6 @@ def compiled_twice_and_fitted_twice(strategy):
     return outcome(model, model.fit(x, y, batch_size=16, epochs=1, verbose=0))
 
 
-@case
-def two_models_in_one_scope(strategy):
-    x, y = rows()
-    first, second = compiled(strategy), compiled(strategy, lambda: small(seed=4))
-    for model in (first, second, first):
-        model.fit(x, y, batch_size=16, epochs=1, verbose=0)
-    return {"weights": flat(first.get_weights() + second.get_weights())}
-
-
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -335,17 +298,6 @@ class Subclassed(keras.Model):
 
     def call(self, x):
         return self.outer(self.inner(keras.ops.reshape(x, (-1, 64))))
-
-
-@case
-def subclassed_models_built_late(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        return Subclassed()
-
-    x, y = rows()
-    model = compiled(strategy, build, metrics=["accuracy"])
-    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0))
 
 
 class OwnStep(Subclassed):
@@ -361,12 +313,8 @@ class OwnStep(Subclassed):
 
 @case
 def own_train_step(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        return OwnStep()
-
     x, y = rows()
-    model = compiled(strategy, build, metrics=["accuracy"])
+    model = compiled(strategy, seeded(OwnStep), metrics=["accuracy"])
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     return outcome(model)
 
@@ -413,16 +361,12 @@ class OfWholeGraphs(keras.Model):
 
 @case
 def layers_that_a_train_step_builds(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        return OfWholeGraphs()
-
     found = {}
     for name, test in (("tried", "1"), ("not tried", "0")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DTK_SELF_TEST", test)
             outside = keras.metrics.SparseCategoricalAccuracy("accuracy")
-            model = compiled(strategy, build, metrics=[outside])
+            model = compiled(strategy, seeded(OfWholeGraphs), metrics=[outside])
             # Validation resets metrics that the train step counts with in the next epoch.
             history = model.fit(
                 np.arange(75),
@@ -519,12 +463,8 @@ class StepFunction(Subclassed):
 
 @case
 def own_train_step_that_is_a_function(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        return StepFunction()
-
     x, y = rows()
-    model = compiled(strategy, build, metrics=["accuracy"])
+    model = compiled(strategy, seeded(StepFunction), metrics=["accuracy"])
     return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0))
 
 
@@ -543,14 +483,10 @@ class Paired(Subclassed):
 
 @case
 def zipped_batches_of_other_sizes(strategy):
-    def build():
-        keras.utils.set_random_seed(5)
-        return Paired()
-
     x, y = rows(45)
     from_rows = tf.data.Dataset.from_tensor_slices
     labelled = from_rows((x[:15], y[:15])).batch(4)  # the last has three rows
-    model = compiled(strategy, build)
+    model = compiled(strategy, seeded(Paired))
     zipped = tf.data.Dataset.zip((from_rows(x).batch(12), labelled))
     return outcome(model, model.fit(zipped, epochs=2, shuffle=False, verbose=0))
 
@@ -582,10 +518,6 @@ class OwnLog(Subclassed):
 def own_train_step_that_logs_numbers(strategy):
     """Each is the global batch's: not one worker's, nor its share of it, nor their mean."""
 
-    def build():
-        keras.utils.set_random_seed(5)
-        return OwnLog()
-
     x, y = rows()
     logged = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: logged.append(logs))
@@ -593,7 +525,7 @@ def own_train_step_that_logs_numbers(strategy):
     for reduction in ("sum_over_batch_size", "sum"):
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         model = compiled(
-            strategy, build, loss=crossentropy(reduction=reduction), optimizer=optimizer
+            strategy, seeded(OwnLog), loss=crossentropy(reduction=reduction), optimizer=optimizer
         )
         fitted = model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[note])
         outcomes |= {f"{reduction} {name}": v for name, v in outcome(model, fitted).items()}
@@ -749,11 +681,7 @@ def accumulation_beside_variables_without_gradients(strategy):
     x, y = rows()
     optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
 
-    def build():
-        keras.utils.set_random_seed(5)
-        return WithUnused()
-
-    model = compiled(strategy, build, optimizer=optimizer)
+    model = compiled(strategy, seeded(WithUnused), optimizer=optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Gradients do not exist")
         return outcome(model, model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0))
@@ -845,8 +773,8 @@ def ragged_inputs_and_outputs(strategy):
     values = random.normal(size=lengths.sum()).astype("float32")
     x, y = tf.RaggedTensor.from_row_lengths(values, lengths), random.integers(0, 3, 37)
 
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         inputs = keras.Input((None,), ragged=True)
         return keras.Sequential([inputs, Lengths(), keras.layers.Dense(3)])
 
@@ -870,9 +798,9 @@ def sparse_inputs(strategy):
     dense = random.normal(size=(37, 20)) * (random.uniform(size=(37, 20)) < 0.2)
     x, y = tf.sparse.from_dense(dense.astype("float32")), random.integers(0, 3, 37)
 
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
-        return keras.Sequential([keras.Input((20,), sparse=True), keras.layers.Dense(3)])
+        return keras.Sequential([keras.layers.Dense(3)])  # not yet built
 
     # Not Adam: it squares the slices of a gradient one by one, and two workers may have one each of
     # the same row, where one process has their sum.
@@ -883,33 +811,19 @@ def sparse_inputs(strategy):
 
 
 @case
-def class_weights_and_validation_steps_of_datasets(strategy):
-    x, y = rows()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-    model = compiled(strategy, metrics=["accuracy"])
-    history = model.fit(
-        dataset,
-        class_weight={label: 1.0 + label / 3 for label in range(10)},
-        validation_data=dataset.repeat(),
-        validation_steps=3,
-        epochs=2,
-        verbose=0,
-        shuffle=False,
-    )
-    return outcome(model, history)
+def generators(strategy):
+    """One without an end, then one that has an end."""
 
-
-@case
-def generators_that_end(strategy):
-    def batches():
+    def batches(epochs=1):
         x, y = rows(70)
-        for start in range(0, 70, 15):
+        for start in [*range(0, 70, 15)] * epochs:
             yield x[start : start + 15], y[start : start + 15]
 
     model = compiled(strategy, metrics=["accuracy"])
+    history = model.fit(batches(9), epochs=2, steps_per_epoch=5, verbose=0, shuffle=False)
     with warnings.catch_warnings():  # Keras's, that the data has an end
         warnings.simplefilter("ignore")
-        history = model.fit(batches(), verbose=0, shuffle=False)
+        model.fit(batches(), verbose=0, shuffle=False)
         evaluated = model.evaluate(batches(), verbose=0)
     return outcome(model, history, evaluated=evaluated)
 
@@ -965,8 +879,8 @@ def two_models_compiled_in_one_scope(strategy):
 
 @case
 def lists_of_inputs_and_positional_arguments(strategy):
+    @seeded
     def build():
-        keras.utils.set_random_seed(5)
         inputs = [keras.Input((8, 8, 1)), keras.Input((1,))]
         hidden = keras.layers.Flatten()(inputs[0]) * inputs[1]
         return keras.Model(inputs, keras.layers.Dense(10)(hidden))
@@ -989,7 +903,8 @@ def lists_of_inputs_and_positional_arguments(strategy):
 @case
 def metrics_made_outside_the_scope(strategy):
     x, y = rows(37)
-    metrics = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.AUC(name="auc")]
+    kinds = keras.metrics.MeanAbsoluteError, keras.metrics.AUC, keras.metrics.Recall
+    metrics = [kind(name=kind.__name__.lower()) for kind in kinds]
 
     def build():
         return keras.Sequential([small(), keras.layers.Dense(1, activation="sigmoid")])
@@ -997,32 +912,3 @@ def metrics_made_outside_the_scope(strategy):
     model = compiled(strategy, build, loss="binary_crossentropy", metrics=metrics)
     history = model.fit(x, y % 2, batch_size=8, epochs=2, verbose=0, validation_data=(x, y % 2))
     return outcome(model, history, evaluated=model.evaluate(x, y % 2, verbose=0))
-
-
-def _outputs_with_a_tail_of_one(strategy, eagerly):
-    """Nine rows in batches of four: in the last step all workers but one have none."""
-
-    def build():
-        keras.utils.set_random_seed(5)
-        inputs = keras.Input((8, 8, 1))
-        hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(inputs))
-        outputs = [keras.layers.Dense(n, name=name)(hidden) for name, n in (("a", 10), ("b", 1))]
-        return keras.Model(inputs, outputs)
-
-    x, y = rows(9)
-    losses = [crossentropy(), "mse"]
-    model = compiled(strategy, build, loss=losses, loss_weights=[1.0, 0.5], run_eagerly=eagerly)
-    targets = [y, x.mean((1, 2, 3))[:, None]]
-    history = model.fit(x, targets, batch_size=4, epochs=2, verbose=0, shuffle=False)
-    assert {"a_loss", "b_loss"} <= set(history.history)
-    return outcome(model, history, evaluated=model.evaluate(x, targets, batch_size=4, verbose=0))
-
-
-@case
-def outputs_with_a_tail_of_one(strategy):
-    return _outputs_with_a_tail_of_one(strategy, False)
-
-
-@case
-def outputs_with_a_tail_of_one_eagerly(strategy):
-    return _outputs_with_a_tail_of_one(strategy, True)

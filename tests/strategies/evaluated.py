@@ -20,7 +20,14 @@ pids = Path(directory) / "pids"
 if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator" and kill:
     with open(pids, "a") as file:
         print(os.getpid(), file=file)
-strategy = dtk.strategies.ParameterServerStrategy("async")
+config = dtk.strategies.EvaluatorConfig(
+    steps=8,
+    exporters=[
+        dtk.inference.LatestExporter(keep=2),
+        dtk.inference.BestExporter("most right", "keras", monitor="accuracy", mode="max"),
+    ],
+)
+strategy = dtk.strategies.ParameterServerStrategy("async", evaluator=None if kill else config)
 images, labels = load_digits(return_X_y=True)
 keras.utils.set_random_seed(1)
 with strategy.scope():
@@ -56,4 +63,4 @@ history = model.fit(
     callbacks=callbacks,
 ).history
 print("the chief logged", *sorted(history))
-print("final", *model.evaluate(images[1280:], labels[1280:], verbose=0))
+print("final", *model.evaluate(images[1280:], labels[1280:], 32, steps=8, verbose=0))

@@ -10,6 +10,7 @@ from keras import layers, ops, optimizers
 from dtk.errors import NotDistributedError
 
 from strategies import bodies
+from strategies.served_bodies import partitioned
 
 WORDS, LENGTH, WIDTH = 11, 6, 3
 OPTIMIZERS = {
@@ -125,11 +126,8 @@ def refusal_of_eager_steps():
 def train_served(recipes):
     """The same behind two servers, each with a part of every table of more than ten lines."""
     strategy = bodies.served_with("sync")
-    strategy.extended._variable_partitioner = _cut
-    try:
+    with partitioned(strategy, 2, rows=11):
         return train(strategy, recipes)
-    finally:
-        strategy.extended._variable_partitioner = None
 
 
 class Opaque(layers.Layer):
@@ -161,10 +159,6 @@ def told_of_opaque_lookups():
             told.append("trained")
     strategy.self_test = "auto"
     return told
-
-
-def _cut(shape, dtype, axis=0):
-    return [2 if shape[0] > 10 else 1] + [1] * (len(shape) - 1)
 
 
 def train_plain(recipes):

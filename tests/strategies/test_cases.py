@@ -19,78 +19,54 @@ def plain(name):
     return once(bodies.run_plain, name)
 
 
-# What evaluates and predicts, which in a world of one goes another way, and what sends most.
-SOME = [
-    "evaluate and predict odd rows",
-    "fewer rows than workers",
-    "lists of inputs and positional arguments",
-    "several outputs",
-    "single batches",
-]
-
-
-# What the number of workers changes: who has rows and how many, what is summed or gathered and in
-# which order, and what a worker's part is weighed by.
-BY_WORKERS = [
-    "curves and confusion",
-    "eager steps",
-    "evaluate and predict odd rows",
-    "fewer rows than workers",
-    "gathered rows",
-    "lists of inputs and positional arguments",
-    "masked sequences",
-    "mean over sample weights",
-    "outputs with a tail of one",
-    "outputs with a tail of one eagerly",
-    "own train step that logs its loss eagerly",
-    "own train step that logs numbers",
-    "ragged inputs and outputs",
-    "sample weights",
-    "several outputs",
-    "single batches",
-    "sparse inputs",
-    "steps per execution",
-    "summed loss",
-]
-
-
-# Of these, what goes another way between processes than between the devices of one.
+# What goes another way between processes than between the devices of one.
 BY_RANKS = [
     "eager steps",
     "evaluate and predict odd rows",
     "fewer rows than workers",
     "gathered rows",
-    "outputs with a tail of one",
-    "own train step that logs numbers",
-    "ragged inputs and outputs",
+    "several outputs",
     "single batches",
     "steps per execution",
 ]
+# What goes another way between two devices than in one of these; others are of the tier `full`.
+BY_DEVICES = [
+    "accumulation beside variables without gradients",
+    "layers that a train step builds",
+    "mean over sample weights",
+    "metrics of whole batches",
+    "model and divided optimizer from outside",
+    "own train step that is a function",
+    "own train step that logs its loss eagerly",
+    "sparse inputs",
+    "strings and ragged rows",
+    "summed loss",
+    "zipped batches of other sizes",
+]
+# What evaluates and predicts, which in a world of one goes another way.
+ALONE = ["evaluate and predict odd rows", "lists of inputs and positional arguments"]
+
+
+def tiered(backend, size, names):
+    """Every case in a world, of which those named are of `make test`."""
+    for name in cases.CASES:
+        yield pytest.param(backend, size, name, marks=() if name in names else pytest.mark.full)
 
 
 @pytest.mark.parametrize(
     "backend, size, name",
     [
-        *(("mirrored", 2, name) for name in cases.CASES),
+        *tiered("mirrored", 2, BY_DEVICES),
+        *tiered("collective", 2, BY_RANKS),
+        *(("local", 1, name) for name in ALONE),
         *(
-            pytest.param("collective", 2, name, marks=() if name in BY_RANKS else pytest.mark.full)
-            for name in cases.CASES
+            pytest.param(backend, size, name, marks=pytest.mark.full)
+            for backend, size in [("collective", 3), ("horovod-gloo", 2)]
+            for name in BY_RANKS
         ),
     ],
 )
 def test_the_same_as_one_process(world, backend, size, name):
-    check(world, backend, size, name)
-
-
-@pytest.mark.parametrize("name", BY_WORKERS)
-@pytest.mark.parametrize("backend, size", [("collective", 3)])
-def test_the_same_with_three_workers(world, backend, size, name):
-    check(world, backend, size, name)
-
-
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("backend, size", [("local", 1), ("horovod-gloo", 2)])
-def test_some_elsewhere(world, backend, size, name):
     check(world, backend, size, name)
 
 

@@ -56,11 +56,6 @@ def test_a_bad_number_is_named(make, name, wrong):
     assert str(error.value).startswith(f"{name}={wrong!r}; expected 0 or more")
 
 
-def test_a_bound_is_not_forgotten_by_mistake():
-    with pytest.raises(TypeError, match="tau"):
-        BoundedDelay()
-
-
 @pytest.mark.parametrize(
     "value, tau, slices, spare",
     [
@@ -150,25 +145,6 @@ def simulate(schedule: Schedule, steps: int, durations) -> list[Ran]:
     return ran
 
 
-def draw(ran: list[Ran], worker: int) -> str:
-    """One worker's line of a schedule, four characters a unit of time."""
-    line = ""
-    for one in sorted((one for one in ran if one.worker == worker), key=lambda one: one.start):
-        line = line.ljust(int(4 * one.start))
-        line = line.removesuffix("|") if len(line) > 4 * one.start else line
-        line += "|" + str(one.piece.step).center(int(4 * (one.end - one.start)) - 1, "-") + "|"
-    return line
-
-
-@pytest.mark.parametrize("tau, steps", [(0, 5), (1, 8), (math.inf, 8)])
-def test_the_diagram_in_the_module_is_what_happens(tau, steps):
-    ran = simulate(Schedule(tau), steps, [1, 3])
-    _, text = scheduler.__doc__.split(f"    tau={tau} ")
-    first, second = text.splitlines()[1:3]
-    assert first.startswith("    worker 0   " + draw(ran, 0))
-    assert second == "    worker 1   " + draw(ran, 1)
-
-
 # --- when a step may start ------------------------------------------------------------------------
 
 
@@ -217,18 +193,6 @@ def test_lost_pieces_are_first_in_line_and_in_order():
     assert schedule.retried == 2
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_lost_piece_whose_slice_has_counted_is_not_repeated(finished):
-    schedule = offered(Schedule(tau=0, slices=2, spare=1), 1)
-    first, other, backup = (schedule.take(worker) for worker in range(3))
-    assert schedule.returned(backup, 2)
-    if finished:
-        finish(schedule, other, 1)
-    schedule.lost(first, 0)
-    assert schedule.waiting == 0
-    assert taken(schedule, 2) == ([None] if finished else [(0, 1)]), "(0, 1) is a backup"
-
-
 # --- backup workers -------------------------------------------------------------------------------
 
 
@@ -243,41 +207,6 @@ def test_the_longest_running_slice_is_repeated_and_the_first_result_counts():
     assert taken(schedule, 1, 2) == [(1, 0), (1, 1)], "the next step does not wait for worker 0"
     assert not schedule.returned(slow, 0), "its slice has counted"
     assert schedule.dropped == 1
-
-
-def test_a_worker_does_not_repeat_its_own_slice():
-    schedule = offered(Schedule(tau=0, slices=2, spare=2), 1)
-    assert taken(schedule, 0, 1, 0) == [(0, 0), (0, 1), (0, 1)]
-    assert taken(schedule, 0, 1) == [None, (0, 0)]
-
-
-def test_only_the_oldest_step_is_repeated():
-    schedule = offered(Schedule(tau=1, slices=1, spare=2), 2)
-    oldest, newer = schedule.take(0), schedule.take(1)
-    assert taken(schedule, 1) == [(0, 0)]
-    assert schedule.returned(oldest, 0)
-    assert taken(schedule, 0) == [None], "step 0 has its result, and step 1 is not the oldest"
-    schedule.applied(0)
-    assert newer.step == 1
-    assert taken(schedule, 0) == [(1, 0)]
-
-
-def test_no_slice_has_more_backups_than_spare():
-    """Workers with two pieces each let a slice run three times with one spare worker."""
-    schedule = offered(Schedule(tau=0, slices=3, spare=1), 1)
-    pieces = [schedule.take(worker) for worker in range(3)]
-    assert taken(schedule, 3) == [(0, 0)]
-    schedule.lost(pieces[2], 2)
-    assert taken(schedule, 1) == [(0, 2)], "besides slice 1"
-    assert taken(schedule, 1) == [None]
-
-
-def test_a_silent_worker_with_several_pieces_counts_once():
-    schedule = offered(Schedule(tau=0, slices=2, spare=1), 1)
-    assert taken(schedule, 0, 0) == [(0, 0), (0, 1)]
-    finish(schedule, schedule.take(1), 1)
-    finish(schedule, schedule.take(1), 1)
-    assert schedule.finished == 1
 
 
 def test_new_work_comes_before_backups():

@@ -58,11 +58,11 @@ def costs_kept(costs, folder):
         communicator.learn(False, None)
 
 
-def trained(costs, folder, early, late=False, exchange=None):
+def trained(costs, folder, early, late=False):
     """The weights after some steps; determinism is asked for before the strategy, or after."""
     with costs_kept(costs, folder), determinism(early):
         keras.utils.set_random_seed(5)
-        strategy = AllReduceStrategy(exchange=exchange)
+        strategy = AllReduceStrategy()
         with determinism(early or late):
             rng = np.random.default_rng(1)
             x, y = rng.normal(size=[54, 96]), rng.normal(size=[54, 40])
@@ -94,14 +94,6 @@ def test_the_same_bits_whatever_was_measured(pool, tmp_path):
     assert are_equal(runs(True))
     assert are_equal(runs(False, True))
     assert not are_equal(runs(False)), "these costs decide nothing: nothing was tested"
-
-
-@pytest.mark.worlds(("collective", 3))
-def test_auto_stays_with_whole_gradients(pool, tmp_path):
-    """What is fastest is measured."""
-    auto = pool.run(trained, SLOW_BYTES, str(tmp_path), True, False, "auto")
-    whole = pool.run(trained, SLOW_MESSAGES, str(tmp_path), True)
-    assert are_equal([auto, whole])
 
 
 def started(folder, rank):

@@ -108,34 +108,25 @@ def test_more_ranks_than_gpus_are_refused(gpus, restricted, said):
     assert said in str(raised.value)
 
 
-def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch):
+@pytest.mark.parametrize(
+    "told, make, calls",
+    [
+        (RANK_1, {"memory_growth": True}, ["visible", "growth", "communicator"]),
+        (RANK_1, {}, ["visible", "communicator"]),
+        # No local rank is told: all ranks of the host would have taken GPU 0.
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {}, ["communicator"]),
+    ],
+)
+def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch, told, make, calls):
     """Breaks as every rank starting TensorFlow on, and taking the memory of, every GPU."""
     machine = Machine(monkeypatch, gpus=2)
     machine.stop_at_communicator()
-    machine.set(**RANK_1)
+    machine.set(**told)
     with pytest.raises(Reached):
-        AllReduceStrategy("horovod", memory_growth=True)
-    assert machine.calls == ["visible", "growth", "communicator"]
-    assert machine.visible == machine.physical[1:]
-    assert machine.growth == {machine.physical[1]: True}
-
-
-def test_without_memory_growth_tensorflows_default_stays(monkeypatch):
-    machine = Machine(monkeypatch, gpus=2)
-    machine.stop_at_communicator()
-    machine.set(**RANK_1)
-    with pytest.raises(Reached):
-        auto_strategy()
-    assert machine.calls == ["visible", "communicator"]
-
-
-def test_where_no_local_rank_is_told_the_communicator_finds_it_first(monkeypatch):
-    machine = Machine(monkeypatch, gpus=2)
-    machine.stop_at_communicator()
-    machine.set(PMI_RANK="1", PMI_SIZE="2")
-    with pytest.raises(Reached):
-        AllReduceStrategy("horovod")
-    assert machine.calls == ["communicator"], "all ranks of the host would have taken GPU 0"
+        AllReduceStrategy("horovod", **make)
+    assert machine.calls == calls
+    assert machine.visible == machine.physical[1 if "visible" in calls else 0 :]
+    assert machine.growth == ({machine.physical[1]: True} if make else {})
 
 
 def test_a_launcher_that_gave_each_rank_one_gpu_is_followed(monkeypatch):
@@ -182,30 +173,62 @@ def test_a_world_of_one_hides_nothing(monkeypatch):
     assert machine.growth == dict.fromkeys(machine.physical, False)
 
 
-def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch):
+@pytest.mark.parametrize("make", [MirroredStrategy, auto_strategy])
+def test_mirrored_devices_grow_before_tensorflow_starts(monkeypatch, make):
     machine = Machine(monkeypatch, gpus=2)
     with pytest.raises(Reached):
-        MirroredStrategy(memory_growth=True)
+        make(memory_growth=True)
     assert machine.calls == ["growth", "growth", "logical devices"]
-    machine.calls.clear()
-    with pytest.raises(Reached):
-        auto_strategy(memory_growth=True)
-    assert machine.calls == ["growth", "growth", "logical devices"]
+
+
+class Two(NullCommunicator):
+    """Claims two ranks of one host, which answer as told."""
+
+    name = "two"
+
+    def __init__(self, *answers):
+        super().__init__(0, 2)
+        self.answers = list(answers)
+
+    def allgather_object(self, value):
+        """Return what the ranks were said to answer."""
+        return self.answers
+
+
+class Linked(Two):
+    """Links the GPUs of its ranks."""
+
+    def link(self, device):
+        """Link them."""
+        self.cards = NullCommunicator(0, 2)
 
 
 def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
     machine = Machine(monkeypatch, gpus=1)
     machine.set(CUDA_VISIBLE_DEVICES="0")
-    assert devices.given("/gpu:0") == "0" and devices.given(placement.host()) is None
-    world = NullCommunicator(0, 2)
+    given = []
+    world = Two((True, "0"), (True, "0"))
+    monkeypatch.setattr(world, "allgather_object", lambda value: given.append(value) or [value] * 2)
     with pytest.warns(RuntimeWarning, match="ranks 0 and 1 on .* CUDA_VISIBLE_DEVICES=0; if that"):
-        devices.warn_of_shared(["0", "0"], world)
+        devices.link(world, "/gpu:0")
+    assert given == [(True, "0")]
+    with pytest.raises(ValueError, match="rank 0: ranks 0 and 1 .* NCCL takes one rank for each"):
+        devices.link(Linked((True, "0"), (True, "0")), "/gpu:0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        devices.warn_of_shared(["0", "1"], world)
-        devices.warn_of_shared([None, None], world)
+        for names in (("0", "1"), (None, None)):
+            devices.link(Linked(*((True, name) for name in names)), "/gpu:0")
         # Slurm numbers the GPUs of each task from 0.
+        world = Linked((True, "0"), (True, "0"))
         world.environment = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
-        devices.warn_of_shared(["0", "0"], world)
-    machine.physical.append(GPU("another", "GPU"))
-    assert devices.given("/gpu:0") is None, "there was a choice"
+        devices.link(world, "/gpu:0")
+        devices.link(Two((False, None), (False, None)), "CPU:0")
+
+
+def test_gradients_that_go_through_the_host_are_told_with_the_way_around():
+    with pytest.warns(RuntimeWarning, match="two sends gradients through host memory .* NCCL"):
+        devices.link(Two((True, None), (True, None)), "/gpu:0")
+    world = Linked((True, None), (False, None))
+    with pytest.warns(RuntimeWarning, match="rank 1 has no GPU, so gradients of all ranks go thr"):
+        devices.link(world, "/gpu:0")
+    assert world.cards is None

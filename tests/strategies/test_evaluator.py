@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 import dtk
 from dtk.errors import ClusterError
@@ -23,13 +25,11 @@ RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", "--ps", "1", "--e
 
 
 def run(*arguments):
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     return subprocess.run(
         [*RUN, str(HERE / "evaluated.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=150,
-        env=env,
     )
 
 
@@ -54,6 +54,17 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     assert "val_loss" not in done.stdout, "the chief need not stop to validate"
     assert list((tmp_path / "events" / "evaluation").iterdir())
     assert done.stderr == ""
+
+    names = [row["checkpoint"] for row in rows]
+    assert sorted(os.listdir(tmp_path / "export" / "latest")) == names[-2:]
+    accuracies = [float(row["accuracy"]) for row in rows]
+    records = [i for i in range(3) if accuracies[i] > max(accuracies[:i], default=0)]
+    best = [f"{names[i]}.keras" for i in records]
+    assert sorted(os.listdir(tmp_path / "export" / "most right")) == best
+    again = keras.models.load_model(tmp_path / "export" / "most right" / best[-1])
+    images, labels = load_digits(return_X_y=True)
+    right = np.mean(again.predict(images[1280:1536], verbose=0).argmax(-1) == labels[1280:1536])
+    assert abs(right - accuracies[records[-1]]) <= 1e-6
 
     seen = evaluator.EvaluationLog(tmp_path / "evaluation.csv", None).names
     left = dtk.callbacks.Checkpoint(tmp_path).appeared(seen)
@@ -96,3 +107,70 @@ def test_a_log_is_read_again_and_numbers_of_another_model_are_not_mixed_in(tmp_p
     with pytest.raises(ClusterError, match="has the columns .*loss, and this model has .*accuracy"):
         log.write("checkpoint-2", saved, {"accuracy": 1.0})
     assert log.names == {"checkpoint-1"}
+
+
+class Saves:
+    """Stands for the callback that saves checkpoints: they are there from the start."""
+
+    def __init__(self, directory, names):
+        self.directory, self.names = directory, names
+
+    def appeared(self, seen):
+        return [name for name in self.names if name not in seen]
+
+    def load_weights(self, model, name):
+        return evaluator.SavedProgress(int(name[-1]), 0, None)
+
+
+class LeavesAt:
+    """Stands for the chief, which is gone when it is asked again."""
+
+    def __init__(self, asks):
+        self.asks = asks
+
+    def is_gone(self):
+        self.asks -= 1
+        return self.asks < 0
+
+
+@pytest.mark.parametrize(
+    "config, found",
+    [({}, ["1", "2", "3"]), ({"throttle": 60}, ["3"]), ({"start_delay": 60}, ["1", "2", "3"])],
+)
+def test_when_checkpoints_are_evaluated(tmp_path, monkeypatch, config, found):
+    waited = []
+    monkeypatch.setattr(evaluator.time, "sleep", waited.append)
+    log = evaluator.EvaluationLog(tmp_path / "evaluation.csv", None)
+    given = []
+
+    def note(model, directory, name, numbers, earlier):
+        given.append((directory, name[-1], numbers, len(earlier), len(waited)))
+
+    config = dtk.strategies.EvaluatorConfig(**config, exporters=[note])
+    source = Saves(tmp_path, ["c1", "c2", "c3"])
+    strategy = types.SimpleNamespace(evaluator=config, chief=LeavesAt(2))
+    evaluator.watch_until_end(None, source, lambda: {"loss": 1.0}, log, strategy)
+    wait = 2 if config.start_delay else 0  # it is gone before the time has come
+    assert given == [(tmp_path, n, {"loss": 1.0}, i, wait) for i, n in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"throttle": -1}, "throttle=-1; expected seconds"),
+        ({"start_delay": float("nan")}, "start_delay=nan; expected seconds"),
+        ({"steps": 0}, "steps=0; expected batches"),
+    ],
+)
+def test_settings_that_make_no_sense(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        dtk.strategies.EvaluatorConfig(**wrong)
+
+
+def test_a_best_model_needs_a_number_that_is_there(tmp_path):
+    with pytest.raises(ValueError, match="mode='least'"):
+        dtk.inference.BestExporter(mode="least")
+    with pytest.raises(ValueError, match="keep=0"):
+        dtk.inference.LatestExporter(keep=0)
+    with pytest.raises(ValueError, match=r"monitor='recall'\): an evaluation gives loss"):
+        dtk.inference.BestExporter(monitor="recall")(None, tmp_path, "c1", {"loss": 1.0}, [])

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import dtk
 from dtk.compat import keras_data, tf_replicas
-from dtk.input import digests, slicing
+from dtk.input import slicing
 from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
 from dtk.trainer.strategy import ShuffleSeed
@@ -53,82 +52,10 @@ def test_fit_cuts_the_pipeline_that_keras_builds_without_converting_code(pool):
     assert pool.run(fit) == [(1, [slicing.__file__])] * 2
 
 
-here = pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2)])
-
-
 def _told(cores, pid):
     """Cores a process may use, which are not bound for it: the world goes on to other tests."""
     del pid
     return cores
-
-
-def tuned():
-    """For each pipeline that was opened, by who opened it, whether TensorFlow tunes it."""
-    opened, now = {}, []
-    open_own = tf.data.Dataset.__iter__
-
-    def noted_open(dataset):
-        # What dtk has read to look at it, and gives `fit` as it was, has nothing to tune.
-        if dataset.options().dataset_name == digests.FIRST_BATCHES:
-            return open_own(dataset)
-        opened.setdefault(now[-1], []).append(dataset.options().autotune.enabled)
-        return open_own(dataset)
-
-    rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
-    dataset = tf.data.Dataset.from_tensor_slices(rows)
-    wanted = tf.data.Options()
-    wanted.autotune.enabled = True
-    strategy = AllReduceStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-
-    def own(context):
-        return dataset.batch(2)
-
-    def loop():
-        return list(strategy.experimental_distribute_dataset(dataset.batch(4)))
-
-    given = {
-        "predict": lambda: model.predict(rows[0], verbose=0),
-        "dataset": lambda: model.evaluate(dataset.batch(4), verbose=0),
-        "own loop": lambda: list(strategy.distribute_datasets_from_function(own)),
-        "shard": lambda: model.fit(dtk.data.shard(dataset, strategy, 4), verbose=0),
-        "loop": loop,
-        "asked for": lambda: model.fit(dataset.batch(4).with_options(wanted), verbose=0),
-    }
-    actions = {
-        "fit": lambda: model.fit(*rows, validation_data=rows, epochs=2, verbose=0),
-        **given,
-        **{f"{name}, on one core": act for name, act in given.items()},
-    }
-    own_cores = os.sched_getaffinity
-    tf.data.Dataset.__iter__ = noted_open
-    try:
-        for name, act in actions.items():
-            now.append(name)
-            cores = {0} if "one core" in name else {0, 1}
-            os.sched_getaffinity = functools.partial(_told, cores)
-            act()
-        return opened
-    finally:
-        tf.data.Dataset.__iter__, os.sched_getaffinity = open_own, own_cores
-
-
-@here
-def test_no_pipeline_waits_for_a_tuner_that_gains_nothing(world, backend, size):
-    """See `strategies/pipelines.py`: on one core an epoch took up to twice its steps."""
-    for opened in world(backend, size).run(tuned):
-        for asked in ("asked for", "asked for, on one core"):
-            assert all(opened.pop(asked)), "a script that asks for tuning gets it"
-        names = ("predict", "dataset", "shard", "loop", "own loop")
-        for name in ("fit", *(f"{name}, on one core" for name in names)):
-            flags = opened.pop(name)
-            assert flags and not any(flag is not False for flag in flags), name
-        assert sorted(opened) == sorted(names)
-        assert all(flag is None for flags in opened.values() for flag in flags), (
-            "with cores to share, what the script leaves to TensorFlow stays there"
-        )
 
 
 def steps_ahead():
@@ -155,39 +82,38 @@ def steps_ahead():
     return [step - made[step] for step in range(4)]
 
 
-@pytest.mark.parametrize("backend, size", [("local", 1)])
-def test_a_loop_reads_ahead_on_one_core(world, backend, size):
+@pytest.mark.worlds(("local", 1))
+def test_a_loop_reads_ahead_on_one_core(pool):
     """TensorFlow adds that to a pipeline only where it tunes it."""
-    for lead in world(backend, size).run(steps_ahead):
+    for lead in pool.run(steps_ahead):
         assert lead[0] == 0 and all(steps > 0 for steps in lead[1:])
 
 
 class Counted(keras.utils.PyDataset):
     """Batches from workers of its own, which stop when an epoch is over."""
 
-    def __init__(self, batches):
+    def __init__(self):
         super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
-        self.batches = batches
 
     @property
     def num_batches(self):
-        return self.batches
+        return 12
 
     def __getitem__(self, index):
         time.sleep(0.05)  # whoever reads ahead still waits for it when the epoch ends
         return np.full((4, 2), index, "float32"), np.zeros((4, 1), "float32")
 
 
-def with_and_without(made, devices, *args):
+def with_and_without(made, *args):
     """What `made` returns in the strategy's scope, and as plain Keras in this process."""
-    strategy = bodies.strategy(devices)
+    strategy = bodies.strategy(2)
     with strategy.scope():
         found = made(strategy.scope, *args)
     with undistributed():
         return found, made(contextlib.nullcontext, *args)
 
 
-def fit_counted(scope, batches, steps):
+def fit_counted(scope):
     """Losses of three epochs whose batches a `PyDataset` makes in threads, with time between."""
     with scope():
         model = keras.Sequential(
@@ -196,22 +122,21 @@ def fit_counted(scope, batches, steps):
         model.compile(keras.optimizers.SGD(0.0), "mse")
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
     given = {"shuffle": False, "verbose": 0, "callbacks": [pause]}
-    history = model.fit(Counted(batches), steps_per_epoch=steps, epochs=3, **given)
+    history = model.fit(Counted(), steps_per_epoch=4, epochs=3, **given)
     return history.history["loss"]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
-@pytest.mark.parametrize("batches, steps", [(None, 3), (12, 4)])
-def test_workers_of_a_py_dataset_are_not_read_ahead(world, backend, size, devices, batches, steps):
+@pytest.mark.worlds(("local", 1))
+def test_workers_of_a_py_dataset_are_not_read_ahead(pool):
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
-    ran = world(backend, size).run(with_and_without, fit_counted, devices, batches, steps)
+    ran = pool.run(with_and_without, fit_counted)
     for losses, plain in ran:
         assert losses == plain
 
 
-def pipelines_of_a_fit(devices):
+def pipelines_of_a_fit():
     """How many pipelines are cut for three epochs, without and with validation data."""
-    strategy = bodies.strategy(devices)
+    strategy = bodies.strategy(2)
     strategy.shuffle_seed = ShuffleSeed(tf_replicas.global_seed())  # the script has set none
     x, y = cases.rows(16)
     model, cut = cases.compiled(strategy), slicing.cut_dataset
@@ -224,23 +149,18 @@ def pipelines_of_a_fit(devices):
     return counts
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
-def test_three_epochs_cut_one_pipeline(world, backend, size, devices):
-    for counts in world(backend, size).run(pipelines_of_a_fit, devices):
+@pytest.mark.worlds(("local", 1))
+def test_three_epochs_cut_one_pipeline(pool):
+    for counts in pool.run(pipelines_of_a_fit):
         assert counts == [1, 2], "one to train with, one to validate with"
 
 
-here_and_there = pytest.mark.parametrize(
-    "backend, size, devices", [("local", 1, 2), ("collective", 2, 0)]
-)
-
-
-def three_fits(scope, prefetched):
+def three_fits(scope):
     """Losses of three calls of `fit` on one dataset that shuffles without end."""
     keras.utils.set_random_seed(1)
     x = np.arange(8.0)[:, None]
     data = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(8).repeat().batch(2)
-    data = data.prefetch(2) if prefetched else data
+    data = data.prefetch(2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     with scope():
         model.compile(keras.optimizers.SGD(0.01), "mse")
@@ -248,11 +168,10 @@ def three_fits(scope, prefetched):
     return [loss for one in fits for loss in one.history["loss"]]
 
 
-@here_and_there
-def test_the_next_fit_goes_on_with_the_order_of_one_process(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_the_next_fit_goes_on_with_the_order_of_one_process(pool):
     """Batches were cut ahead: the first fit shuffled once more, and took the next one's order."""
-    prefetched = bool(devices)
-    for found in world(backend, size).run(with_and_without, three_fits, devices, prefetched):
+    for found in pool.run(with_and_without, three_fits):
         np.testing.assert_allclose(*found, rtol=1e-6)
 
 
@@ -268,12 +187,10 @@ def shared_metric(scope):
     return told.getvalue(), loss, error
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2)])
-def test_a_metric_of_two_models_begins_at_zero_and_says_so(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_a_metric_of_two_models_begins_at_zero_and_says_so(pool):
     """Keras alone goes on counting from the first model's rows in the second's first epoch."""
-    [((told, loss, error), (_, _, kept))] = world(backend, size).run(
-        with_and_without, shared_metric, devices
-    )
+    [((told, loss, error), (_, _, kept))] = pool.run(with_and_without, shared_metric)
     assert "metrics ['error'] have counted for another model" in told
     assert error == pytest.approx(loss) != pytest.approx(kept)
 
@@ -294,10 +211,10 @@ def of_any_rank(scope):
     return [*numbers, *model.evaluate(data, verbose=0), *predicted[:, 0]]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("collective", 2, 0)])
-def test_rows_whose_rank_tensorflow_does_not_know(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_rows_whose_rank_tensorflow_does_not_know(pool):
     """`fit` ended with "Cannot iterate over a shape with unknown rank"."""
-    for found in world(backend, size).run(with_and_without, of_any_rank, devices):
+    for found in pool.run(with_and_without, of_any_rank):
         np.testing.assert_allclose(*found, rtol=1e-5)
 
 
@@ -313,9 +230,9 @@ def of_drawn_weights(scope):
     return [w.numpy() for w in model.weights] + [tf.random.normal([2]).numpy()]
 
 
-@pytest.mark.parametrize("backend, size, devices", [("local", 1, 0), ("local", 1, 2)])
-def test_initializers_of_tensorflow_draw_as_in_one_process(world, backend, size, devices):
+@pytest.mark.worlds(("local", 1))
+def test_initializers_of_tensorflow_draw_as_in_one_process(pool):
     """Breaks as other first weights: `fit` built the model outside of the step's graph."""
-    for found in world(backend, size).run(with_and_without, of_drawn_weights, devices):
+    for found in pool.run(with_and_without, of_drawn_weights):
         for mine, plain in zip(*found, strict=True):
             np.testing.assert_array_equal(mine, plain)

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 import dtk
 from dtk.communicators.local import NullCommunicator
-from dtk.communicators.shard import Shard
-from dtk.compat.keras_variables import set_shard
 from dtk.errors import DisagreementError
 from dtk.strategies.allreduce import make_grid
 
@@ -65,49 +63,15 @@ def test_two_replicas_of_two_parts(pool):
     assert [found[2:4] for found in pool.run(places)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-class Halves(keras.layers.Layer):
-    """Scales columns; each rank holds the factors of its own, which `tf.split` gives it."""
-
-    def build(self, shape):
-        strategy = grid()
-        group = strategy.model_communicator
-        self.shard = Shard.evenly(shape[-1], 0, group)
-        start = np.linspace(1.0, 2.0, shape[-1]).astype("float32")
-        self.factors = self.add_weight(
-            shape=(self.shard.size,),
-            initializer=lambda *_, **__: self.shard.part(start),
-        )
-        set_shard(self.factors, self.shard)
-
-    def call(self, x):
-        group, shard = grid().model_communicator, self.shard
-
-        @tf.custom_gradient
-        def scaled(given, factors):
-            mine = tf.split(given, shard.sizes, axis=1)[group.rank]
-
-            def gradient(upstream):
-                own = tf.split(upstream, shard.sizes, axis=1)[group.rank]
-                back = group.allgather(tf.transpose(own * factors), shard.sizes)
-                return tf.transpose(back), tf.reduce_sum(own * mine, 0)
-
-            outputs = group.allgather(tf.transpose(mine * factors), shard.sizes)
-            return tf.ensure_shape(tf.transpose(outputs), given.shape), gradient
-
-        return scaled(x, tf.convert_to_tensor(self.factors))
+def build():
+    keras.utils.set_random_seed(2)
+    layers = [keras.layers.Dense(6, "tanh", name="halved"), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((6,)), *layers])
 
 
-class Whole(keras.layers.Layer):
-    """The same on one device."""
-
-    def build(self, shape):
-        start = np.linspace(1.0, 2.0, shape[-1]).astype("float32")
-        self.factors = self.add_weight(
-            shape=(shape[-1],), initializer=lambda *_, **__: tf.constant(start)
-        )
-
-    def call(self, x):
-        return x * self.factors
+def halved():
+    """The same; each rank of a model holds half of the columns of its first kernel."""
+    return dtk.layers.parallelize(build(), {"halved": "output"})
 
 
 def trained(plain, clip, accumulate=None):
@@ -115,20 +79,15 @@ def trained(plain, clip, accumulate=None):
     x, y = random.normal(size=(58, 6)).astype("float32"), random.integers(0, 3, 58)
     strategy = grid()
     with bodies.scope_of(None if plain else strategy), dtk.strategies.undistributed():
-        keras.utils.set_random_seed(2)
-        layers = [keras.layers.Dense(5, "tanh"), Whole() if plain else Halves()]
-        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+        model = build() if plain else halved()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=accumulate, **clip)
         model.compile(optimizer, loss)
         history = model.fit(x, y, batch_size=20, epochs=2, verbose=0).history["loss"]
-    weights = [
-        layers[1].shard.whole(v) if v is getattr(layers[1], "factors", None) and not plain else v
-        for v in model.weights
-    ]
     if not plain:
         strategy.check_weights(model)
-    return bodies.flat([np.asarray(v) for v in weights]), history
+        model = dtk.layers.whole(model)
+    return bodies.flat(model.get_weights()), history
 
 
 CLIPS = [{"clipnorm": 0.02}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}]
@@ -148,7 +107,7 @@ def refused_by(optimizer):
     with pytest.raises(ValueError, match=r"rank \d: optimizer .* holds only a part of"):
         random = np.random.default_rng(0)
         with grid().scope():
-            model = keras.Sequential([keras.Input((6,)), Halves(), keras.layers.Dense(3)])
+            model = halved()
             model.compile(getattr(keras.optimizers, optimizer)(), "mse")
         model.fit(random.normal(size=(8, 6)), random.normal(size=(8, 3)), verbose=0)
 
@@ -160,7 +119,7 @@ def test_optimizers_that_need_a_whole_variable_are_refused(pool):
 
 def drifted():
     with grid().scope():
-        model = keras.Sequential([keras.Input((6,)), Halves(), keras.layers.Dense(3)])
+        model = halved()
         model.compile("sgd", "mse")
     model.layers[-1].kernel.assign_add(tf.fill([6, 3], float(grid().rank)))
     with pytest.raises(DisagreementError, match="kernel"):

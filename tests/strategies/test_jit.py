@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from once import once
-from strategies import cases, compiled_bodies
-from strategies.test_cases import COARSE
-from strategies.test_equivalence import run
+from strategies import compiled_bodies
 
 TOLERANCE = 1e-5
 
@@ -53,44 +51,6 @@ def test_near_to_the_uncompiled_one(world, backend, size):
     check(here.run(compiled_bodies.fit, "here", devices), uncompiled, 1e-4)
 
 
-# None of these can be compiled: they are eager, or hold what XLA cannot.
-UNCOMPILED = {
-    "eager steps",
-    "layers that an eager train step builds",
-    "metrics of whole batches",
-    "metrics of whole batches eagerly",
-    "outputs with a tail of one eagerly",
-    "own train step that logs its loss eagerly",
-    "sparse inputs",
-    "strings and ragged rows",
-    "two optimizers",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "backend, size, name",
-    [
-        (backend, 2, name)
-        for backend in ("mirrored", "collective")
-        for name in cases.CASES
-        if name not in UNCOMPILED
-    ],
-)
-def test_features_of_fit(world, backend, size, name):
-    cases.skip_if_later(name)
-    body = compiled_bodies.run_case
-    results = run(
-        world, backend, size, body, name, meanwhile=lambda: once(compiled_bodies.run_plain, name)
-    )
-    plain = once(compiled_bodies.run_plain, name)
-    for result in results:
-        assert result.keys() == plain.keys()
-        for key, value in plain.items():
-            tolerance = COARSE.get(name, TOLERANCE)
-            np.testing.assert_allclose(result[key], value, tolerance, 2 * tolerance, err_msg=key)
-
-
 @pytest.mark.full
 @pytest.mark.worlds(("collective", 2))
 def test_sixteen_bits_and_a_loss_scale(pool):
@@ -98,17 +58,6 @@ def test_sixteen_bits_and_a_loss_scale(pool):
     results = pool.run(compiled_bodies.mixed, "here")
     assert {result["scale"] for result in results} == {plain["scale"]}
     check(results, plain, 1e-2)
-
-
-@pytest.mark.full
-@pytest.mark.worlds(("collective", 2))
-def test_every_rank_draws_its_own_numbers(pool):
-    results = pool.run(compiled_bodies.dropout)
-    for result in results:
-        np.testing.assert_allclose(result["changed"], result["wanted"], TOLERANCE, TOLERANCE)
-        np.testing.assert_array_equal(result["seeds"], result["wanted seeds"])
-        assert (result["seeds"] != result["drawn"]).any()
-    assert (results[0]["drawn"] != results[1]["drawn"]).any()
 
 
 @pytest.mark.full

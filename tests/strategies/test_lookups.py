@@ -94,12 +94,11 @@ EVERY = tuple(lookup_bodies.OPTIMIZERS)
 @pytest.mark.parametrize(
     "backend, size, recipes, compiled",
     [
-        ("collective", 2, ("adam", "clipnorm"), {}),
-        ("mirrored", 2, ("adam",), {"jit_compile": True}),
+        ("mirrored", 2, ("adam",), {}),
+        pytest.param("collective", 2, ("adam", "clipnorm"), {}, marks=FULL),
+        pytest.param("mirrored", 2, ("adam",), {"jit_compile": True}, marks=FULL),
         pytest.param("collective", 3, EVERY, {"steps_per_execution": 2}, marks=FULL),
         pytest.param("horovod-mpi", 2, EVERY, {}, marks=FULL),
-        pytest.param("mpi-wheel", 2, EVERY, {}, marks=FULL),
-        pytest.param("mirrored", 2, EVERY, {"jit_compile": True}, marks=FULL),
         pytest.param("mirrored", 3, EVERY, {}, marks=FULL),
     ],
 )
@@ -133,13 +132,11 @@ def test_places_that_are_looked_up_eagerly_are_refused(pool):
     assert "their squares differ by" in said and "nothing was updated" in said
 
 
+@FULL
 @pytest.mark.worlds(("served", 2))
-@pytest.mark.parametrize(
-    "recipes", [("adam", "global clipnorm"), pytest.param(EVERY, id="every", marks=FULL)]
-)
-def test_places_and_words_train_as_in_one_process_behind_servers(pool, recipes):
-    (mine,) = pool.run(lookup_bodies.train_served, recipes, timeout=240)
-    check_equal(mine, once(lookup_bodies.train_plain, recipes))
+def test_places_and_words_train_as_in_one_process_behind_servers(pool):
+    (mine,) = pool.run(lookup_bodies.train_served, EVERY, timeout=240)
+    check_equal(mine, once(lookup_bodies.train_plain, EVERY))
 
 
 @pytest.mark.worlds(("served", 2))

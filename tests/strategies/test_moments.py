@@ -44,6 +44,7 @@ def fit(synchronized, batch, axis=-1, devices=0, plain=False):
     return bodies.flat(model.get_weights()), history.get("comm_bytes", [None])[-1]
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
 @pytest.mark.parametrize("axis", [-1, 2])
 def test_weights_are_those_of_one_process_whatever_is_normalized(pool, axis):
@@ -89,11 +90,11 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
-def fit_own_step(batch, devices=0, plain=False):
+def fit_own_step(batch, plain=False):
     random = np.random.default_rng(0)
     x = random.normal(1.0, 2.0, size=(23, 4)).astype("float32")
     y = random.normal(size=(23, 1)).astype("float32")
-    with bodies.scope_of(None if plain else bodies.strategy(devices)):
+    with bodies.scope_of(None if plain else bodies.strategy()):
         keras.utils.set_random_seed(2)
         model = OwnStep()
         model.compile(keras.optimizers.SGD(0.1))
@@ -102,20 +103,14 @@ def fit_own_step(batch, devices=0, plain=False):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2))
 def test_own_steps_with_parts_of_unlike_size_are_those_of_one_process(pool):
     # 6 and 5 rows, 6 and 5, then 1 and 0: gradients came back through the moments without shares
     found = pool.run(fit_own_step, 11)
-    alone = pool.run(fit_own_step, 11, 0, True)[0]
+    alone = pool.run(fit_own_step, 11, True)[0]
     for weights in found:
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
-
-
-@pytest.mark.worlds(("local", 1))
-def test_own_steps_between_mirrored_devices(pool):
-    (mirrored,) = pool.run(fit_own_step, 11, 2)
-    (alone,) = pool.run(fit_own_step, 11, 0, True)
-    assert np.linalg.norm(mirrored - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
 @pytest.mark.worlds(("collective", 2))
@@ -149,20 +144,24 @@ def told(kind, devices=0):
     return f"{names} and 2 more is over the rows of each of 2 replicas alone" in said.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.worlds(("collective", 2))
 def test_a_norm_of_a_replicas_rows_is_told_once(pool):
     """Breaks as weights that differ from one process's, and no word."""
     assert pool.run(told, "a replica's rows") == [True, False]
-    assert pool.run(told, "eager") == [True, False]
 
 
 @pytest.mark.worlds(("local", 1))
-@pytest.mark.parametrize("kind", ["all rows", "frozen", "inference"])
-def test_where_it_makes_no_difference_nothing_is_told(pool, kind):
-    assert pool.run(told, kind, 2) == [False]
-
-
-@pytest.mark.worlds(("local", 1))
-def test_devices_tell_once_and_one_replica_nothing(pool):
-    assert pool.run(told, "a replica's rows", 2) == [True]
-    assert pool.run(told, "a replica's rows") == [False]
+@pytest.mark.parametrize(
+    "kind, devices, expected",
+    [
+        ("a replica's rows", 2, True),
+        ("eager", 2, True),
+        ("a replica's rows", 0, False),
+        ("all rows", 2, False),
+        ("frozen", 2, False),
+        ("inference", 2, False),
+    ],
+)
+def test_devices_tell_once_where_it_makes_a_difference(pool, kind, devices, expected):
+    assert pool.run(told, kind, devices) == [expected]

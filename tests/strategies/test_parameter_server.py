@@ -25,18 +25,15 @@ from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
 
 MATRIX = [
-    (1, "adam", "none", "short tail"),
     (2, "sgd momentum", "none", "tail of one"),
     (2, "adam", "global clipnorm", "short tail"),
     (2, "adamw", "clipvalue", "even"),
     (2, "loss scaling", "clipnorm", "short tail"),
     (2, "ema", "accumulation", "tail of one"),
-    (3, "sgd momentum", "clipnorm", "tail of one"),
-    (3, "adam", "accumulation", "short tail"),
 ]
 
 
-TWO, THREE = (pytest.mark.parametrize("backend, size", [("served", size)]) for size in (2, 3))
+TWO = pytest.mark.parametrize("backend, size", [("served", 2)])
 
 
 def plain(*recipe):
@@ -50,10 +47,10 @@ def test_synchronous_steps_equal_one_process(world, backend, size, optimizer, cl
     check(world(backend, size), (optimizer, clip, tail))
 
 
-@THREE
-@pytest.mark.parametrize("consistency", [Sync(backup_workers=1), BoundedDelay(0)], ids=str)
-def test_backups_and_serial_steps_equal_one_process(world, backend, size, consistency):
-    check(world(backend, size), ("adam", "global clipnorm", "tail of one"), consistency)
+@pytest.mark.parametrize("backend, size", [("served", 3)])
+def test_backups_equal_one_process(world, backend, size):
+    recipe = ("adam", "global clipnorm", "tail of one")
+    check(world(backend, size), recipe, Sync(backup_workers=1))
 
 
 def check(pool, recipe, *consistency):
@@ -75,21 +72,24 @@ NOT_SERVED = {
     "metrics of whole batches eagerly",
     "layers in float8",
     "own train step that logs its loss eagerly",
-    "outputs with a tail of one eagerly",
 }
 
 # The others have a synchronized normalisation or a mean over weights, which slices refuse.
 SLICED = {
     "sparse embedding gradients clipped",
     "several outputs",
-    "datasets of dicts",
     "strings and ragged rows",
-    "subclassed models built late",
     "own train step",
     "own train step that logs numbers",
     "ragged inputs and outputs",
     "lists of inputs and positional arguments",
-    "outputs with a tail of one",
+}
+
+
+# What goes another way behind servers; a step behind them is the same step.
+BY_SERVERS = {
+    "evaluate and predict odd rows",
+    "single batches",
 }
 
 
@@ -97,12 +97,14 @@ SLICED = {
 @pytest.mark.parametrize(
     "name, consistency",
     [
-        # Serial steps are whole batches: all but where they run is as in one process.
-        *(
-            (name, "sync" if name in SLICED else BoundedDelay(0))
-            for name in cases.CASES
-            if name not in NOT_SERVED
-        ),
+        pytest.param(
+            name,
+            # Serial steps are whole batches: all but where they run is as in one process.
+            "sync" if name in SLICED else BoundedDelay(0),
+            marks=() if name in BY_SERVERS else pytest.mark.full,
+        )
+        for name in cases.CASES
+        if name not in NOT_SERVED
     ],
     ids=str,
 )
@@ -184,7 +186,7 @@ def staleness(consistency):
 
 
 @TWO
-@pytest.mark.parametrize("tau", [0, 1, 4, None])
+@pytest.mark.parametrize("tau", [4, None])
 def test_a_slow_worker_is_waited_for_after_tau_steps(world, backend, size, tau):
     consistency = "async" if tau is None else BoundedDelay(tau)
     ((seen, (slow, fast), history),) = world(backend, size).run(staleness, consistency, timeout=120)
@@ -195,42 +197,7 @@ def test_a_slow_worker_is_waited_for_after_tau_steps(world, backend, size, tau):
         return
     assert seen.max <= tau
     assert seen.lag == tau, "or the slow worker was not slow enough for the test to mean much"
-    if tau:
-        assert history["staleness_max"] == [seen.max]
-
-
-def accuracy(consistency):
-    """On the digits' last 360 images after 8 epochs on the others."""
-    keras.utils.set_random_seed(7)
-    x, y = digits()
-    with bodies.scope_of(served_with(consistency)):
-        model = keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                keras.layers.Flatten(),
-                keras.layers.Dense(64, activation="relu"),
-                keras.layers.Dense(10),
-            ]
-        )
-        model.compile(
-            keras.optimizers.Adam(0.005),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    model.fit(x[:-360], y[:-360], batch_size=32, epochs=12, verbose=0)
-    return model.evaluate(x[-360:], y[-360:], verbose=0)[1]
-
-
-@TWO
-@pytest.mark.parametrize("consistency", ["sync", "async", BoundedDelay(8)], ids=str)
-def test_accuracy_on_the_digits(world, backend, size, consistency):
-    (mine,) = world(backend, size).run(
-        accuracy,
-        consistency,
-        timeout=120,
-        meanwhile=lambda: once(accuracy, None),
-    )
-    assert mine >= once(accuracy, None) - 0.01
+    assert history["staleness_max"] == [seen.max]
 
 
 def tables(consistency, parts):

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.exchange import Quantized, WarmStart
-from dtk.strategies import AllReduceStrategy
-
 from strategies import bodies, cases
 
 TWO = pytest.mark.worlds(("collective", 2))
@@ -79,27 +76,6 @@ def test_rank_0_may_save_alone_and_export_again(pool, tmp_path):
     """Breaks as a rank that waits for others to read a metric, or as an export that stays."""
     names = pool.run(rank_0_alone, str(tmp_path))[0]
     assert names == ["exported", "model.keras", "model.weights.h5"]
-
-
-def two_strategies():
-    """A second strategy in one process, over the same communicator; its weights."""
-    x, y = cases.rows(32)
-    communicator = bodies.strategy().communicator
-    found = []
-    for exchange in (Quantized(1), WarmStart(Quantized(1), samples=16)):
-        strategy = AllReduceStrategy(communicator, exchange=exchange)
-        model = cases.compiled(strategy)
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-        found.append(bodies.flat(model.get_weights()))
-    return found
-
-
-@TWO
-def test_a_second_strategy_in_one_process(pool):
-    """Breaks as collectives of two strategies that have one name."""
-    first, second = pool.run(two_strategies)
-    for mine, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 def uncompiled(folder):

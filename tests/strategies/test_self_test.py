@@ -83,13 +83,15 @@ def plain(name):
 
 
 @TWO
-@pytest.mark.parametrize("name", ["scalar", "summed", "mixed"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["scalar", "mixed"])
 def test_losses_of_ones_own(world, backend, size, name):
     """Breaks as sums that count with a replica's share, or as a mean that counts twice."""
     for mine in world(backend, size).run(trained, name):
         assert_equal(mine, once(plain, name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend, size, devices", [("mirrored", 2, 2)])
 def test_on_two_devices(world, backend, size, devices):
     (mine,) = world("local", 1).run(trained, "mixed", True, devices)
@@ -97,10 +99,8 @@ def test_on_two_devices(world, backend, size, devices):
 
 
 @TWO
-def test_without_it_a_mean_is_right_and_a_sum_is_not(world, backend, size):
+def test_without_it_a_sum_is_wrong(world, backend, size):
     """What the test is for: the sum would be trained on by half, without a word."""
-    mine, _ = world(backend, size).run(trained, "scalar", False)
-    assert_equal(mine, once(plain, "scalar"))
     mine, _ = world(backend, size).run(trained, "summed", False)
     with pytest.raises(AssertionError):
         assert_equal(mine, once(plain, "summed"))
@@ -108,8 +108,11 @@ def test_without_it_a_mean_is_right_and_a_sum_is_not(world, backend, size):
 
 @TWO
 def test_what_it_prints(world, backend, size):
-    """Its cost, and what it found; on rank 0 only."""
-    (_, _, said), (_, _, other) = world(backend, size).run(trained, "summed")
+    """Its cost, and what it found, on rank 0 only; then the sum is trained as in one process."""
+    results = world(backend, size).run(trained, "summed")
+    for mine in results:
+        assert_equal(mine, once(plain, "summed"))
+    (_, _, said), (_, _, other) = results
     assert said.startswith("dtk: self-test of model 'sequential")
     assert "(loss summed): 5 rows as a whole and in 2 parts agree to" in said
     assert "loss 0 is a sum (" in said and said.endswith(" s)\n")
@@ -214,25 +217,33 @@ def tried(kind):
     return verdict
 
 
-@TWO
-@pytest.mark.parametrize("kind", ["labels", "patches", "both", "kink"])
-def test_random_numbers_and_kinks_are_no_mistakes(world, backend, size, kind):
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("labels", marks=pytest.mark.full),
+        pytest.param("patches", marks=pytest.mark.full),
+        "both",
+        "kink",
+    ],
+)
+def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
     """Breaks as a right script that is refused, the more so the wider its layers are."""
-    for verdict in world(backend, size).run(tried, kind):
+    for verdict in pool.run(tried, kind):
         assert verdict.wrong is None and verdict.notes == []
         assert verdict.difference < 1e-4
 
 
-@TWO
-def test_a_mistake_beside_random_numbers_is_refused(world, backend, size):
-    for verdict in world(backend, size).run(tried, "spread"):
+@pytest.mark.worlds(("collective", 2))
+def test_a_mistake_beside_random_numbers_is_refused(pool):
+    for verdict in pool.run(tried, "spread"):
         assert "differs by" in verdict.wrong
 
 
-@TWO
-def test_what_cannot_be_told_from_rounding_is_said(world, backend, size):
+@pytest.mark.worlds(("collective", 2))
+def test_what_cannot_be_told_from_rounding_is_said(pool):
     """Breaks as a right script that is refused; its losses are means."""
-    for verdict in world(backend, size).run(tried, "rounding"):
+    for verdict in pool.run(tried, "rounding"):
         assert verdict.wrong is None and verdict.difference > 1e-4
         (note,) = (note for note in verdict.notes if "cannot tell" in note)
         assert "self_test=False" in note

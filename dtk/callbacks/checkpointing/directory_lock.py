@@ -45,11 +45,6 @@ class DirectoryLock:
         # A process that is forked from this one would hold the lock beyond this one's end.
         os.register_at_fork(after_in_child=lambda: _forget(mine))
 
-    @property
-    def held(self) -> bool:
-        """Whether this process holds the directory."""
-        return self._descriptor is not None
-
     def take(self) -> None:
         """Hold the directory until `release`, or the end of this process."""
         deadline = time.monotonic() + self._patience
@@ -144,21 +139,17 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _read(descriptor: int) -> Holder | None:
     """Return who has written the file; None where nobody has, or not to its end."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
-        return {
-            "host": str(found["host"]),
-            "pid": int(found["pid"]),
-            "since": float(found["since"]),
-        }
+        kinds = {"host": str, "pid": int, "since": float}
+        return {name: kind(found[name]) for name, kind in kinds.items()}
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -41,9 +40,7 @@ class Termination:
         self._communicator = communicator
         self._patience = progress.save_grace() if patience is None else patience
         self._caught = False
-        self._before: Callable[[int, FrameType | None], object] | int | signal.Handlers | None = (
-            None
-        )
+        self._before: signal._HANDLER = None
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
         self._agreed = threading.Event()

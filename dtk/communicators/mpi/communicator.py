@@ -225,7 +225,7 @@ class MPICommunicator(Communicator):
         if tf.executing_eagerly():
             return _tensor(self._progress.wait(begin([_array(tensor) for tensor in inputs])))
         dtype = inputs[0].dtype
-        site = _Site(dtype, self._device)
+        site = _Site(dtype, self.device)
 
         def start(*given: Array) -> tuple[np.bool_, Array]:
             turn = site.begin()
@@ -238,7 +238,7 @@ class MPICommunicator(Communicator):
         graph = tf.compat.v1.get_default_graph()
         # Keep the order of collectives that share a communicator; across graphs the sequencer does.
         waits = [lane.posted] if lane.posted is not None and lane.posted.graph is graph else []
-        with tf.device(self._device), tf.control_dependencies(waits):
+        with tf.device(self.device), tf.control_dependencies(waits):
             # Stateful functions would run in trace order, whatever is ready. The sequencer's inputs
             # and outputs keep TensorFlow from leaving this one out, or running it too early. Stop
             # gradients, which `dtk.layers.collectives` defines: a tape would ask for the queue's.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import keras
 
-from dtk.layers.halo import Window
 from dtk.layers.parallelize import BY_CHANNELS, BY_IMAGE, keeps_parts
 from dtk.planning.inputs import PlanError
 from dtk.planning.model.layer_costs import SPATIAL, Operator, Shape, Split
@@ -23,12 +23,12 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
         >>> one.name, one.weights, one.flops, one.limits, ends
         ('dense', 36, 64.0, {'output': 4, 'input': 8}, (1,))
     """
-    sequential = isinstance(model, keras.Sequential)
-    if sequential and not (model.built and model.inputs):
-        raise PlanError(
-            f"model {model.name!r} does not know its input; begin it with keras.Input(shape)"
-        )
-    if not sequential and not hasattr(model, "operations"):
+    if isinstance(model, keras.Sequential):
+        if not (model.built and model.inputs):
+            raise PlanError(
+                f"model {model.name!r} does not know its input; begin it with keras.Input(shape)"
+            )
+    elif not hasattr(model, "operations"):
         raise PlanError(
             f"model {model.name!r} is a {type(model).__name__}: only functional and Sequential "
             "models say what their layers take; build it with keras.Model(inputs, outputs)"
@@ -47,7 +47,7 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
 
     for number, tensor in enumerate(model.inputs):
         shape = _row(tensor.name, tensor)
-        found.append(Operator(tensor.name, "InputLayer", (), (), shape, differentiated=False))
+        found.append(Operator(tensor.name, (), (), shape, differentiated=False))
         places[id(tensor)] = number
     # Call the same layers once more, each after its sources.
     plain = keras.Model(model.inputs, model.outputs)
@@ -55,14 +55,14 @@ def read(model: keras.Model) -> tuple[list[Operator], tuple[int, ...]]:
     calls = collections.Counter(operator.name for operator in found)
     for place, operator in enumerate(found):
         if calls[operator.name] > 1:
-            found[place] = _kept_whole(operator, "it is called several times")
+            why = "it is called several times"
+            found[place] = replace(operator, limits={}, halos={}, whole_because=why)
     return found, tuple(sorted({places[id(one)] for one in again.outputs}))
 
 
 def slots(model: keras.Model) -> float:
     """Return how many numbers an optimizer stores for each weight."""
-    optimizer = getattr(model, "optimizer", None)
-    weights = sum(math.prod(v.shape) for v in model.trainable_variables)
+    optimizer, weights = getattr(model, "optimizer", None), _entries(model.trainable_variables)
     if optimizer is None or not optimizer.built or not weights:
         return 2.0
     return float(sum(math.prod(v.shape) for v in optimizer.variables if len(v.shape))) / weights
@@ -89,44 +89,31 @@ def _operator(
     sources: tuple[int, ...],
     first: bool,
 ) -> Operator:
-    kind, taken = type(layer), tuple(operator.output for operator in given)
+    taken = tuple(operator.output for operator in given)
     owner = layer if first and isinstance(layer, keras.layers.Layer) else None
     trained = getattr(owner, "trainable_variables", [])
-    operator = Operator(
+    limits, halos = _divisions(layer, output, taken)
+    channels = "output" in limits
+    why = "" if limits else f"dtk divides no {type(layer).__name__}"
+    if not isinstance(layer, keras.layers.Layer):
+        why = "an operation of keras.ops is no layer"
+    return Operator(
         layer.name,
-        kind.__name__,
         sources,
         taken,
         output,
         weights=_entries(trained),
+        kernel=math.prod(layer.kernel.shape) if channels and layer.kernel.trainable else 0,
         fixed=_entries(getattr(owner, "non_trainable_variables", [])),
-        tensors=len(trained),
         flops=_flops(layer, output),
+        limits=limits,
+        halos=halos,
+        tensors=len(trained),
+        follows=keeps_parts(layer),
         differentiated=any(one.weights or one.differentiated for one in given),
         batch_statistics=isinstance(layer, keras.layers.BatchNormalization),
+        whole_because=why,
     )
-    if not isinstance(layer, keras.layers.Layer):
-        return _kept_whole(operator, "an operation of keras.ops is no layer")
-    channels, spatial = _channels(layer, taken), _spatial(layer, output, taken)
-    if not channels and not spatial:
-        return _kept_whole(operator, f"dtk divides no {kind.__name__}")
-    halos: dict[Split, tuple[int, int]] = {}
-    for axis, split in enumerate(spatial):
-        window = _window(layer, axis)
-        before = window.front(taken[0][axis])
-        halos[split] = before, max(0, window.extent - window.stride - before)
-    return replace(
-        operator,
-        limits=channels | spatial,
-        follows=keeps_parts(layer),
-        kernel=math.prod(layer.kernel.shape) if channels and layer.kernel.trainable else 0,
-        sliced=operator.weights if channels else 0,
-        halos=halos,
-    )
-
-
-def _kept_whole(operator: Operator, reason: str) -> Operator:
-    return replace(operator, limits={}, halos={}, whole_because=reason)
 
 
 def _entries(variables: list[keras.Variable]) -> int:
@@ -134,42 +121,46 @@ def _entries(variables: list[keras.Variable]) -> int:
     return sum(math.prod(v.shape) for v in variables if "seed" not in v.name)
 
 
-def _channels(layer: keras.layers.Layer, taken: tuple[Shape, ...]) -> dict[Split, int]:
-    """Return how many ranks can share a layer's channels, by split."""
-    refused = ("lora_rank", "quantization_config")
-    if type(layer) not in BY_CHANNELS or any(getattr(layer, name, None) for name in refused):
-        return {}
-    if getattr(layer, "groups", 1) != 1:
-        return {}
-    first = getattr(layer, "data_format", "channels_last") == "channels_first"
-    return {"output": int(layer.kernel.shape[-1]), "input": taken[0][0 if first else -1]}
-
-
-def _spatial(
-    layer: keras.layers.Layer, output: Shape, taken: tuple[Shape, ...]
-) -> dict[Split, int]:
-    """Return how many ranks can share a layer's rows and columns, by split."""
+def _divisions(
+    layer: keras.Operation, output: Shape, taken: tuple[Shape, ...]
+) -> tuple[dict[Split, int], dict[Split, tuple[int, int]]]:
+    """Return how many ranks can share a layer, and its halos, by split."""
+    limits: dict[Split, int] = {}
+    if _in_parts(layer, BY_CHANNELS) is not None:
+        first = getattr(layer, "data_format", "channels_last") == "channels_first"
+        limits = {"output": int(layer.kernel.shape[-1]), "input": taken[0][0 if first else -1]}
     follows, shapes = keeps_parts(layer), (output, *taken)
-    if not (follows or type(layer) in BY_IMAGE) or {len(shape) for shape in shapes} != {3}:
-        return {}
-    if getattr(layer, "data_format", "channels_last") != "channels_last":
-        return {}
-    if getattr(layer, "groups", 1) != 1 or getattr(layer, "axis", -1) not in (-1, 3):
-        return {}
-    if follows and len({shape[:2] for shape in shapes}) > 1:
-        return {}
-    return {split: min(shape[axis] for shape in shapes) for axis, split in enumerate(SPATIAL)}
+    part = layer if follows else _in_parts(layer, BY_IMAGE)
+    image = {len(shape) for shape in shapes} == {3} and (
+        getattr(part, "data_format", "channels_last") == "channels_last"
+    )
+    if part is None or not image or (follows and len({shape[:2] for shape in shapes}) > 1):
+        return limits, {}
+    halos: dict[Split, tuple[int, int]] = {}
+    for axis, split in enumerate(SPATIAL):
+        limits[split] = min(shape[axis] for shape in shapes)
+        halos[split] = (0, 0) if follows else _halo(part, axis, taken[0][axis])
+    return limits, halos
 
 
-def _window(layer: keras.layers.Layer, axis: int) -> Window:
-    """Return the window of an output over its input's rows, or columns."""
-    if hasattr(layer, "kernel_size"):
-        kernel, dilation = layer.kernel_size[axis], layer.dilation_rate[axis]
-        return Window(kernel, layer.strides[axis], dilation, layer.padding)
-    if hasattr(layer, "pool_size"):
-        return Window(layer.pool_size[axis], layer.strides[axis], 1, layer.padding)
-    smooth = getattr(layer, "interpolation", "nearest") != "nearest"
-    return Window(3, padding="same") if smooth else Window(1)
+def _in_parts(
+    layer: keras.Operation, kinds: Mapping[type[keras.Layer], type[keras.Layer]]
+) -> keras.Layer | None:
+    """Return the layer that `parallelize` would put in place of this one, if it can."""
+    try:
+        return kinds[type(layer)].from_config(layer.get_config())
+    except (KeyError, TypeError):  # no such kind; Keras says TypeError of what is refused
+        return None
+
+
+def _halo(part: keras.Layer, axis: int, length: int) -> tuple[int, int]:
+    """Return how many rows (columns) an inner rank needs from either neighbour."""
+    windows = part.windows()
+    if windows is None:
+        beside = int(getattr(part, "interpolation", "nearest") != "nearest")
+        return beside, beside
+    before = windows[axis].front(length)
+    return before, max(0, windows[axis].extent - windows[axis].stride - before)
 
 
 def _flops(layer: keras.Operation, output: Shape) -> float:

@@ -31,9 +31,12 @@ from dtk.planning.inputs import Cluster
 
 # How the ranks of one model share a layer. `dtk.layers.parallelize` takes all but "whole".
 Split: TypeAlias = Literal["whole", "output", "input", "rows", "columns"]
+# A split, and the number of ranks that share the layer.
+Part: TypeAlias = tuple[Split, int]
 Shape: TypeAlias = tuple[int, ...]
 
 SPATIAL: tuple[Split, ...] = ("rows", "columns")
+WHOLE: Part = ("whole", 1)
 FLOAT = 4
 
 
@@ -42,12 +45,10 @@ class Operator:
     """One layer of a model."""
 
     name: str  # name of the layer
-    kind: str  # class of the layer
     sources: tuple[int, ...]  # positions of the operators of its inputs
     taken: tuple[Shape, ...]  # shapes of one row of its inputs, without the batch axis
     output: Shape  # shape of one row of its output
-    weights: int = 0  # entries of its trainable weights
-    sliced: int = 0  # entries divided with the output channels: kernel and bias
+    weights: int = 0  # entries of its trainable weights, divided with the output channels
     kernel: int = 0  # entries divided with the input channels: the kernel
     fixed: int = 0  # entries of weights that are not trained
     flops: float = 0.0  # floating point operations of the forward pass for one row
@@ -77,34 +78,34 @@ class Operator:
         """Return how so many ranks can share the layer.
 
         Example:
-            >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(4)
+            >>> Operator("d", (0,), ((8,),), (4,), limits={"output": 4}).splits(4)
             ('whole', 'output')
-            >>> Operator("d", "Dense", (0,), ((8,),), (4,), limits={"output": 4}).splits(5)
+            >>> Operator("d", (0,), ((8,),), (4,), limits={"output": 4}).splits(5)
             ('whole',)
         """
-        if degree == 1:
-            return ("whole",)
-        return ("whole", *(split for split, most in self.limits.items() if most >= degree))
+        return ("whole", *(split for split, most in self.limits.items() if most >= degree > 1))
 
-    def held(self, split: Split, degree: int) -> int:
+    def held(self, part: Part) -> int:
         """Return the entries of trainable weights on the rank with the most.
 
         Example:
-            >>> dense = Operator("d", "Dense", (0,), ((8,),), (4,), 36, sliced=36, kernel=32)
-            >>> [dense.held(split, 2) for split in ("whole", "output", "input")]
+            >>> dense = Operator("d", (0,), ((8,),), (4,), 36, kernel=32)
+            >>> [dense.held((split, 2)) for split in ("whole", "output", "input")]
             [36, 18, 20]
         """
-        divided = {"output": self.sliced, "input": self.kernel}.get(split, 0)
+        split, degree = part
+        divided = {"output": self.weights, "input": self.kernel}.get(split, 0)
         return self.weights - divided + math.ceil(divided / degree)
 
-    def share(self, split: Split, degree: int) -> float:
+    def share(self, part: Part) -> float:
         """Return the busiest rank's part of the work.
 
         Example:
-            >>> conv = Operator("c", "Conv2D", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})
-            >>> conv.share("rows", 3), conv.share("whole", 3)
+            >>> conv = Operator("c", (0,), ((8, 8, 3),), (8, 8, 4), limits={"rows": 8})
+            >>> conv.share(("rows", 3)), conv.share(("whole", 3))
             (0.375, 1.0)
         """
+        split, degree = part
         parts = self.limits.get(split, 1)
         return math.ceil(parts / degree) / parts
 
@@ -114,7 +115,7 @@ class Rates:
     """Seconds of computing by arithmetic: operations and bytes, at measured rates.
 
     Example:
-        >>> dense = Operator("dense", "Dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
+        >>> dense = Operator("dense", (0,), ((8,),), (4,), weights=32, flops=64.0)
         >>> Rates(flops=64.0, nbytes=96.0).seconds(dense, rows=2)
         9.0
     """
@@ -132,13 +133,11 @@ class Rates:
             f"{self.nbytes / 1e9:.3g} GB/s, as measured on this machine; layers were not."
         )
 
-    def seconds(
-        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
-    ) -> float:
+    def seconds(self, operator: Operator, rows: int, part: Part = WHOLE) -> float:
         """Return the seconds of the busiest rank, in the passes that training needs."""
-        part = rows * operator.share(split, degree)
-        products = operator.flops * part / self.flops if operator.weights else 0.0
-        copies = FLOAT * (operator.entries + operator.entries_taken) * part / self.nbytes
+        mine = rows * operator.share(part)
+        products = operator.flops * mine / self.flops if operator.weights else 0.0
+        copies = FLOAT * (operator.entries + operator.entries_taken) * mine / self.nbytes
         # Backwards each product becomes two: one with the input, one with the kernel.
         times = 3.0 if operator.differentiated else 2.0 if operator.weights else 1.0
         return times * (products + copies)
@@ -176,42 +175,34 @@ class Workload:
                 found[begin] = crossing[0]
         return found if self.outputs == (len(self.operators) - 1,) else {}
 
-    def seconds(
-        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
-    ) -> float:
+    def seconds(self, operator: Operator, rows: int, part: Part = WHOLE) -> float:
         """Return the seconds of computing in both passes; an input computes nothing."""
-        return self.computing.seconds(operator, rows, split, degree) if operator.sources else 0.0
+        return self.computing.seconds(operator, rows, part) if operator.sources else 0.0
 
 
 class RankGroup(NamedTuple):
     """Ranks that share collectives."""
 
     size: int  # number of ranks
-    cluster: Cluster  # the cluster, with the links that remain while other groups send, too
-    span: int  # the group is spread over hosts like so many workers
-
-    def parts(self, traffic: Traffic) -> tuple[float, float]:
-        """Return the seconds of a traffic's messages and the seconds of its bytes."""
-        return self.cluster.parts(traffic, self.span)
+    message: float  # seconds of a message, while other groups send, too
+    byte: float  # seconds of a byte
 
     def seconds(self, traffic: Traffic) -> float:
-        return sum(self.parts(traffic))
+        return sum(traffic.seconds(self.message, self.byte))
 
     def allreduce(self, nbytes: float) -> Traffic:
         """Return the traffic of summing so many bytes, in one hop if that is faster.
 
         Example:
-            >>> from dtk.planning.inputs import Link
-            >>> slow = RankGroup(4, Cluster(Link(), Link(1.0), 4), 4)
+            >>> slow = RankGroup(4, message=1.0, byte=1e-9)
             >>> slow.allreduce(1000), slow.allreduce(1 << 20).messages
             (Traffic(messages=1, bytes=3000), 6)
         """
         if self.size == 1 or not nbytes:
             return Traffic()
         ring = costs.ring_allreduce(self.size, nbytes)
-        if nbytes > ONE_HOP_MOST:
-            return ring
-        return min(ring, costs.one_hop_allreduce(self.size, nbytes), key=self.seconds)
+        hop = costs.one_hop_allreduce(self.size, nbytes)
+        return ring if nbytes > ONE_HOP_MOST else min(ring, hop, key=self.seconds)
 
 
 class RankGrid(NamedTuple):
@@ -230,11 +221,8 @@ class RankGrid(NamedTuple):
         inside = self.model if cluster.per_host % self.model == 0 else size
         link = replace(cluster.network, bandwidth=cluster.network.bandwidth / rings)
         shared = replace(cluster, network=link)
-        return RankGroup(self.model, cluster, inside), RankGroup(self.data, shared, size)
-
-    def rows(self, batch: int) -> int:
-        """Return the rows of the replica with the most."""
-        return -(-batch // self.data)
+        own, others = cluster.parts(Traffic(1, 1), inside), shared.parts(Traffic(1, 1), size)
+        return RankGroup(self.model, *own), RankGroup(self.data, *others)
 
     def __str__(self) -> str:
         """Return "replicas x ranks of a model", as in tables."""
@@ -258,7 +246,7 @@ class LayerCosts:
     def __init__(self, workload: Workload, grid: RankGrid) -> None:
         self.workload, self.grid = workload, grid
         self.model, self.data = grid.groups(workload.cluster)
-        self.rows = grid.rows(workload.batch)
+        self.rows = -(-workload.batch // grid.data)  # of the replica with the most
         # The sum of all gradients; this choice of one hop or a ring also holds for parts.
         self.sums = self.data.allreduce(FLOAT * workload.weights)
         self.cost = functools.cache(self._cost)
@@ -276,27 +264,22 @@ class LayerCosts:
         """
         operator = self.workload.operators[position]
         found = operator.splits(self.grid.model)
-        if operator.follows:
-            return tuple(one for one in found[1:] if {*given} == {one}) or found[:1]
-        return found
+        if not operator.follows:
+            return found
+        return tuple(one for one in found[1:] if {*given} == {one}) or found[:1]
 
     def _cost(self, position: int, split: Split, given: tuple[Split, ...]) -> LayerCost:
         """Return the cost of an operator if its inputs are held as given."""
-        operator, degree = self.workload.operators[position], self.grid.model
-        computing = self.workload.seconds(operator, self.rows, split, degree)
-        traffic = self._traffic(position, split, given) if degree > 1 else Traffic()
-        held = operator.held(split, degree)
-        _, summed = self.data.parts(self.sums_of(held))
-        seconds = summed + held * self.workload.computing.update
+        operator, part = self.workload.operators[position], (split, self.grid.model)
+        computing = self.workload.seconds(operator, self.rows, part)
+        traffic = self._traffic(position, split, given) if self.grid.model > 1 else Traffic()
+        held = operator.held(part)
+        summed = self.sums_of(held).bytes * self.data.byte
+        seconds = computing + self.model.seconds(traffic) + summed
         # A rank keeps only its part of an output in rows or columns.
-        kept = self.rows / degree if split in SPATIAL else self.rows
-        return LayerCost(
-            computing,
-            traffic,
-            computing + self.model.seconds(traffic) + seconds,
-            held,
-            self.memory(operator, held, kept),
-        )
+        memory = self.memory(operator, held, self.rows / (part[1] if split in SPATIAL else 1))
+        update = held * self.workload.computing.update
+        return LayerCost(computing, traffic, seconds + update, held, memory)
 
     def _whole(self, rows: int) -> list[float]:
         """Return the seconds of computing so many rows of every operator, undivided."""
@@ -315,13 +298,10 @@ class LayerCosts:
         sent = []
         wanted = "channels" if split == "input" else left(split)
         for source, held in zip(operator.sources, given, strict=True):
-            if held == wanted:
-                continue
             taken = self.workload.operators[source]
-            if held != "whole":
-                sent.append(self._gathered(taken))
-            if wanted != "whole" and (taken.weights or taken.differentiated):
-                sent.append(self._gathered(taken))
+            gradient = wanted != "whole" and (taken.weights or taken.differentiated)
+            if held != wanted:
+                sent += [self._gathered(taken)] * ((held != "whole") + bool(gradient))
         if split == "output":
             sent.append(self._gathered(operator))
             if operator.differentiated:

@@ -8,7 +8,6 @@ then scaled by one factor: the time of the whole model over the sum of its layer
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -18,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.planning.model.layer_costs import SPATIAL, Operator, Rates, Split
+from dtk.planning.model.layer_costs import SPATIAL, WHOLE, Operator, Part, Rates
 
 # A layer is measured for at least so many seconds and calls.
 _ENOUGH, _CALLS = 0.03, 4
@@ -41,14 +40,13 @@ class MeasuredRates(Rates):
         say: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__(rates.flops, rates.nbytes, rates.update)
-        sequential = isinstance(model, keras.Sequential)
-        layers = model.layers if sequential else model.operations
-        self._layers = {layer.name: layer for layer in layers}
-        self._batch, self._say = batch, say
-        self._known: dict[tuple[str, int, Split, int], float] = {}
+        plain = keras.Model(model.inputs, model.outputs)
+        self._layers = {layer.name: layer for layer in plain.operations}
+        self._points = sorted({max(1, batch // part) for part in _FRACTIONS})
+        self._say, self.factor = say, 1.0
+        self._known: dict[tuple[object, ...], float] = {}
         self._spreads: list[tuple[float, float]] = []
         self._call = _clock(tf.function(lambda: tf.constant(0.0)))[0]
-        self.factor = 1.0
         computed = [one for one in operators if one.sources]
         apart = sum(self.seconds(one, batch) for one in computed)
         say("the whole model")
@@ -65,41 +63,35 @@ class MeasuredRates(Rates):
             f"repetitions differ by {100 * self.spread:.0f} %."
         )
 
-    def seconds(
-        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
-    ) -> float:
+    def seconds(self, operator: Operator, rows: int, part: Part = WHOLE) -> float:
         """Return the seconds of the busiest rank, measured or interpolated."""
         layer = self._layers[operator.name]
-        if split != "whole" and (hasattr(layer, "kernel") or hasattr(layer, "pool_size")):
-            return self.factor * self._clocked(operator, rows, split, degree)
+        if part[0] != "whole" and (hasattr(layer, "kernel") or hasattr(layer, "pool_size")):
+            return self.factor * self._clocked(operator, rows, part)
         # Layers without a kernel copy entries: their time is proportional to the entries.
-        return self.factor * operator.share(split, degree) * self._whole(operator, rows)
+        return self.factor * operator.share(part) * self._interpolated(operator, rows)
 
-    def _whole(self, operator: Operator, rows: int) -> float:
-        """Return the seconds of a whole operator, interpolated between measured row counts."""
-        points = sorted({max(1, self._batch // part) for part in _FRACTIONS})
-        if rows in points:
+    def _interpolated(self, operator: Operator, rows: int) -> float:
+        """Return the seconds of a whole operator, from the nearest measured row counts."""
+        if rows in self._points:
             return self._clocked(operator, rows)
-        high = min(point for point in points[1:] if point >= rows)
-        low = points[points.index(high) - 1]
+        high = min(point for point in self._points[1:] if point >= rows)
+        low = self._points[self._points.index(high) - 1]
         less, more = (self._clocked(operator, point) for point in (low, high))
         return max(0.0, less + (rows - low) / (high - low) * (more - less))
 
-    def _clocked(
-        self, operator: Operator, rows: int, split: Split = "whole", degree: int = 1
-    ) -> float:
+    def _clocked(self, operator: Operator, rows: int, part: Part = WHOLE) -> float:
         """Return the measured seconds of a layer, at the shapes of a rank."""
         layer = self._layers[operator.name]
         facts = layer.get_config() if isinstance(layer, keras.layers.Layer) else {}
         # Layers with equal keys take equally long.
-        alike = (type(layer).__name__, operator.taken, operator.output, operator.differentiated)
-        text = json.dumps([alike, {**facts, "name": None}], default=str, sort_keys=True)
-        key = text, rows, split, degree
+        alike = operator.taken, operator.output, operator.differentiated
+        key = type(layer), *alike, str({**facts, "name": None}), rows, part
         if key in self._known:
             return self._known[key]
-        self._say(f"{operator.name} {split} / {degree}, {rows} rows")
-        if split != "whole":
-            call, shape = _local(layer, operator, split, degree)
+        self._say(f"{operator.name} {part[0]} / {part[1]}, {rows} rows")
+        if part != WHOLE:
+            call, shape = _local(layer, operator, part)
             inputs = [tf.random.normal([rows, *shape])]
         else:
             try:
@@ -139,9 +131,8 @@ def rates_here(optimizer: keras.Optimizer | None = None) -> Rates:
     square, long = tf.random.normal([_SIDE, _SIDE]), tf.zeros([_COPIED], tf.float32)
     product, _ = _clock(tf.function(lambda: square @ square))
     copied, _ = _clock(tf.function(lambda: long + 1.0))
-    fresh = keras.optimizers.Adam()
-    if optimizer is not None:
-        fresh = type(optimizer).from_config(optimizer.get_config())
+    like = optimizer or keras.optimizers.Adam()
+    fresh = type(like).from_config(like.get_config())
     weights, gradient = keras.Variable(np.zeros(_UPDATED, "float32")), tf.ones([_UPDATED])
     fresh.build([weights])
     updated, _ = _clock(tf.function(lambda: fresh.apply([gradient], [weights])))
@@ -160,9 +151,8 @@ def _clock(work: Callable[[], object]) -> tuple[float, float]:
     while len(took) < _CALLS or sum(took) < _ENOUGH:
         began = time.perf_counter()
         # Reading a result waits until it is ready.
-        for one in tf.nest.flatten(work())[-1:]:
-            if tf.is_tensor(one):
-                one.numpy()
+        for one in filter(tf.is_tensor, tf.nest.flatten(work())[-1:]):
+            one.numpy()
         took.append(time.perf_counter() - began)
     first, _, third = statistics.quantiles(took, n=4)
     return first, (third - first) / 2 / first
@@ -170,21 +160,20 @@ def _clock(work: Callable[[], object]) -> tuple[float, float]:
 
 def _inputs(model: keras.Model, rows: int) -> list[tf.Tensor]:
     """Return input rows: random floats, and integers of 0, since every table has row 0."""
-    found = []
-    for tensor in model.inputs:
-        shape, dtype = [rows, *tensor.shape[1:]], tf.as_dtype(tensor.dtype)
-        floating = dtype.is_floating
-        found.append(tf.random.normal(shape, dtype=dtype) if floating else tf.zeros(shape, dtype))
-    return found
+    shapes = [(tf.as_dtype(one.dtype), [rows, *one.shape[1:]]) for one in model.inputs]
+    return [
+        tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
+        for dtype, shape in shapes
+    ]
 
 
 def _local(
-    layer: keras.layers.Layer, operator: Operator, split: Split, degree: int
+    layer: keras.layers.Layer, operator: Operator, part: Part
 ) -> tuple[keras.layers.Layer, list[int]]:
     """Return a layer that computes one rank's part, and the shape of one row of its input."""
     config = {**layer.get_config(), "name": f"part_of_{layer.name}"}
     config.pop("build_config", None)
-    shape = list(operator.taken[0])
+    (split, degree), shape = part, list(operator.taken[0])
     if split == "output":
         size = "units" if "units" in config else "filters"
         config[size] = math.ceil(config[size] / degree)

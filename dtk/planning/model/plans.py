@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _MARK = "dtk plan --model"
+_SCRIPT = """\
+plan = dtk.planning.load_plan("{file}")
+strategy = dtk.strategies.AllReduceStrategy(model_parallel=plan.model_parallel)
+with strategy.scope():
+    model = {made}
+    model.compile(...)
+model.fit(..., batch_size=plan.batch_size)    # dtk run -n {workers} train.py"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,7 @@ class ModelPlan:
         """
         import keras
 
-        sequential = isinstance(model, keras.Sequential)
-        known = {one.name: one for one in (model.layers if sequential else model.operations)}
+        known = {one.name: one for one in keras.Model(model.inputs, model.outputs).operations}
         missing = [name for name in self.borders if name not in known]
         if missing:
             raise PlanError(
@@ -98,17 +104,7 @@ class ModelPlan:
             made = "dtk.layers.parallelize(build(), plan.layers)"
         elif self.borders:
             made = "dtk.layers.Pipeline(plan.stages(build()), plan.microbatches, plan.schedule)"
-        return "\n".join(
-            [
-                f'plan = dtk.planning.load_plan("{file}")',
-                "strategy = dtk.strategies.AllReduceStrategy(model_parallel=plan.model_parallel)",
-                "with strategy.scope():",
-                f"    model = {made}",
-                "    model.compile(...)",
-                "model.fit(..., batch_size=plan.batch_size)    "
-                f"# dtk run -n {self.workers} train.py",
-            ]
-        )
+        return _SCRIPT.format(file=file, made=made, workers=self.workers)
 
     def dumps(self) -> str:
         """Return the plan as JSON."""
@@ -132,8 +128,8 @@ def load_plan(file: str | Path) -> ModelPlan:
         found = json.loads(Path(file).read_text())
     except OSError as error:
         raise PlanError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file}: no JSON: {error}") from None
+    except (ValueError, RecursionError):
+        found = None  # no JSON
     expected = {one.name for one in fields(ModelPlan)}
     if not isinstance(found, dict) or found.pop(_MARK, None) != _FORMAT or set(found) != expected:
         raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from dtk.bench.page import Table
@@ -24,37 +25,37 @@ def table(choice: PlanChoice, most: int = 8) -> Table:
     if data is not None and data not in shown:
         shown = [*shown, data]
 
-    def row(one: Candidate) -> dict[str, str]:
-        seconds = one.plan.seconds
-        return {
+    rows = [
+        {
             "grid": str(one.grid),
             "divided": one.how if one is not choice.alone else "one worker",
-            "ms per step": f"{_MS * seconds:#.3g}",
-            "x one worker": f"{choice.alone.plan.seconds / seconds:.2f}",
-            "x data parallel": "-" if data is None else f"{data.plan.seconds / seconds:.2f}",
+            "ms per step": f"{_MS * one.plan.seconds:#.3g}",
+            "x one worker": f"{choice.alone.plan.seconds / one.plan.seconds:.2f}",
+            "x data parallel": f"{data.plan.seconds / one.plan.seconds:.2f}" if data else "-",
             "MB on a rank": f"{one.plan.memory / _MEGA:#.3g}",
             "MB sent by a rank": f"{one.plan.sent / _MEGA:#.3g}",
         }
-
-    rows = [row(one) for one in [*shown, choice.alone]]
+        for one in [*shown, choice.alone]
+    ]
     return [tuple(rows[0]), *(tuple(one.values()) for one in rows)]
 
 
 def why(workload: Workload, choice: PlanChoice) -> list[str]:
     """Return the reasons for the best plan."""
     best = choice.best
-    lines = [f"Best: {best.grid}, {best.how}: {_MS * best.plan.seconds:#.3g} ms per step."]
-    lines += (_why_stages if best.begins else _why_splits)(workload, best)
-    if best.gradients:
-        lines.append(
-            f"  {best.grid.data} replicas add up their gradients in {_MS * best.gradients:#.3g} ms"
-        )
-    lines += [*_left_whole(workload), *_warnings(workload, choice)]
-    return [*lines, "Grid: replicas x ranks that hold one model. Inexact: it changes training."]
+    sums = f"  {best.grid.data} replicas add up their gradients in {_MS * best.gradients:#.3g} ms"
+    return [
+        f"Best: {best.grid}, {best.how}: {_MS * best.plan.seconds:#.3g} ms per step.",
+        *(_why_stages if best.begins else _why_splits)(workload, best),
+        *([sums] if best.gradients else []),
+        *_left_whole(workload),
+        *_warnings(workload, choice),
+        "Grid: replicas x ranks that hold one model. Inexact: it changes training.",
+    ]
 
 
-def _why_splits(workload: Workload, best: Candidate) -> list[str]:
-    """Return a line for each divided layer, with the time it saves, largest first."""
+def _why_splits(workload: Workload, best: Candidate) -> Iterator[str]:
+    """Yield a line for each divided layer, with the time it saves, largest first."""
     costs_of = LayerCosts(workload, best.grid)
     gains: list[tuple[float, str]] = []
     for position, split in enumerate(best.splits):
@@ -71,57 +72,49 @@ def _why_splits(workload: Workload, best: Candidate) -> list[str]:
         )
         gains.append((_MS * (other.plan.seconds - best.plan.seconds), text))
     gains.sort(reverse=True)
-    lines = [f"{text}{gain:+#.3g} ms" for gain, text in gains[:_NAMED]]
+    yield from (f"{text}{gain:+#.3g} ms" for gain, text in gains[:_NAMED])
     if rest := gains[_NAMED:]:
-        lines.append(f"  and {len(rest)} more, which change it by {rest[0][0]:#.3g} ms or less")
-    return lines
+        yield f"  and {len(rest)} more, which change it by {rest[0][0]:#.3g} ms or less"
 
 
-def _why_stages(workload: Workload, best: Candidate) -> list[str]:
-    ends = [*best.begins[1:], len(workload.operators)]
-    lines = []
-    for stage, (begin, end) in enumerate(zip(best.begins, ends, strict=True)):
+def _why_stages(workload: Workload, best: Candidate) -> Iterator[str]:
+    ends = itertools.pairwise([*best.begins, len(workload.operators)])
+    for stage, ((begin, end), seconds) in enumerate(zip(ends, best.computing, strict=True)):
         first, last = workload.operators[begin].name, workload.operators[end - 1].name
-        seconds = best.computing[stage]
-        lines.append(
+        yield (
             f"  stage {stage}: {first} to {last}, computes {_MS * seconds:#.3g} ms and "
             f"is idle for {100 * (1 - seconds / best.plan.seconds):.0f} % of the step"
         )
     if not best.exact:
         name = next(one.name for one in workload.operators if one.batch_statistics)
-        lines.append(
+        yield (
             f"  {name} normalizes each microbatch by itself, as do all BatchNormalization "
             "layers of a pipeline: training is not that of one process."
         )
-    return lines
 
 
 def _left_whole(workload: Workload) -> Iterator[str]:
     """Yield the slow layers that cannot be divided, by reason."""
     seconds = {one.name: workload.seconds(one, workload.batch) for one in workload.operators}
-    reasons: dict[str, list[str]] = {}
-    for operator in workload.operators:
-        long = seconds[operator.name] >= _LONG * sum(seconds.values())
-        if operator.whole_because and long:
-            reasons.setdefault(operator.whole_because, []).append(operator.name)
+    reasons: dict[str, dict[str, None]] = {}
+    for one in workload.operators:
+        if one.whole_because and seconds[one.name] >= _LONG * sum(seconds.values()):
+            reasons.setdefault(one.whole_because, {})[one.name] = None
     for reason, names in reasons.items():
-        yield f"  left whole: {', '.join(dict.fromkeys(names))} ({reason})"
+        yield f"  left whole: {', '.join(names)} ({reason})"
 
 
 def _warnings(workload: Workload, choice: PlanChoice) -> Iterator[str]:
     """Yield warnings about small gains."""
     best, off = choice.best, ERROR + workload.computing.spread
-    simple = choice.data or choice.alone
-    name = "data parallelism alone" if choice.data is not None else "one worker"
-    fits = simple.plan.memory <= workload.most_memory
+    simple, most = choice.data or choice.alone, workload.most_memory
+    name = "data parallelism alone" if choice.data else "one worker"
     gain = 1 - best.plan.seconds / simple.plan.seconds
-    if fits and best.grid != simple.grid and gain < off:
+    if simple.plan.memory <= most and best.grid != simple.grid and gain < off:
         yield (
             f"Warning: the best plan is predicted {100 * gain:.0f} % faster than {name}, and "
             f"predictions may be off by {100 * off:.0f} %: measure both before you divide layers."
         )
-    if (
-        best.plan.seconds >= choice.alone.plan.seconds
-        and choice.alone.plan.memory <= workload.most_memory
-    ):
+    alone = choice.alone.plan
+    if best.plan.seconds >= alone.seconds and alone.memory <= most:
         yield "Warning: one worker is predicted to be as fast as all of them."

@@ -74,24 +74,21 @@ class Candidate:
 
 def judge(costs_of: LayerCosts, wanted: Sequence[Split]) -> Candidate:
     """Return the candidate with the wanted splits; layers that cannot be divided so stay whole."""
-    workload = costs_of.workload
+    workload, operators = costs_of.workload, costs_of.workload.operators
     splits: list[Split] = []
     layers: list[LayerCost] = []
     for position, split in enumerate(wanted):
-        given = tuple(left(splits[one]) for one in workload.operators[position].sources)
+        given = tuple(left(splits[one]) for one in operators[position].sources)
         possible = costs_of.splits(position, given)
         splits.append(split if split in possible else possible[0])
         layers.append(costs_of.cost(position, splits[-1], given))
     sums = costs_of.sums_of(sum(one.held for one in layers))
+    named = zip(operators, splits, strict=True)
     plan = ModelPlan(
         *costs_of.grid,
         workload.batch,
-        {
-            operator.name: split
-            for operator, split in zip(workload.operators, splits, strict=True)
-            if split != "whole" and not operator.follows
-        },
-        seconds=sum(one.seconds for one in layers) + costs_of.data.parts(sums)[0],
+        {one.name: split for one, split in named if split != "whole" and not one.follows},
+        seconds=sum(one.seconds for one in layers) + sums.messages * costs_of.data.message,
         memory=sum(one.memory for one in layers),
         sent=sum(one.traffic.bytes for one in layers) + sums.bytes,
     )
@@ -121,10 +118,8 @@ def best_splits(workload: Workload, grid: RankGrid) -> Candidate:
             given = tuple(known[source] for source in operator.sources)
             for split in costs_of.splits(position, given):
                 cost = costs_of.cost(position, split, given)
-                held = {**known, position: left(split)}
-                needed = tuple(
-                    (one, how) for one, how in held.items() if last.get(one, -1) > position
-                )
+                held = [*state, (position, left(split))]
+                needed = tuple((one, how) for one, how in held if last.get(one, -1) > position)
                 reached[needed] += [
                     (seconds + cost.seconds, memory + cost.memory, (*chosen, split))
                     for seconds, memory, chosen in found
@@ -158,6 +153,8 @@ def best_stages(workload: Workload, grid: RankGrid) -> Candidate | None:
 
     All cuts are tried if there are few, else some of them. Every stage must have weights.
     """
+    if grid.model == 1:
+        return None
     costs_of, count = LayerCosts(workload, grid), len(workload.operators)
     whole, places = costs_of.whole(costs_of.rows), list(workload.cuts)
     while math.comb(len(places), grid.model - 1) > _CUTS:
@@ -192,44 +189,41 @@ def pipeline(
     """
     workload, grid, rows = costs_of.workload, costs_of.grid, -(-costs_of.rows // many)
     bounds = [slice(*ends) for ends in itertools.pairwise([*begins, None])]
-    stages = [workload.operators[part] for part in bounds]
     one = [sum(costs_of.whole(rows)[part]) for part in bounds]
     crossing = [workload.operators[workload.cuts[begin]] for begin in begins[1:]]
     sizes = [FLOAT * rows * operator.entries for operator in crossing]
     links = [costs_of.model.seconds(Traffic(1, size)) for size in sizes]
-    outputs = Traffic(1, (grid.model - 1) * FLOAT * stages[-1][-1].entries * costs_of.rows)
+    entries = workload.operators[-1].entries
+    outputs = Traffic(1, (grid.model - 1) * FLOAT * entries * costs_of.rows)
     last = sum(one) + 2 * sum(links) + costs_of.model.seconds(outputs)
     for part in (1 - _BACKWARD, _BACKWARD):
         last += (many - 1) * max(part * max(one), *links, 0.0)
     ends, memory, sent, gradients = [], [], [], []
-    for number, stage in enumerate(stages):
+    for number, bound in enumerate(bounds):
+        stage = workload.operators[bound]
         weights = sum(operator.weights for operator in stage)
         sums = costs_of.data.allreduce(FLOAT * weights)
         gradients.append(costs_of.data.seconds(sums))
         before = _BACKWARD * sum(one[:number]) + sum(links[:number])
         ends.append(last - before + gradients[-1] + weights * workload.computing.update)
         sent.append(sums.bytes + many * sum(sizes[max(0, number - 1) : number + 1]))
-        under_way = min(many, len(stages) - number) if schedule == "1f1b" else many
+        under_way = min(many, len(bounds) - number) if schedule == "1f1b" else many
         kept = min(under_way * rows, costs_of.rows)
         memory.append(sum(costs_of.memory(o, o.weights, kept) for o in stage))
     sent[-1] += outputs.bytes
-    return Candidate(
-        grid,
-        ModelPlan(
-            *grid,
-            workload.batch,
-            borders=tuple(operator.name for operator in crossing),
-            microbatches=many,
-            schedule=schedule,
-            seconds=max(ends),
-            memory=max(memory),
-            sent=max(sent),
-        ),
-        max(gradients),
-        begins=begins,
-        computing=tuple(many * seconds for seconds in one),
-        exact=many == 1 or not any(o.batch_statistics for o in workload.operators),
+    plan = ModelPlan(
+        *grid,
+        workload.batch,
+        borders=tuple(operator.name for operator in crossing),
+        microbatches=many,
+        schedule=schedule,
+        seconds=max(ends),
+        memory=max(memory),
+        sent=max(sent),
     )
+    computing = tuple(many * seconds for seconds in one)
+    exact = many == 1 or not any(o.batch_statistics for o in workload.operators)
+    return Candidate(grid, plan, max(gradients), (), (), begins, computing, exact)
 
 
 @dataclass(frozen=True)
@@ -251,13 +245,10 @@ class PlanChoice:
 
 def choose(workload: Workload, workers: int) -> PlanChoice:
     """Find the fastest plan on each grid of `workers` ranks, if every replica has rows."""
-    found: list[Candidate] = []
-    for data in range(min(workers, workload.batch), 0, -1):
-        if workers % data == 0:
-            grid = RankGrid(data, workers // data)
-            stages = best_stages(workload, grid) if grid.model > 1 else None
-            found += [best_splits(workload, grid), *([stages] if stages else [])]
-
+    sizes = [n for n in range(min(workers, workload.batch), 0, -1) if workers % n == 0]
+    grids = [RankGrid(data, workers // data) for data in sizes]
+    every = [find(workload, grid) for grid in grids for find in (best_splits, best_stages)]
+    found = [one for one in every if one is not None]
     # Drop plans in which all ranks compute the same, unless there is no other.
     found = [one for one in found if one.divides] or found
     found.sort(key=functools.partial(_rank, workload))

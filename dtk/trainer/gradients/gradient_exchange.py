@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from dtk import placement
-from dtk.communicators.base import with_values
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas
 from dtk.compat.keras_variables import is_of_all
 from dtk.errors import at_rank
@@ -233,9 +232,7 @@ def _with_static_shape(
 def _scaled(
     operation: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], gradient: Gradient, scale: tf.Tensor
 ) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return with_values(gradient, _scaled(operation, gradient.values, scale))
-    return operation(gradient, tf.cast(scale, gradient.dtype))
+    return tf_replicas.on_values(gradient, lambda v: operation(v, tf.cast(scale, v.dtype)))
 
 
 class ReplicaSum(ExchangeOp):

@@ -14,7 +14,7 @@ sent during the backward pass, and the first weights while others are still upda
 A rank sees a part of each variable as a variable of its own: rows of a matrix, elements of all
 others as one row, none if other ranks have them all. A variable that its optimizer needs whole, or
 that has a constraint, belongs to one rank. Keras does the rest: clipping over parts is in
-`variable_parts`.
+`shared_optimizer`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020; stage 1, and stage 2 for the sums of an accumulation window, which are slots too.
@@ -22,7 +22,6 @@ SC 2020; stage 1, and stage 2 for the sums of an accumulation window, which are 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -48,16 +47,34 @@ from dtk.compat.keras_variables import (
 )
 from dtk.errors import at_rank
 from dtk.exchange import Dense
-from dtk.exchange.contract import BatchPart, ExchangeOp, ExchangeState, Gradient, Update
-from dtk.exchange.factors import Factored, reduce_products
-from dtk.nests import Array, Nest
-from dtk.trainer.gradients import variable_parts
+from dtk.exchange.contract import ExchangeState, Gradient
+from dtk.exchange.dense import DenseOp
+from dtk.exchange.factors import Factored
+from dtk.nests import Array, Tree
+from dtk.optimizers.layerwise import LayerwiseOptimizer
 from dtk.trainer.strategy import Strategy
 
 # Seconds after which a rank that saves alone is told so.
 _LATE = 15.0
 
 # Which variables are divided.
+
+
+def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
+    """Return, in words, why an optimizer needs the whole variable; None if it does not."""
+    if isinstance(member, keras.optimizers.Adafactor):
+        return "scales steps by means over a whole variable"
+    if isinstance(member, LayerwiseOptimizer):  # of which LAMB is a Keras Lamb, too
+        by_norm = not member.skips(variable)
+    else:
+        by_norm = isinstance(member, keras.optimizers.Lamb)
+    if by_norm:
+        return "scales a step by the norm of the whole variable"
+    if isinstance(member, keras.optimizers.Muon) and not keras_optimizers.takes_adamw(
+        member, variable
+    ):
+        return "makes a whole matrix orthogonal"
+    return None
 
 
 class Division(NamedTuple):
@@ -175,7 +192,7 @@ class ShardedOptimizer:
         """Return the parts, which hold this rank's part of the weights until the build ends."""
         if not self.variables:
             self.variables = list(variables)
-            replaced = [getattr(v, "overwrite_with_gradient", False) for v in variables]
+            replaced = [keras_optimizers.is_replaced(v) for v in variables]
             self._divide([v for v, one in zip(variables, replaced, strict=True) if not one])
         self._fill()
         return self.parts_of(variables)
@@ -185,8 +202,8 @@ class ShardedOptimizer:
         undivided = [
             variable.constraint is not None
             or any(
-                variable_parts.needs_whole(member, variable)
-                for member in variable_parts.members(self._optimizer)
+                needs_whole(member, variable)
+                for member in keras_optimizers.members(self._optimizer)
             )
             for variable in variables
         ]
@@ -209,7 +226,7 @@ class ShardedOptimizer:
     def _built(self, variables: Sequence[keras.Variable]) -> None:
         """Mark what has been built, and save and load it whole."""
         self._release()
-        members = variable_parts.members(self._optimizer)
+        members = keras_optimizers.members(self._optimizer)
         self._mark_others(members)
         for member in members:
             keras_optimizers.exclude_parts(member, self.parts.values())
@@ -237,7 +254,7 @@ class ShardedOptimizer:
 
     # A step.
 
-    def updated(self, update: Callable[[], Nest], in_step: bool = False) -> Nest:
+    def updated(self, update: Callable[[], Tree], in_step: bool = False) -> Tree:
         """Call what updates the parts of weights; then give all ranks all weights."""
         self._fill()
         result = update()
@@ -410,12 +427,14 @@ class ShardedState:
             one.forget()
 
 
-class ScatterOp(ExchangeOp):
+class ScatterOp(DenseOp):
     """A reduce-scatter: each rank gets the sum of its part of gradients.
 
     Factors are sent to all ranks if that is faster, of which each multiplies its part. Slices of
     tables are sent to all ranks: few rows have any.
     """
+
+    in_parts = True
 
     def __init__(
         self,
@@ -424,29 +443,8 @@ class ScatterOp(ExchangeOp):
         state: ExchangeState,
         exchange: Dense,
     ):
-        super().__init__(sharded.communicator, state)
-        self._sharded, self._variables, self._dtype = sharded, variables, exchange.dtype
-        self.factors = exchange.factors and self.communicator.alike
-
-    def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
-        """See `ExchangeOp.update`: returns gradients of this rank's parts."""
-        everything = range(len(gradients))
-        products = [i for i in everything if isinstance(gradients[i], Factored)]
-        slices = [i for i in everything if isinstance(gradients[i], tf.IndexedSlices)]
-        dense = [i for i in everything if i not in products and i not in slices]
-        with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
-            own = self._parts(dense, [gradients[i] for i in dense])
-            found = dict(zip(dense, own, strict=True))
-            tables = self.communicator.allreduce([gradients[i] for i in slices])
-            found.update(zip(slices, tables, strict=True))
-        sums = reduce_products(
-            [gradients[i] for i in products],
-            self.communicator,
-            lambda places, whole: self._parts([products[i] for i in places], whole),
-            lambda place, factors: self._product(products[place], factors),
-        )
-        found.update(zip(products, sums, strict=True))
-        return [found[i] for i in everything], None
+        super().__init__(sharded.communicator, state, exchange=exchange)
+        self._sharded, self._variables = sharded, variables
 
     def _product(self, place: int, factors: Factored) -> tf.Tensor:
         """Multiply the rows of this rank's part."""
@@ -456,20 +454,24 @@ class ScatterOp(ExchangeOp):
             return tf.zeros(part.shape, factors.dtype)
         return Factored(factors.left[:, rows.start : rows.stop], factors.right).product()
 
-    def _parts(self, places: Sequence[int], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the sums of this rank's parts of gradients."""
-        sharded, wire = self._sharded, self._dtype
-        given = {id(self._variables[i]): g for i, g in zip(places, gradients, strict=True)}
-        found = [[v for v in bucket if id(v) in given] for bucket in sharded.buckets]
+    def _sums(
+        self, places: Sequence[int], gradients: Sequence[Gradient]
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Return the sums of this rank's parts of gradients, and all slices of tables."""
+        sharded, wire = self._sharded, self.exchange.dtype
+        keys = [id(self._variables[i]) for i in places]
+        given = dict(zip(keys, gradients, strict=True))
+        tables = {key: g for key, g in given.items() if isinstance(g, tf.IndexedSlices)}
+        found = [[v for v in b if id(v) in given and id(v) not in tables] for b in sharded.buckets]
         found = [bucket for bucket in found if bucket]
         rows = [tf.concat([tf.reshape(given[id(v)], [-1]) for v in one], 0) for one in found]
         narrow = [row if wire is None else tf.cast(row, wire) for row in rows]
         sizes = [sharded.sizes_of(bucket) for bucket in found]
         summed = self.communicator.reduce_scatter(narrow, "sum", sizes)
-        results = {}
+        results = dict(zip(tables, self.communicator.allreduce(list(tables.values())), strict=True))
         for bucket, row, total in zip(found, rows, summed, strict=True):
             parts = sharded.parts_of(bucket)
             values = tf.split(tf.cast(total, row.dtype), [math.prod(p.shape) for p in parts])
             for variable, one, value in zip(bucket, parts, values, strict=True):
                 results[id(variable)] = tf.reshape(value, one.shape)
-        return [results[id(self._variables[i])] for i in places]
+        return [results[key] for key in keys]

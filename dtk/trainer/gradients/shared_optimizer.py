@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from dtk.compat import fused_kernels, keras_optimizers
+from dtk.compat import fused_kernels, keras_optimizers, keras_variables
 from dtk.compat.keras_optimizers import Apply
+from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, shard_of
+from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
-from dtk.nests import Gradients, Nest
+from dtk.nests import Gradients, Tree
 from dtk.placement import outside_graph
-from dtk.trainer.gradients import variable_parts
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
-from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
+from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer, needs_whole
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -39,7 +41,7 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     ]
     unique = {id(optimizer): optimizer for optimizer in found}
     for optimizer in found:
-        for member in variable_parts.members(optimizer)[1:]:
+        for member in keras_optimizers.members(optimizer)[1:]:
             unique.pop(id(member), None)
     return list(unique.values())
 
@@ -56,7 +58,7 @@ def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
     return [b.sharded for b in bonds if b is not None and b.sharded is not None]
 
 
-def updated(model: keras.Model, update: Callable[[], Nest]) -> Nest:
+def updated(model: keras.Model, update: Callable[[], Tree]) -> Tree:
     """Call what updates the weights and slots of a model outside a step."""
     for one in sharded_of(model):
         update = functools.partial(one.updated, update)
@@ -74,21 +76,12 @@ def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
     )
-    return [a for a, v in accumulated if a is not None and not is_replaced(v)]
+    return [a for a, v in accumulated if a is not None and not keras_optimizers.is_replaced(v)]
 
 
 def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
     """Return the schedule of an optimizer's learning rate, if it has one."""
     return keras_optimizers.given_rate(keras_optimizers.chain(optimizer)[-1])
-
-
-def is_replaced(variable: keras.Variable) -> bool:
-    """Return whether an optimizer replaces a variable by its gradient.
-
-    Keras's float8 layers have it do this for their scales and for the largest values they have
-    seen.
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def weighed_in_scale(loss: tf.Tensor) -> tf.Tensor:
@@ -115,13 +108,13 @@ class Bond:
 
 def own(optimizer: keras.Optimizer, strategy: Strategy) -> Bond:
     """Take over an optimizer and those inside it, so that none reduces gradients by itself."""
-    for member in variable_parts.members(optimizer):
+    for member in keras_optimizers.members(optimizer):
         bond = keras_optimizers.note_of(member, Bond)
         if bond is None or bond.strategy is not strategy:
             _check_owner(member, strategy)
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
-            variable_parts.take_parts(member, strategy)
+            take_parts(member, strategy)
             if strategy.supports_jit:  # servers run Keras's own updates
                 fused_kernels.fuse_updates(member)
             keras_optimizers.set_note(member, Bond(strategy))
@@ -138,13 +131,11 @@ def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
     if owner is strategy:
         return
     if type(owner).__name__ != "_DefaultDistributionStrategy":
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"optimizer {member.name!r} was made for another strategy "
-                f"({type(owner).__name__}); make a new optimizer inside this strategy's scope",
-            )
+        told = (
+            f"optimizer {member.name!r} was made for another strategy "
+            f"({type(owner).__name__}); make a new optimizer inside this strategy's scope"
         )
+        raise ValueError(at_rank(strategy.rank, told))
     strategy.take_variables(member.variables)
 
 
@@ -178,7 +169,7 @@ def note_applies(
     keras_optimizers.patch_scale_loss(optimizer, weighed_in_scale)
     built_for: list[keras.Variable] = []
 
-    def note(grads: Gradients, variables: Variables | None, apply: Apply) -> Nest:
+    def note(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         step = traced_step.current()
         if step is None or step.noted is None:
             return apply(grads, variables)
@@ -201,16 +192,14 @@ def note_applies(
 
 
 def _refuse_replaced(variables: Variables, strategy: Strategy) -> None:
-    replaced = [v.path for v in variables if is_replaced(v)]
+    replaced = [v.path for v in variables if keras_optimizers.is_replaced(v)]
     if replaced:
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                f"workers send gradients, and {replaced[0]!r} is a variable that each step "
-                "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
-                "MirroredStrategy or AllReduceStrategy, or quantize after training",
-            )
+        told = (
+            f"workers send gradients, and {replaced[0]!r} is a variable that each step "
+            "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
+            "MirroredStrategy or AllReduceStrategy, or quantize after training"
         )
+        raise ValueError(at_rank(strategy.rank, told))
 
 
 def apply_now(
@@ -220,3 +209,150 @@ def apply_now(
     apply = _bond_of(optimizer).apply
     assert apply is not None
     apply(gradients, variables)
+
+
+# Parts of variables: let optimizers update parts of variables as they would update the whole.
+#
+# A large variable is cut by rows over several servers, a rank of a model-parallel group holds one
+# part of it, or each rank updates one part of it (`sharded_optimizer`). An optimizer sees each part
+# as a separate variable. The result is the same if an element's step (on servers: a row's) depends
+# on that element only. The exceptions:
+#
+#     clipping to a norm          the squares of the parts are summed here; in float64, as ranks may
+#                                 hold parts of different dtypes
+#     finite gradients            a loss scale falls when any part is not finite
+#     one ratio, mean or matrix   Lamb, LARS, Adafactor, Muon: refused
+#     constraints over rows       UnitNorm(axis=0) and the like: refused on servers
+
+
+def check_parts(
+    optimizer: keras.Optimizer, variable: keras.Variable, parts: Sequence[keras.Variable]
+) -> None:
+    """Refuse an optimizer or a constraint that needs a whole variable, if servers hold parts."""
+    if len(parts) == 1:
+        return
+    for member in keras_optimizers.members(optimizer):
+        reason = needs_whole(member, variable) if _updates(member, parts) else None
+        if reason is not None:
+            raise ValueError(
+                f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
+                f"variable_partitioner= has cut {variable.path!r} into {len(parts)} parts on "
+                "several servers. Make the strategy without variable_partitioner, or with one that "
+                "leaves this variable whole; or use an optimizer that takes each row for itself, "
+                "such as Adagrad or Adam"
+            )
+    if variable.constraint is not None and not _is_by_rows(variable.constraint, variable):
+        raise ValueError(
+            f"the constraint {type(variable.constraint).__name__} of {variable.path!r} needs more "
+            f"than a row at a time, but variable_partitioner= has cut the variable into "
+            f"{len(parts)} parts on several servers. Use a constraint of each row (axis=1), or "
+            "a partitioner that leaves this variable whole"
+        )
+
+
+def _check_shards(
+    optimizer: keras.Optimizer, variables: Sequence[keras.Variable], strategy: Strategy
+) -> None:
+    """Refuse an optimizer that needs a whole variable, of which this rank holds a part."""
+    for variable in variables:
+        in_parts = shard_of(variable) is not None and flat_shard_of(variable) is None
+        reason = needs_whole(optimizer, variable) if in_parts else None
+        if reason is not None:
+            told = (
+                f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) {reason}, but this "
+                f"rank holds only a part of {variable.path!r}. Use an optimizer that takes "
+                "each element for itself, such as SGD or Adam, or leave this layer whole"
+            )
+            raise ValueError(at_rank(strategy.rank, told))
+
+
+def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
+    """Return whether an optimizer updates these parts; several may share a model's variables."""
+    if not member.built:
+        return True
+    known = {id(variable) for variable in keras_optimizers.trained_variables(member)}
+    return any(id(part) in known for part in parts)
+
+
+def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Variable) -> bool:
+    """Return whether a constraint gives two rows together the same values as each row alone."""
+    shape = (2, *variable.shape[1:])
+    values = np.random.default_rng(0).normal(size=shape)
+    values[1] *= 100.0
+    with tf.init_scope():
+        rows = keras.ops.convert_to_tensor(values, variable.dtype)
+        separate = [constraint(rows[:1]), constraint(rows[1:])]
+        return np.allclose(constraint(rows), np.concatenate(separate), rtol=1e-3)
+
+
+# Clipping.
+
+
+def take_parts(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Make an optimizer treat parts of variables as it would treat whole ones."""
+    group = strategy.part_communicator
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if group.size > 1:
+            everywhere = functools.partial(group.allreduce, op="min")
+            keras_optimizers.patch_check_finite(optimizer, everywhere)
+    elif group.size > 1 or optimizer.clipnorm:
+        clip = functools.partial(_clip, optimizer, strategy)
+        keras_optimizers.patch_clip(optimizer, clip)
+
+
+def _clip(
+    optimizer: keras.Optimizer,
+    strategy: Strategy,
+    gradients: Gradients,
+    variables: Sequence[keras.Variable],
+    clip: keras_optimizers.Clip,
+) -> Gradients:
+    """Clip gradients as the optimizer would clip the gradients of whole variables."""
+    group = strategy.part_communicator
+    _check_shards(optimizer, variables, strategy)
+    # Keras has removed every None already.
+    if optimizer.global_clipnorm and not optimizer.clipnorm and group.size > 1:
+        squares = [tf.zeros([], tf.float64), tf.zeros([], tf.float64)]
+        for gradient, variable in zip(gradients, variables, strict=True):
+            squares[is_of_all(variable)] += _square_sum(gradient)
+        norm = tf.sqrt(group.allreduce(squares[False]) + squares[True])
+        most = tf.constant(optimizer.global_clipnorm, norm.dtype)
+        # NaN where the norm is not finite, as in Keras.
+        factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
+        # Keras's product makes slices dense, too.
+        return [_times(factor)(tf.convert_to_tensor(gradient)) for gradient in gradients]
+    clipped = list(clip(gradients))
+    wholes: dict[int, list[int]] = {}  # the parts of each variable that is in parts
+    for i, variable in enumerate(variables if optimizer.clipnorm else ()):
+        if isinstance(variable, keras_variables.VariablePart):
+            wholes.setdefault(id(variable.whole), []).append(i)
+        elif shard_of(variable) is not None:
+            wholes[id(variable)] = [i]
+    if not wholes:
+        return clipped
+    sums = [tf.add_n([_square_sum(gradients[i]) for i in parts]) for parts in wholes.values()]
+    squares = tf.stack(sums) if group.size == 1 else group.allreduce(tf.stack(sums))
+    most = tf.constant(optimizer.clipnorm, tf.float64)
+    for square, parts in zip(tf.unstack(squares, len(wholes)), wholes.values(), strict=True):
+        factor = most / tf.maximum(tf.sqrt(square), most)
+        for i in parts:
+            clipped[i] = on_values(gradients[i], _times(factor))
+    return clipped
+
+
+def _square_sum(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Return a gradient's sum of squares, computed as optimizers do for its norm."""
+    return tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float64)
+
+
+def _times(factor: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda values: values * tf.cast(factor, values.dtype)
+
+
+def mark_slots(optimizer: keras.Optimizer) -> None:
+    """Mark the slot variables of parts of variables as parts of the same kind."""
+    for member in keras_optimizers.members(optimizer):
+        if member.built and not all(map(is_of_all, keras_optimizers.trained_variables(member))):
+            for slot, variable, _ in keras_optimizers.slots_by_variable(member):
+                if is_of_all(slot):
+                    copy_mark(variable, slot)

@@ -45,13 +45,11 @@ def raise_first_difference(
     """Raise an error that names the first (what, value) in which two ranks differ."""
     for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
         if value != other_value:
-            raise DisagreementError(
-                at_rank(
-                    rank,
-                    f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
-                    f"{other_value!r}; {cure}",
-                )
+            told = (
+                f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
+                f"{other_value!r}; {cure}"
             )
+            raise DisagreementError(at_rank(rank, told))
 
 
 def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
@@ -156,13 +154,11 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     gathered = numbers_of_all([digest], communicator)
     if not same_number(gathered):
         others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
-        raise DisagreementError(
-            at_rank(
-                communicator.rank,
-                f"{when}, ranks have read different batches: those of ranks {others} are not "
-                f"rank 0's; {_SAME_DATA}",
-            )
+        told = (
+            f"{when}, ranks have read different batches: those of ranks {others} are not "
+            f"rank 0's; {_SAME_DATA}"
         )
+        raise DisagreementError(at_rank(communicator.rank, told))
 
 
 class ReadingCheck:
@@ -194,7 +190,7 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
         ("steps per epoch", params.get("steps")),
         ("random seed (every rank must shuffle alike)", tf_replicas.global_seed()),
     ]
-    shapes, strategy = _shapes(trainer), trainer.strategy
+    shapes, strategy = shapes_of(trainer, trainer.shared_variables()), trainer.strategy
     if strategy.model_communicator.size == 1:
         compare([*mine, *shapes], strategy.world)
         return
@@ -202,25 +198,16 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
     compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
 
 
-def _shapes(trainer: ModelState) -> list[tuple[str, object]]:
+def shapes_of(
+    trainer: ModelState, variables: Sequence[keras.Variable]
+) -> list[tuple[str, object]]:
+    """Return the number of variables and the shape and kind of each, to compare."""
+    of_model = f"of model {trainer.model.name!r}"
     # Only the last word of a path, such as "kernel" or "momentum": the rest depends on how many
     # layers of a kind a process has made, which may differ.
-    variables = trainer.shared_variables()
-    return [
-        ("number of variables", len(variables)),
-        *(
-            (f"variable {index}", f"{last_word(v.path)} {whole_shape(v)} {v.dtype}")
-            for index, v in enumerate(variables)
-        ),
-    ]
-
-
-def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """Return the shape of a variable; of the whole where each rank holds a part."""
-    shard = keras_variables.shard_of(variable)
-    return tuple(variable.shape if shard is None else shard.whole_shape(variable.shape))
-
-
-def last_word(path: str) -> str:
-    """Return the part of a variable's path after the last / and _."""
-    return path.rpartition("/")[2].rpartition("_")[2]
+    found: list[tuple[str, object]] = [(f"number of variables {of_model}", len(variables))]
+    for i, v in enumerate(variables):
+        last_word = v.path.rpartition("/")[2].rpartition("_")[2]
+        what = f"{last_word} {keras_variables.whole_shape(v)} {v.dtype}"
+        found.append((f"variable {i} {of_model}", what))
+    return found

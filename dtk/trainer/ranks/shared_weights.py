@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables
+from dtk.compat.keras_variables import components
 from dtk.errors import DisagreementError, at_rank
 from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.ranks.rank_checks import _shapes, compare, number_of, numbers_of_all, same_number
+from dtk.trainer.ranks import rank_checks
 from dtk.trainer.strategy import Strategy
 
 _SAME_UPDATES = (
@@ -44,19 +45,20 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differ
     They should be on all ranks; parts of a model, on the ranks that hold the same part.
     """
     world, places = strategy.world, strategy.model_communicator.size
-    mine = [{fingerprint(copy) for copy in strategy.copies(v)} for v in variables]
+    mine = [{fingerprint(copy) for copy in components(v.value)} for v in variables]
     shared = [i for i, v in enumerate(variables) if keras_variables.is_of_all(v)]
     own = [
         i
         for i, v in enumerate(variables)
-        if not keras_variables.is_of_all(v) and not keras_variables.is_sharded(v)
+        if not keras_variables.is_of_all(v) and keras_variables.flat_shard_of(v) is None
     ]
     prints = [mine[i] for i in shared], [mine[i] for i in own]
     agreed = all(len(one) == 1 for one in mine)
-    numbers = [number_of(one) for one in prints] if agreed else [world.rank] * 2
-    gathered = numbers_of_all(numbers, world)
-    same_parts = all(same_number(gathered[place::places, 1:]) for place in range(places))
-    if agreed and same_number(gathered) and same_parts:
+    numbers = [rank_checks.number_of(one) for one in prints] if agreed else [world.rank] * 2
+    gathered = rank_checks.numbers_of_all(numbers, world)
+    of_parts = [gathered[place::places, 1:] for place in range(places)]
+    same_parts = all(map(rank_checks.same_number, of_parts))
+    if agreed and rank_checks.same_number(gathered) and same_parts:
         return Differences([], anywhere=False)
     everywhere = world.allgather_object(prints)
     of_all = _differing([of_all for of_all, _ in everywhere])
@@ -78,14 +80,12 @@ def check_same_weights(trainer: ModelState, when: str) -> None:
     found = differing(variables, trainer.strategy)
     if found.anywhere:
         first = repr(variables[found.mine[0]].path) if found.mine else "on other ranks"
-        raise DisagreementError(
-            at_rank(
-                trainer.strategy.rank,
-                f"{when}, {len(found.mine)} of {len(variables)} variables of model "
-                f"{trainer.model.name!r} differ between workers, the first is {first}; "
-                f"{_SAME_UPDATES}",
-            )
+        told = (
+            f"{when}, {len(found.mine)} of {len(variables)} variables of model "
+            f"{trainer.model.name!r} differ between workers, the first is {first}; "
+            f"{_SAME_UPDATES}"
         )
+        raise DisagreementError(at_rank(trainer.strategy.rank, told))
 
 
 def start_from(
@@ -144,7 +144,8 @@ def agree_on_weights(trainer: ModelState) -> None:
     """Start from rank 0's weights before steps outside `fit`, as `fit` does itself."""
     strategy = trainer.strategy
     if strategy.world.size > 1:
-        compare(_shapes(trainer), strategy.communicator)
+        shapes = rank_checks.shapes_of(trainer, trainer.shared_variables())
+        rank_checks.compare(shapes, strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)
 

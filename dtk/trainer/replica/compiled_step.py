@@ -1,4 +1,11 @@
-"""Compile the forward and backward pass of one replica's step with XLA.
+"""XLA: whether it compiles a model's steps, and the part of a replica's step that it compiles.
+
+The `jit_compile` given to `compile` decides:
+
+    True     always; a model that XLA cannot compile is refused, here or by XLA at the first step
+    "auto"   if Keras would choose it without a strategy, or DTK_JIT_COMPILE=1 does (as `dtk tune`
+             may have found), unless the model communicates in its forward pass, which no compiled
+             function can
 
 XLA compiles a function as one cluster, which cannot communicate with other replicas. So the step is
 traced inside a cluster, where optimizers only note their gradients; the rest follows outside:
@@ -12,22 +19,96 @@ The cluster returns all gradients at once, so communication does not overlap wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_variables
+from dtk.cluster.variables import JIT_COMPILE
+from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
+from dtk.errors import at_rank
 from dtk.exchange.factors import Factored, factored
-from dtk.nests import Gradients, Nest
+from dtk.nests import Gradients, Tree
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
-from dtk.trainer.strategy import StepFunction
+from dtk.trainer.strategy import StepFunction, Strategy, tell
 from dtk.trainer.tracing import lookups, loss_terms, traced_step
+
+
+def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> bool | str | None:
+    """Decide whether XLA compiles a model's steps; refuse `True` if it cannot."""
+    auto = asked == "auto"
+    if auto:
+        layers = keras_models.layers_of(model)
+        wished = os.environ.get(JIT_COMPILE) == "1" and all(one.supports_jit for one in layers)
+        asked = strategy.supports_jit and (keras_models.auto_jit(model) or wished)
+    keras_models.note_auto_jit(model, auto and bool(asked))
+    why = asked and _why_not(model, strategy)
+    if why:
+        _say_or_refuse(model, strategy, why, why)
+    return asked and not why
+
+
+def settle_built(model: keras.Model, strategy: Strategy) -> None:
+    """Decide again once a model is built: it may have new layers or another `jit_compile`."""
+    why = model.jit_compile and _why_not(model, strategy)
+    if why:
+        leave(model, strategy, why, why)
+
+
+def leave(model: keras.Model, strategy: Strategy, why: str, refused: str | None = None) -> None:
+    """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
+    of_step = f"XLA cannot compile model {model.name!r} under several replicas: {why}; leave "
+    _say_or_refuse(model, strategy, why, refused or of_step + "jit_compile out")
+    model.jit_compile = False
+
+
+def _say_or_refuse(model: keras.Model, strategy: Strategy, why: str, refused: str) -> None:
+    """Print why a model is not compiled, if Keras has chosen that; else raise."""
+    if not keras_models.is_auto_jit(model):
+        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {refused}"))
+    tell(strategy, f"model {model.name!r} is not compiled by XLA (jit_compile='auto'): {why}")
+
+
+def compile_updates(model: keras.Model, wished: bool) -> None:
+    """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
+    for optimizer in shared_optimizer.optimizers_of(model):
+        for member in keras_optimizers.members(optimizer):
+            fused_kernels.compile_updates(member, wished)
+
+
+def _why_not(model: keras.Model, strategy: Strategy) -> str | None:
+    """Return why XLA cannot compile a model's steps under a strategy; None if it may."""
+    if not strategy.supports_jit:
+        return (
+            f"{type(strategy).__name__} sends steps to workers, which dtk does not compile with "
+            "XLA; leave jit_compile out"
+        )
+    if strategy.num_replicas_in_sync == 1 and strategy.world.size == 1:
+        return None
+    for layer in keras_models.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            return (
+                f"layer {layer.name!r} has synchronized=True, so it adds up moments over all "
+                "replicas within the forward pass, and XLA can compile no communication; leave "
+                "jit_compile out, or make the layer with synchronized=False"
+            )
+        if getattr(layer, "communicates", False):
+            return (
+                f"layer {layer.name!r} ({type(layer).__name__}) is one part of a layer and "
+                "communicates within the forward pass, and XLA can compile no communication; "
+                "leave jit_compile out"
+            )
+    return None
+
+
+# The compiled part of a step.
 
 # What a cluster returns: gradients by optimizer, some as two factors or in pieces, and the tensors
 # in the step's logs.
-_Found: TypeAlias = tuple[list[list[Nest]], list[tf.Tensor]]
+_Found: TypeAlias = tuple[list[list[Tree]], list[tf.Tensor]]
 
 
 class _Noted(traced_step.NotedGradients):
@@ -73,9 +154,9 @@ class CompiledStep:
         self._inside: traced_step.Step
         self._counts = _Counts(())
         self._pieces: list[list[lookups.LookupSlices]] = []
-        self._logs: Nest = None
+        self._logs: Tree = None
 
-    def trace(self, data: Nest) -> Callable[[], Nest]:
+    def trace(self, data: Tree) -> Callable[[], Tree]:
         """Trace the cluster, check that it may hold the step, and return the whole step."""
         step = self._step
         totals: list[tf.Tensor] = []
@@ -92,7 +173,7 @@ class CompiledStep:
             totals = list(step.world_sum(counts(data, step.share)))
             concrete = self._compiled(data, totals)
 
-        def run() -> Nest:
+        def run() -> Tree:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
             for applied, given in zip(self._noted.applied, gradients, strict=True):
@@ -102,14 +183,14 @@ class CompiledStep:
         return run
 
     def _compiled(
-        self, data: Nest, totals: list[tf.Tensor]
+        self, data: Tree, totals: list[tf.Tensor]
     ) -> tf.types.experimental.ConcreteFunction:
         function = tf.function(
             self._compute, autograph=False, jit_compile=True, reduce_retracing=True
         )
         return function.get_concrete_function(data, self._step.share, totals)
 
-    def _compute(self, data: Nest, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
+    def _compute(self, data: Tree, share: tf.Tensor, totals: list[tf.Tensor]) -> _Found:
         """Compute the step up to its first communication; traced into the cluster."""
         self._noted, self._counts, self._pieces = _Noted(), _Counts(totals), []
         outside = self._step
@@ -130,7 +211,7 @@ class CompiledStep:
             found = [[factored(gradient) for gradient in gradients] for gradients in found]
         return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
-    def _divided(self, gradient: Nest) -> Nest:
+    def _divided(self, gradient: Tree) -> Tree:
         """Divide slices by their origin, which only the graph inside the cluster shows."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -138,7 +219,7 @@ class CompiledStep:
         self._pieces.append(pieces)
         return lookups.parts_of(gradient, pieces)
 
-    def _whole(self, gradients: list[Nest]) -> Gradients:
+    def _whole(self, gradients: list[Tree]) -> Gradients:
         """Multiply factors and join slices; the exchange finds the factors in the graph again."""
         products = [g.product() if isinstance(g, Factored) else g for g in gradients]
         return [self._joined(g) if isinstance(g, list) else g for g in products]
@@ -149,12 +230,12 @@ class CompiledStep:
             self._step.origins[part.indices.ref()] = piece.kind, piece.sure
         return lookups.concatenated(parts)
 
-    def _count(self, data: Nest, share: tf.Tensor) -> list[tf.Tensor]:
+    def _count(self, data: Tree, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():
             self._compute(data, share, [])
         return self._counts.own
 
-    def _logged(self, tensors: Sequence[tf.Tensor]) -> Nest:
+    def _logged(self, tensors: Sequence[tf.Tensor]) -> Tree:
         """Return the step's logs, with metric results over all replicas."""
         results: dict[int, dict[traced_step.Path, tf.Tensor]] = {}
         remaining = iter(tensors)

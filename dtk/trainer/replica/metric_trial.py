@@ -10,6 +10,7 @@ mixture of both.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_steps
-from dtk.nests import Array, Function, Nest
+from dtk.nests import Args, Array, Function, Kwargs, Tree
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
 
@@ -33,8 +34,8 @@ class Call(NamedTuple):
     """How a step called a metric's `update_state`: its arguments, by position and by name."""
 
     metric: keras.Metric
-    args: Nest
-    kwargs: Nest
+    args: Args
+    kwargs: Kwargs
 
 
 class Doubt(NamedTuple):
@@ -76,7 +77,7 @@ class Calls:
         """Return a context in which a step is traced and its calls are noted."""
         self._seen.clear()
         self._graph = tf.compat.v1.get_default_graph()
-        with keras_steps.patch_updates(self._metrics, self._note):
+        with keras_steps.patch_metrics(self._metrics, "update_state", self._note):
             yield
 
     def _note(
@@ -87,22 +88,28 @@ class Calls:
             self._seen.setdefault(id(metric), Call(metric, args, kwargs))
         return original(*args, **kwargs)
 
-    def tensors(self) -> list[Nest]:
+    def tensors(self) -> list[Tree]:
         """Return the arguments that are tensors, for `arrays`."""
-        return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in self._calls()]
+        calls = self._seen.values()
+        return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in calls]
 
     def arrays(self, found: list[list[Array]]) -> list[Call]:
         """Return the calls with arrays in the place of tensors."""
-        return [
-            _with(call, iter(arrays)) for call, arrays in zip(self._calls(), found, strict=True)
-        ]
-
-    def _calls(self) -> list[Call]:
-        return list(self._seen.values())
+        calls = self._seen.values()
+        return [_with(call, iter(arrays)) for call, arrays in zip(calls, found, strict=True)]
 
 
 def _leaves(call: Call) -> list[object]:
     return tf.nest.flatten((call.args, call.kwargs))
+
+
+def _mapped(call: Call, function: Function[object]) -> Call:
+    """Apply a function to the arrays of a call."""
+
+    def mapped(leaf: object) -> object:
+        return function(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return Call(call.metric, *tf.nest.map_structure(mapped, (call.args, call.kwargs)))
 
 
 def _with(call: Call, arrays: Iterator[Array]) -> Call:
@@ -132,10 +139,11 @@ def _doubt_of(
 ) -> Doubt | None:
     first = rows * 3 // 5
     share = first / rows
+    halves = ((slice(0, first), share), (slice(first, rows), 1.0 - share))
     name, moved = repr(call.metric.name), False
     untouched = _result(call.metric, [], model, kinds)
     for more in _variants(call):
-        pieces = [(_rows(more, 0, first), share), (_rows(more, first, rows), 1.0 - share)]
+        pieces = [(_mapped(more, operator.itemgetter(part)), share) for part, share in halves]
         try:
             whole = _result(call.metric, [(more, 1.0)], model, kinds)
             parts = _result(call.metric, pieces, model, kinds)
@@ -170,21 +178,19 @@ def _differing(call: Call, whole: Array, parts: Array, rows: int) -> Doubt:
 
 def _variants(call: Call) -> Iterator[Call]:
     """Yield the call with its rows repeated, then also with other predictions."""
-
-    def repeated(leaf: object) -> object:
-        return np.concatenate([leaf] * _TIMES) if isinstance(leaf, np.ndarray) else leaf
-
-    args, kwargs = tf.nest.map_structure(repeated, (call.args, call.kwargs))
-    yield Call(call.metric, args, kwargs)
-    if len(args) < 2 or not all(isinstance(a, np.ndarray) for a in args[:2]):
+    call = _mapped(call, lambda leaf: np.concatenate([leaf] * _TIMES))
+    yield call
+    arrays = [leaf for leaf in call.args[:2] if isinstance(leaf, np.ndarray)]
+    if len(arrays) < 2:
         return
-    target, predicted, *others = args
-    yield Call(call.metric, (target, np.roll(predicted, 1, 0), *others), kwargs)
+    target, predicted = arrays
+    predictions = [np.roll(predicted, 1, 0)]
     perfect = _perfect(target, predicted)
     if perfect is not None:
-        yield Call(call.metric, (target, perfect, *others), kwargs)
-        some = np.concatenate([perfect[: len(target) // 3], predicted[len(target) // 3 :]])
-        yield Call(call.metric, (target, some, *others), kwargs)
+        third = len(target) // 3
+        predictions += [perfect, np.concatenate([perfect[:third], predicted[third:]])]
+    for predicted in predictions:
+        yield call._replace(args=(target, predicted, *call.args[2:]))
 
 
 def _perfect(target: Array, predicted: Array) -> Array | None:
@@ -200,13 +206,6 @@ def _perfect(target: Array, predicted: Array) -> Array | None:
     return np.eye(classes, dtype=predicted.dtype)[labels.astype(int)]
 
 
-def _rows(call: Call, start: int, stop: int) -> Call:
-    def some(leaf: object) -> object:
-        return leaf[start:stop] if isinstance(leaf, np.ndarray) else leaf
-
-    return Call(call.metric, *tf.nest.map_structure(some, (call.args, call.kwargs)))
-
-
 def _result(
     metric: keras.Metric,
     pieces: list[tuple[Call, float]],
@@ -218,21 +217,13 @@ def _result(
     states = []
     for piece, share in pieces:
         step = traced_step.Step(tf.constant(share, tf.float32), model, tf.identity, kinds=kinds)
-        args, kwargs = tf.nest.map_structure(_tensor, (piece.args, piece.kwargs))
+        piece = _mapped(piece, tf.convert_to_tensor)
         with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
-            metric.update_state(*args, **kwargs)
+            metric.update_state(*piece.args, **piece.kwargs)
         states.append([scope.get_current_value(v) for v, _ in start])
-    totals = (
-        [
-            (v, tf.add_n(list(column)) if v.aggregation == "sum" else column[0])
-            for (v, _), *column in zip(start, *states, strict=True)
-        ]
-        if states
-        else start
-    )
+    totals = [
+        (v, tf.add_n([zero, *column]) if v.aggregation == "sum" else (column or [zero])[0])
+        for (v, zero), *column in zip(start, *states, strict=True)
+    ]
     with keras.StatelessScope(state_mapping=totals):
         return [np.asarray(value, "float64") for value in tf.nest.flatten(metric.result())]
-
-
-def _tensor(leaf: object) -> object:
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

@@ -9,26 +9,26 @@ run_step             this replica's rows of the global batch, and their share of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from dtk.cluster import progress
-from dtk.compat import keras_models, keras_optimizers, keras_steps, tf_replicas
+from dtk.compat import keras_data, keras_models, keras_optimizers, keras_steps, tf_replicas
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart
 from dtk.input import slicing
-from dtk.nests import Gradients, Nest
-from dtk.trainer import jit
-from dtk.trainer.gradients import shared_optimizer, variable_parts
+from dtk.nests import Gradients, Leaf, Tree
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
 from dtk.trainer.gradients.shared_optimizer import Variables
 from dtk.trainer.replica import compiled_step, step_metrics
 from dtk.trainer.strategy import StepFunction, Strategy
-from dtk.trainer.tracing import lookups, moments, traced_step
+from dtk.trainer.tracing import lookups, traced_step
 
 
 @contextlib.contextmanager
@@ -37,8 +37,8 @@ def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
     with (
         progress.inside(f"{name} step"),
         traced_step.in_shares(),
-        keras_steps.patch_results(keras_models.metrics_of(model), step_metrics.result_of),
-        keras_steps.patch_moments(moments.of_all_replicas),
+        keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
+        keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
         lookups.in_place(),
         step_metrics.counted_on_all_rows(gathered),
     ):
@@ -52,7 +52,7 @@ def run_step(
     strategy: Strategy,
     kinds: Mapping[str, str],
     tried: bool = False,
-) -> Nest:
+) -> Tree:
     """Run Keras's own train or test step on this replica's slice, then make its logs global.
 
     This Python runs while the step is traced, or eagerly, and waits for no rank by itself: code
@@ -73,7 +73,7 @@ def run_step(
             check_reduced(step, strategy)
             if step_metrics.average_after_block(step):
                 return logs
-            moments.tell_of_others(step, strategy)
+            step_metrics.tell_of_others(step, strategy)
         world.average()
         return step_metrics.of_all_replicas(step, logs)
 
@@ -84,7 +84,7 @@ def begin_step(
     model: keras.Model,
     strategy: Strategy,
     kinds: Mapping[str, str],
-) -> tuple[Nest, traced_step.Step]:
+) -> tuple[Tree, traced_step.Step]:
     """Return this replica's rows, and its step."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
@@ -103,11 +103,11 @@ def begin_step(
 
 
 def _compute(
-    step_function: StepFunction, data: Nest, step: traced_step.Step, strategy: Strategy
-) -> Nest:
+    step_function: StepFunction, data: Tree, step: traced_step.Step, strategy: Strategy
+) -> Tree:
     """Run Keras's own step, compiled by XLA where the model asks for it."""
     compiles = bool(step.model.jit_compile) and not tf.executing_eagerly()
-    jit.compile_updates(step.model, compiles)
+    compiled_step.compile_updates(step.model, compiles)
     if not compiles:
         return step_function(data)
     compiled = compiled_step.CompiledStep(
@@ -116,7 +116,7 @@ def _compute(
     try:
         run = compiled.trace(data)
     except traced_step.UncompilableError as why:
-        jit.leave(step.model, strategy, str(why))
+        compiled_step.leave(step.model, strategy, str(why))
         return step_function(data)
     return run()
 
@@ -125,18 +125,16 @@ def check_reduced(step: traced_step.Step, strategy: Strategy) -> None:
     """Check that a train step gave its gradients to an optimizer that reduces them."""
     if step.reductions or not step.model.trainable_variables:
         return
-    raise NotDistributedError(
-        at_rank(
-            strategy.rank,
-            f"the first training step of model {step.model.name!r} finished without reducing any "
-            f"gradient over {strategy.num_replicas_in_sync} replicas, so each would train "
-            "alone. Its train_step must hand gradients to an optimizer that is an attribute of the "
-            "model (self.optimizer.apply(gradients, self.trainable_variables)).",
-        )
+    told = (
+        f"the first training step of model {step.model.name!r} finished without reducing any "
+        f"gradient over {strategy.num_replicas_in_sync} replicas, so each would train "
+        "alone. Its train_step must hand gradients to an optimizer that is an attribute of the "
+        "model (self.optimizer.apply(gradients, self.trainable_variables))."
     )
+    raise NotDistributedError(at_rank(strategy.rank, told))
 
 
-def without_optionals(data: Nest) -> Nest:
+def without_optionals(data: Tree) -> Tree:
     """Replace values that Keras marks as absent (`Optional`) by None."""
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
@@ -152,7 +150,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     With accumulation, it exchanges the sum of a window at the window's end.
     """
     bond = shared_optimizer.own(optimizer, strategy)
-    for member in variable_parts.members(optimizer):
+    for member in keras_optimizers.members(optimizer):
         keras_optimizers.index_variables(member)
     if bond.exchange is not None:
         return
@@ -165,7 +163,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     # The sums of a window are divided over ranks as well, so each step is exchanged.
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
 
-    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Nest:
+    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:
             shared_optimizer.build_outside_step(outer, variables, strategy)
@@ -233,7 +231,7 @@ def _replacements(
     mine = {
         i: g
         for i, (g, v) in enumerate(zip(grads, variables, strict=True))
-        if g is not None and getattr(v, "overwrite_with_gradient", False)
+        if g is not None and keras_optimizers.is_replaced(v)
     }
     # Replicas with local steps send nothing here and average their weights later.
     if not mine or (strategy.exchange is not None and strategy.exchange.local):
@@ -243,7 +241,7 @@ def _replacements(
     return dict(zip(mine, largest, strict=True))
 
 
-def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
+def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Tree]) -> Tree:
     if condition is None:
         return apply()
 
@@ -257,3 +255,65 @@ def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Nest]) -> Nest:
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
     """True where `flag` is true on every replica."""
     return step_metrics.sum_over_replicas(tf.cast(tf.logical_not(flag), tf.int32)) == 0
+
+
+# Prediction: every rank gets every row, in order.
+
+
+def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[list[Tree]], Tree]:
+    """Make a function that predicts batches; each replica predicts its part."""
+    sequence = strategy.new_sequence("predict")
+
+    @tf.autograph.experimental.do_not_convert
+    def one_step(data: Tree) -> Tree:
+        with strategy.sequence(sequence):
+            with progress.alone("the Python of"):
+                outputs = predict_rows(data, model)
+            return strategy.gather_outputs(outputs)
+
+    @tf.autograph.experimental.do_not_convert
+    def every_step(batches: list[Tree]) -> Tree:
+        with lookups.in_place():
+            outputs = [
+                strategy.join_outputs(strategy.run(one_step, args=(data,))) for data in batches
+            ]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    predict = every_step if model.run_eagerly else tf.function(every_step, reduce_retracing=True)
+
+    @functools.wraps(every_step)
+    def watched(batches: list[Tree]) -> Tree:
+        with progress.inside("predict step"):
+            return predict(batches)
+
+    return watched
+
+
+def predict_on_batch(predict: Callable[[list[Tree]], Tree], x: Tree, strategy: Strategy) -> Tree:
+    """Predict one global batch."""
+    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
+    batch = slicing.cut_exactly(keras_data.as_tensors((x,)), ranks, size)
+    outputs = predict([strategy.per_replica(batch)])
+    return tf.nest.map_structure(
+        lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
+    )
+
+
+def predict_rows(data: Tree, model: keras.Model) -> Tree:
+    """Run Keras's predict step on this replica's rows; there may be none."""
+    data = slicing.forget_rows(without_optionals(data))
+    predict = model.predict_step
+    if model.jit_compile and not tf.executing_eagerly():
+        predict = tf.function(predict, autograph=False, jit_compile=True, reduce_retracing=True)
+    outputs = predict(slicing.padding_row(data))
+    rows = slicing.count_rows(data)
+    return keras.tree.map_structure(lambda output: _rows_of(output, rows), outputs)
+
+
+def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
+    if isinstance(output, tf.SparseTensor):
+        raise ValueError(
+            "predict cannot put sparse outputs of several workers together; end the model with "
+            "tf.sparse.to_dense"
+        )
+    return output[:rows]

@@ -31,14 +31,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.cluster.variables import SELF_TEST
+from dtk.cluster.variables import SELF_TEST, TIME_STEPS
 from dtk.compat import keras_models, keras_optimizers, random_draws
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Array
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.step_trial import Outcome, Trial
-from dtk.trainer.strategy import Strategy
+from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
 # Number of other weights at which a step is tried before it is refused.
@@ -68,20 +68,22 @@ def is_wanted(asked: bool | str) -> bool | str:
     return asked
 
 
-def fail_if_nothing_is_tried() -> None:
-    """Under `dtk check`, make a script that trains no model end in an error."""
+def fail_if_nothing_is_trained() -> None:
+    """Under `dtk check` and `dtk tune`, make a script that trains no model end in an error."""
     if os.environ.get(SELF_TEST) == "only":
-        atexit.register(_nothing_was_tried)
+        atexit.register(_nothing_was_trained, "dtk check")
+    if TIME_STEPS in os.environ:
+        atexit.register(_nothing_was_trained, "dtk tune")
 
 
-def end_check() -> NoReturn:
-    """End a script under `dtk check`, after the check."""
-    atexit.unregister(_nothing_was_tried)
+def end_script() -> NoReturn:
+    """End a script under `dtk check` or `dtk tune`, once it has what it wants."""
+    atexit.unregister(_nothing_was_trained)
     raise SystemExit(0)
 
 
-def _nothing_was_tried() -> None:
-    print("dtk check: the script ended without training a model", file=sys.stderr, flush=True)
+def _nothing_was_trained(command: str) -> None:
+    print(f"{command}: the script ended without training a model", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -93,21 +95,19 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial)
     if verdict.wrong:
-        raise NotDistributedError(
-            at_rank(
-                strategy.rank,
-                f"the {name} of model {model.name!r} (not Keras's own: "
-                f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
-                f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
-                f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
-                "are, and no row's outputs may depend on other rows; nothing was updated. "
-                "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to",
-            )
+        told = (
+            f"the {name} of model {model.name!r} (not Keras's own: "
+            f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
+            f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
+            f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
+            "are, and no row's outputs may depend on other rows; nothing was updated. "
+            "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
+        raise NotDistributedError(at_rank(strategy.rank, told))
     verdict = _with_counts(trial, verdict)
+    for note in verdict.notes:
+        tell(strategy, f"warning: model {model.name!r}: {note}")
     if strategy.is_chief:
-        for note in verdict.notes:
-            print(f"dtk: warning: model {model.name!r}: {note}", file=sys.stderr, flush=True)
         found = "".join(f"; {name} is a {kind}" for name, kind in verdict.kinds.items())
         print(
             f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
@@ -375,15 +375,13 @@ def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> 
         return
     layer = stateful[0]
     batch = "a batch" if rows is None else f"a batch of {rows}"
-    raise NotDistributedError(
-        at_rank(
-            strategy.rank,
-            f"layer {layer.name!r} of model {model.name!r} has stateful=True: it keeps a state for "
-            f"every row of {batch}, and each of {size} replicas computes a part of the rows. Make "
-            f"it `keras.layers.{type(layer).__name__}(..., stateful=False)`, or train on one "
-            "process, where it works as without dtk",
-        )
+    told = (
+        f"layer {layer.name!r} of model {model.name!r} has stateful=True: it keeps a state for "
+        f"every row of {batch}, and each of {size} replicas computes a part of the rows. Make "
+        f"it `keras.layers.{type(layer).__name__}(..., stateful=False)`, or train on one "
+        "process, where it works as without dtk"
     )
+    raise NotDistributedError(at_rank(strategy.rank, told))
 
 
 @contextlib.contextmanager
@@ -412,10 +410,8 @@ def _explaining_failures(
             else "If the model is made for one size of batch, of which a worker computes only a "
             "part, write -1 or keras.ops.shape(x)[0] where that size stands"
         )
-        raise NotDistributedError(
-            at_rank(
-                strategy.rank,
-                f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
-                f"failed on {rows} rows. {advice}",
-            )
-        ) from error
+        told = (
+            f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
+            f"failed on {rows} rows. {advice}"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, told)) from error

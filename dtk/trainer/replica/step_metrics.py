@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -17,15 +18,18 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, tf_replicas
-from dtk.nests import Function, Nest
+from dtk.nests import Function, Tree
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 
-_Summed = TypeVar("_Summed", bound=Nest)
+_Summed = TypeVar("_Summed", bound=Tree)
 
 
 def sum_over_replicas(value: _Summed) -> _Summed:
     """Sum tensors over the replicas, in a replica context."""
+    if not tf.nest.flatten(value):
+        return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
@@ -33,7 +37,7 @@ def _sum_state(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sum state beside the gradients' collectives: it is ready earlier."""
     strategy = tf.distribute.get_strategy()
     with tf_replicas.counted_if(None), strategy.concurrent("state"):
-        return sum_over_replicas(values) if values else []
+        return sum_over_replicas(values)
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
@@ -70,7 +74,7 @@ class WorldState:
         before = self._before.get(id(variable))
         return tf.zeros_like(variable) if before is None else before
 
-    def result_of(self, original: Callable[[], Nest]) -> Nest:
+    def result_of(self, original: Callable[[], Tree]) -> Tree:
         """Compute a metric's `result` from the state of all replicas."""
         if self._inside:
             return original()
@@ -112,7 +116,7 @@ def _value_of(result: tf.Tensor | keras.Variable) -> tf.Tensor:
     return tf.convert_to_tensor(result) if isinstance(result, keras.Variable) else result
 
 
-def result_of(metric: keras.Metric, original: Callable[[], Nest]) -> Nest:
+def result_of(metric: keras.Metric, original: Callable[[], Tree]) -> Tree:
     """Compute a metric's result from the state of all replicas, in place of `Metric.result`."""
     step = traced_step.current()
     if step is None:
@@ -167,7 +171,7 @@ def average_after_block(step: traced_step.Step) -> bool:
 # Logs.
 
 
-def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]]:
+def numbers_of(step: traced_step.Step, logs: Tree) -> list[tuple[str, tf.Tensor]]:
     """Find the numbers in a step's logs that are not metric results."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
@@ -181,7 +185,7 @@ def numbers_of(step: traced_step.Step, logs: Nest) -> list[tuple[str, tf.Tensor]
 
 
 def results_in(
-    step: traced_step.Step, logs: Nest
+    step: traced_step.Step, logs: Tree
 ) -> list[tuple[traced_step.Path, keras.Metric, traced_step.Path]]:
     """Find the metric results in a step's logs."""
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
@@ -196,14 +200,14 @@ def _name_of(path: traced_step.Path) -> str:
     return "/".join(map(str, path))
 
 
-def with_numbers(logs: Nest, found: Mapping[str, tf.Tensor]) -> Nest:
+def with_numbers(logs: Tree, found: Mapping[str, tf.Tensor]) -> Tree:
     """Replace numbers in a step's logs, by name."""
     paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
     values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)
 
 
-def of_all_replicas(step: traced_step.Step, logs: Nest) -> Nest:
+def of_all_replicas(step: traced_step.Step, logs: Tree) -> Tree:
     """Sum over replicas the numbers that a step logs besides metric results."""
     numbers = numbers_of(step, logs)
     if not numbers:
@@ -217,7 +221,7 @@ def of_all_replicas(step: traced_step.Step, logs: Nest) -> Nest:
 
 def counted_on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
     """Return a context in which traced steps gather the rows of these metrics."""
-    return keras_steps.patch_updates(metrics, _count_all_rows)
+    return keras_steps.patch_metrics(metrics, "update_state", _count_all_rows)
 
 
 def _count_all_rows(
@@ -256,3 +260,84 @@ def _rows_of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Te
     with tf_replicas.counted_if(None):
         whole = sum_over_replicas([placed(tensor) for tensor in tensors])
     return [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
+
+
+# Moments: mean and variance over the rows of all replicas, by one message in each direction.
+#
+# For a synchronized normalization Keras sums three tensors over the replicas: the inputs, their
+# squares and their number; in the backward pass TensorFlow sums three gradients. Each sum is a
+# message that the next computation waits for. Here the three are one vector:
+#
+#     forward     [sum x | sum x^2 | count]   all-reduce   mean, variance
+#     backward    [  dx  |   dx^2  |  -   ]   all-reduce
+#
+# In a script's own train_step, each replica differentiates a mean over its own rows; its gradients
+# are weighed by its share of the rows after the tape, when the optimizer gets them. The gradients
+# that other replicas send back through the moments must be weighed by their shares, not by its own.
+
+
+def moments_of_all_replicas(
+    x: tf.Tensor,
+    axes: int | Sequence[int],
+    keepdims: bool = False,
+    *,
+    original: Function[tuple[tf.Tensor, tf.Tensor]],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute mean and variance over these axes and all replicas, as Keras does."""
+    axes = [axes] if isinstance(axes, int) else axes
+    replica = tf.distribute.get_replica_context()
+    if traced_step.current() is None or replica is None:
+        return original(x, axes, keepdims)
+    sums = tf.reduce_sum(x, axes, keepdims=True)
+    squares = tf.reduce_sum(tf.square(x), axes, keepdims=True)
+    shape = sums.shape
+    if not shape.is_fully_defined():
+        return original(x, axes, keepdims)
+    length = math.prod(shape)
+    count = tf.cast(tf.size(x, tf.int64) // length, x.dtype)
+    joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
+    joined = _sum_moments(joined)
+    sums, squares, counts = tf.split(joined, [length, length, 1])
+    mean = tf.math.divide_no_nan(sums, counts)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, counts) - tf.square(mean), 0.0)
+    gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
+    left = [n for axis, n in enumerate(shape) if axis not in gone]
+    return tf.reshape(mean, left), tf.reshape(variance, left)
+
+
+def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
+    """Print once which layers normalize over the rows of each replica alone."""
+    layers = [
+        layer.name
+        for layer in keras_models.layers_of(step.model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and not layer.synchronized
+        and id(layer.moving_mean) in step.assigned  # not if frozen or in inference mode
+    ]
+    replicas = strategy.num_replicas_in_sync
+    tells = strategy.is_chief and strategy.local_index() == 0
+    if replicas > 1 and layers and tells and keras_models.is_first_time(step.model, "norms"):
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        tell(
+            strategy,
+            f"model {step.model.name!r}: batch normalization in {', '.join(layers[:3])}{more} "
+            f"is over the rows of each of {replicas} replicas alone, so weights differ from those "
+            "of one process with the whole batch. BatchNormalization(synchronized=True), or model "
+            "= dtk.layers.convert_sync_batchnorm(model) before fit, is over all rows",
+        )
+
+
+@tf.custom_gradient
+def _sum_moments(
+    value: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Sum a tensor over the replicas; weigh its gradient as the tape's target will be weighed."""
+
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        step = traced_step.current()
+        if step is None or not step.weighed_later:
+            return _sum_moments(upstream)
+        share = tf.cast(step.share, upstream.dtype)
+        return tf.math.divide_no_nan(_sum_moments(step.weighed(upstream)), share)
+
+    return sum_over_replicas(value), gradient

@@ -7,7 +7,6 @@ weights.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import statistics
@@ -18,27 +17,16 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
-from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
-from dtk.compat import fused_kernels, keras_models, keras_optimizers
 from dtk.errors import at_rank
 from dtk.input import slicing
-from dtk.trainer.strategy import Loop, Strategy
+from dtk.trainer.replica import self_test
+from dtk.trainer.strategy import Loop, Strategy, tell
 
 _WARM_UP = 3  # the first run traces, the second may still allocate memory
 _SECONDS = 3.0
 _LEAST, _MOST = 5, 50
-
-
-def fail_if_nothing_is_timed() -> None:
-    """Under `dtk tune`, make a script that trains no model end in an error."""
-    if TIME_STEPS in os.environ:
-        atexit.register(_nothing_was_timed)
-
-
-def _nothing_was_timed() -> None:
-    print("dtk tune: the script ended without training a model", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def described(model: keras.Model, first: slicing.Slices) -> str:
@@ -78,23 +66,10 @@ def _end_after_timing(
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
             "deterministic": determinism.is_asked_for(),
-            "idle": _idle(model),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
             json.dump(found, file)
-    atexit.unregister(_nothing_was_timed)
-    raise SystemExit(0)
-
-
-def _idle(model: keras.Model) -> list[str]:
-    """Return the settings that change nothing for a model, since it lacks their layer or Adam."""
-    layers = keras_models.layers_of(model)
-    optimizers = keras_optimizers.chain(model.optimizer)
-    has = {
-        FUSED_BATCH_NORM: any(isinstance(x, keras.layers.BatchNormalization) for x in layers),
-        FUSED_ADAM: any(map(fused_kernels.has_fused_adam, optimizers)),
-    }
-    return [name for name, it_has in has.items() if not it_has]
+    self_test.end_script()
 
 
 def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strategy) -> None:
@@ -102,18 +77,13 @@ def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strateg
     if measured_with == "0":
         return
     if determinism.is_asked_for():
-        raise ValueError(
-            at_rank(
-                strategy.rank,
-                "op determinism is on, but `dtk run` has set options that `dtk tune` has measured, "
-                "and another measurement may choose others; run `dtk tune --forget "
-                f"{sys.argv[0]}`, or set {STEP_SETTINGS}=0",
-            )
+        told = (
+            "op determinism is on, but `dtk run` has set options that `dtk tune` has measured, "
+            "and another measurement may choose others; run `dtk tune --forget "
+            f"{sys.argv[0]}`, or set {STEP_SETTINGS}=0"
         )
+        raise ValueError(at_rank(strategy.rank, told))
     mine = described(model, first)
-    if strategy.is_chief and mine != measured_with:
-        print(
-            f"dtk: the settings of this step were measured with {measured_with}, and it has "
-            f"{mine}; `dtk tune` measures them anew",
-            file=sys.stderr,
-        )
+    if mine != measured_with:
+        told = f"the settings of this step were measured with {measured_with}, and it has {mine}"
+        tell(strategy, f"{told}; `dtk tune` measures them anew")

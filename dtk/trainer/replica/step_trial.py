@@ -22,12 +22,12 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import slicing
-from dtk.nests import Array, Function, Leaf, Nest, Specs
+from dtk.nests import Array, Leaf, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import lookups, moments, traced_step
+from dtk.trainer.tracing import lookups, traced_step
 
 # Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
@@ -36,7 +36,7 @@ _ROWS = 2
 _FAR = 1e-2
 
 # What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
-Found: TypeAlias = dict[str, Nest]
+Found: TypeAlias = dict[str, Tree]
 
 
 class Outcome(NamedTuple):
@@ -76,17 +76,15 @@ class Snapshot:
 
     def keep(self, variable: keras.Variable | tf.Variable) -> None:
         """Keep the value of one more variable; a value kept before stays."""
-        for copy in keras_variables.components(_stored(variable)):
+        if isinstance(variable, keras.Variable):
+            variable = keras_variables.stored(variable)
+        for copy in keras_variables.components(variable):
             self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
     def restore(self) -> None:
         """Assign the values back."""
         for copy, value in self._kept.values():
             copy.assign(value)
-
-
-def _stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
-    return keras_variables.stored(variable) if isinstance(variable, keras.Variable) else variable
 
 
 def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
@@ -104,6 +102,8 @@ def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable
 
 class Trial:
     """A step on a few rows that leaves every variable unchanged."""
+
+    _moments = staticmethod(step_metrics.moments_of_all_replicas)
 
     def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
@@ -201,23 +201,13 @@ class Trial:
     def _global_numbers(self) -> Iterator[None]:
         """Return a context in which a step's losses and metrics are over all replicas."""
         metrics = keras_models.metrics_of(self.model)
-        with traced_step.in_shares(), keras_steps.patch_results(metrics, step_metrics.result_of):
+        results = keras_steps.patch_metrics(metrics, "result", step_metrics.result_of)
+        with traced_step.in_shares(), results:
             yield
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         """Return the ranks whose parts this process has."""
         return self.strategy.local_ranks()
-
-    def _moments(
-        self,
-        x: tf.Tensor,
-        axes: int | Sequence[int],
-        keepdims: bool = False,
-        *,
-        original: Function[tuple[tf.Tensor, tf.Tensor]],
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute mean and variance for batch normalization."""
-        return moments.of_all_replicas(x, axes, keepdims, original)
 
     def _changed_by(
         self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
@@ -290,7 +280,7 @@ class Trial:
     def _observed(
         self,
         step: traced_step.Step,
-        logs: Nest,
+        logs: Tree,
         assigned: list[keras.Variable],
         of_replicas: bool = False,
     ) -> Found:
@@ -324,8 +314,8 @@ class Trial:
 
 
 def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    sums = step_metrics.sum_over_replicas([*values.values()]) if values else []
-    return dict(zip(values, sums, strict=True))
+    # As a list: names may differ by rank, and with them their order in a dict.
+    return dict(zip(values, step_metrics.sum_over_replicas([*values.values()]), strict=True))
 
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
@@ -385,11 +375,11 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
 
 
-def _tensors_of(part: Nest) -> list[tf.Tensor | None]:
+def _tensors_of(part: Tree) -> list[tf.Tensor | None]:
     return tf.nest.flatten(part, expand_composites=True)
 
 
-def _part_of(arrays: list[Array | None], like: Specs) -> Nest:
+def _part_of(arrays: list[Array | None], like: Specs) -> Tree:
     tensors = [None if array is None else tf.convert_to_tensor(array) for array in arrays]
     return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
 

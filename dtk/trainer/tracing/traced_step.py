@@ -26,8 +26,9 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from dtk.communicators.base import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
-from dtk.nests import Function, Gradients, Nest
+from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # The step that Keras is tracing; one per thread, because a mirrored strategy traces its replicas in
@@ -77,7 +78,7 @@ class Step:
     tried: bool = False  # whether `self_test` has compared it with one process's step
     noted: NotedGradients | None = None
     # Computes a metric's result from the state of all replicas; see `step_metrics.WorldState`.
-    result_of: Callable[[Callable[[], Nest]], Nest] | None = None
+    result_of: Callable[[Callable[[], Tree]], Tree] | None = None
 
     def __post_init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
@@ -110,7 +111,7 @@ class Step:
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.weighed(value.values), value.indices, value.dense_shape)
+            return with_values(value, self.weighed(value.values))
         value = tf.convert_to_tensor(value)
         # multiply_no_nan: a mean over no rows may be 0/0, and must count as zero.
         return tf.math.multiply_no_nan(value, tf.cast(self.share, value.dtype))
@@ -120,7 +121,7 @@ class Step:
         return gradients if self.own else [self.weighed(g) for g in gradients]
 
 
-def takes_own_step(step_function: Callable[[Nest], Nest], model: keras.Model) -> bool:
+def takes_own_step(step_function: Callable[[Tree], Tree], model: keras.Model) -> bool:
     """Return whether a step function is Keras's own train step."""
     return step_function.__name__ == "train_step" and keras_models.takes_own_step(model)
 
@@ -148,7 +149,7 @@ def in_shares() -> Iterator[None]:
     """
     with (
         keras_steps.patch_losses(_scale, _unscale, _weigh),
-        keras_steps.patch_assign(_note_assign),
+        keras_steps.patch_assign(_assign),
         keras_steps.patch_means(_update_mean),
         keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
@@ -246,10 +247,10 @@ def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
 def _differentiate(
     gradient: keras_steps.Gradient,
     values: keras_steps.Values,
-    target: Nest,
-    sources: Nest,
-    output_gradients: Nest,
-) -> Nest:
+    target: Tree,
+    sources: Tree,
+    output_gradients: Tree,
+) -> Tree:
     """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
     del values
     step = current()
@@ -277,7 +278,7 @@ def _differentiate(
         step.weighed_later = False
 
 
-def _are_weights(sources: Nest, step: Step) -> bool:
+def _are_weights(sources: Tree, step: Step) -> bool:
     trained = {id(v) for v in step.model.trainable_variables}
     trained |= {id(keras_variables.stored(v)) for v in step.model.trainable_variables}
     return any(id(source) in trained for source in tf.nest.flatten(sources))
@@ -313,9 +314,13 @@ def _update_mean(
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
-def _note_assign(variable: keras.Variable) -> None:
+def _assign(
+    variable: keras.Variable, value: tf.Tensor, original: Function[tf.Tensor]
+) -> tf.Tensor:
+    """Note that a step assigns a variable."""
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
+    return original(variable, value)

@@ -6,6 +6,7 @@ With a model to divide, how to divide it among workers, layer by layer (`dtk.pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -31,43 +32,42 @@ if TYPE_CHECKING:
 
 _SAVED = (".keras", ".h5")
 # Options that divide one model, and those for plans on any number of workers.
-_DIVIDING = ("processes", "hosts", "memory", "no_measure")
+_DIVIDING = "-n --hosts --memory --no-measure"
 _SWEEPING = (
-    "step_time",
-    "parameters",
-    "global_batch",
-    "workers",
-    "coding",
-    "block_steps",
-    "servers",
-    "price_per_hour",
-    "efficiency",
-    "markdown_file",
-    "plot",
+    "--step-time --parameters --global-batch --workers --coding --block-steps --servers "
+    "--price-per-hour --efficiency --markdown --plot"
 )
 
 
-def _quantity(
-    reader: Callable[[str, str], object],
-) -> Callable[[click.Context, click.Parameter, str | None], object]:
-    """Return what reads an option that is a number with a unit."""
+class Quantity(click.ParamType):  # type: ignore[type-arg, explicit-any]
+    """A number with a unit."""
 
-    def read(context: click.Context, option: click.Parameter, text: str | None) -> object:
+    def __init__(self, name: str, reader: Callable[[str, str], object]):
+        self.name, self._reader = name, reader
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> object:
+        """Read an option."""
+        if param is None or not isinstance(value, str):
+            return value
         try:
-            return None if text is None else reader(option.opts[0], text)
+            return self._reader(param.opts[0], value)
         except PlanError as error:
             raise jobs.Refused("plan", str(error)) from None
 
-    return read
 
-
-_COUNT, _TIME = _quantity(inputs.parse_count), _quantity(inputs.parse_seconds)
-_SPEED = _quantity(inputs.parse_bandwidth)
+_COUNT, _ROWS = Quantity("N", inputs.parse_count), Quantity("ROWS", inputs.parse_count)
+_COUNTS = Quantity("N,...", inputs.parse_counts)
+_TIME, _SPEED = Quantity("TIME", inputs.parse_seconds), Quantity("SPEED", inputs.parse_bandwidth)
+_STEP = Quantity("TIME", functools.partial(inputs.parse_seconds, zero="a step takes time"))
+_BYTES = Quantity("BYTES", inputs.parse_size)
 
 
 @click.command(
     "plan",
     cls=jobs.JobCommand,
+    context_settings={"show_default": True},
     epilog="""
     \b
     dtk bench --model resnet20 --json bench.json
@@ -86,88 +86,44 @@ _SPEED = _quantity(inputs.parse_bandwidth)
 @click.option(
     "--communicator", metavar="NAME", help="Communicator in that file, if there are several."
 )
-@click.option(
-    "--step-time",
-    metavar="TIME",
-    callback=_TIME,
-    help="Time of a worker's step without sending, e.g. 85ms.",
-)
-@click.option("--parameters", metavar="N", callback=_COUNT, help="Trainable parameters, e.g. 270k.")
+@click.option("--step-time", type=_STEP, help="Time of a worker's step without sending, e.g. 85ms.")
+@click.option("--parameters", type=_COUNT, help="Trainable parameters, e.g. 270k.")
 @click.option(
     "--batch-size",
-    metavar="ROWS",
-    callback=_COUNT,
+    type=_ROWS,
     help="Rows of that step per worker; with a model to divide, of all workers. Default: 32.",
 )
 @click.option(
     "--global-batch",
-    metavar="ROWS",
-    callback=_COUNT,
+    type=_ROWS,
     help="Rows of all workers, for any number of them. Default: --batch-size per worker.",
 )
+@click.option("--workers", type=_COUNTS, default="1,...,4096", help="`...` doubles.")
+@click.option("--workers-per-host", type=_COUNT, help="Default: the benchmark's, or 1.")
+@click.option("--bandwidth", type=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s.")
+@click.option("--latency", type=_TIME, default="0us", help="Between hosts, one way, e.g. 50us.")
+@click.option("--host-bandwidth", type=_SPEED, help="Within a host. Default: as fast as copying.")
+@click.option("--host-latency", type=_TIME, default="0us", help="Within a host.")
+@click.option("--coding", type=_TIME, help="Time to code a parameter in a few bits, e.g. 8.2ns.")
 @click.option(
-    "--workers",
-    callback=_quantity(inputs.parse_counts),
-    default="1,...,4096",
-    show_default=True,
-    help="`...` doubles.",
+    "--block-steps", type=_COUNT, default="16", help="Steps in a block of block momentum."
 )
+@click.option("--servers", type=_COUNT, default="1", help="Parameter servers.")
 @click.option(
-    "--workers-per-host", metavar="N", callback=_COUNT, help="Default: the benchmark's, or 1."
+    "--price-per-hour",
+    type=click.FloatRange(0, math.inf, max_open=True),
+    default=0.0,
+    help="Price of a host, any currency.",
 )
-@click.option(
-    "--bandwidth", metavar="SPEED", callback=_SPEED, help="Between hosts, each way, e.g. 1Gbit/s."
-)
-@click.option(
-    "--latency",
-    metavar="TIME",
-    callback=_TIME,
-    default="0us",
-    help="Between hosts, one way, e.g. 50us.",
-)
-@click.option(
-    "--host-bandwidth",
-    metavar="SPEED",
-    callback=_SPEED,
-    help="Within a host. Default: the speed of copying.",
-)
-@click.option(
-    "--host-latency", metavar="TIME", callback=_TIME, default="0us", help="Within a host."
-)
-@click.option(
-    "--coding",
-    metavar="TIME",
-    callback=_TIME,
-    help="Time to code a parameter in a few bits, e.g. 8.2ns.",
-)
-@click.option(
-    "--block-steps",
-    metavar="N",
-    callback=_COUNT,
-    default="16",
-    help="Steps in a block of block momentum. Default: 16.",
-)
-@click.option(
-    "--servers", metavar="N", callback=_COUNT, default="1", help="Parameter servers. Default: 1."
-)
-@click.option("--price-per-hour", type=float, default=0.0, help="Price of a host, any currency.")
 @click.option(
     "--efficiency",
-    type=float,
+    type=click.FloatRange(0, 1, min_open=True),
     default=tables.TARGET,
-    show_default=True,
     help="Least efficiency wanted.",
 )
-@click.option(
-    "-n", "processes", metavar="N", callback=_COUNT, help="Workers that a model is divided among."
-)
+@click.option("-n", "processes", type=_COUNT, help="Workers that a model is divided among.")
 @jobs.hosts
-@click.option(
-    "--memory",
-    metavar="BYTES",
-    callback=_quantity(inputs.parse_size),
-    help="Memory of a worker, to divide a model, e.g. 8GB.",
-)
+@click.option("--memory", type=_BYTES, help="Memory of a worker, to divide a model, e.g. 8GB.")
 @click.option(
     "--no-measure",
     is_flag=True,
@@ -214,10 +170,14 @@ def plan(
     model's layers on this machine, and searches for the fastest way to divide rows, channels,
     images and stages among -n workers.
     """
-    for option, file in {"--json": json_file, "--markdown": markdown_file, "--plot": plot}.items():
-        page.check_writable(option, file)
+    page.check_writable(json_file, markdown_file, plot)
+    divided = model is not None and (model.endswith(_SAVED) or ":" in model)
+    chosen = {"--model": None if divided else model, "--communicator": communicator}
+    for option, name in chosen.items():
+        if bench is None and name is not None:
+            raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
     within = Link(host_latency, host_bandwidth or math.inf)
-    if model is not None and (model.endswith(_SAVED) or ":" in model):
+    if model is not None and divided:
         _refuse(
             _SWEEPING,
             f"does not go with --model {model}, which is planned for one number of workers (-n) "
@@ -227,8 +187,6 @@ def plan(
         software, measured = Software(), 1
         if bench is not None:
             software, measured = software_of(read(bench), communicator)
-        else:
-            _check_alone("--communicator", communicator)
         between = _network(measured, per_host, (count,), bandwidth, latency)
         cluster = Cluster(between, within, per_host, software=software)
         rows = batch_size or Training.rows
@@ -239,15 +197,20 @@ def plan(
         "divides a model among workers: add --model model.keras, or package.module:function; "
         "numbers of workers to compare are --workers 1,2,4",
     )
-    if not 0 < efficiency <= 1:
-        raise PlanError(f"--efficiency {efficiency:g}: expected above 0 and at most 1, such as 0.7")
     given = None
     if step_time is not None and parameters is not None:
         given = Training(step_time, parameters, batch_size or Training.rows)
-    if bench is not None:
+    if bench is None:
+        if given is None:
+            raise PlanError(
+                "how long does a step take, of what? Give --bench and what `dtk bench --json` "
+                "wrote, or --step-time and --parameters"
+            )
+        known = Calibration(given, Software(), per_host=1, hosts=1)
+    else:
         if given is None:
             _refuse(
-                ("step_time", "parameters", "batch_size"),
+                "--step-time --parameters --batch-size",
                 f"was given, and {bench} says so already; leave it out, or give --step-time and "
                 "--parameters for another model over what sends there",
             )
@@ -256,15 +219,6 @@ def plan(
             # The costs of sending, for a model that was not measured.
             software = dataclasses.replace(known.software, product=0.0, hidden=0.0)
             known = dataclasses.replace(known, job=given, software=software)
-    else:
-        _check_alone("--model", model)
-        _check_alone("--communicator", communicator)
-        if given is None:
-            raise PlanError(
-                "how long does a step take, of what? Give --bench and what `dtk bench --json` "
-                "wrote, or --step-time and --parameters"
-            )
-        known = Calibration(given, Software(), per_host=1, hosts=1)
     software, per_host = known.software, workers_per_host or known.per_host
     if coding is not None:
         coded = {**software.coding, "8bit": coding, "1bit": coding}
@@ -276,27 +230,19 @@ def plan(
     advice = tables.advise(predictions, job, cluster, efficiency)
     if plot is not None:
         tables.draw(predictions, plot)
-    shown = tables.by_title(predictions).items(), tables.notes(job, cluster, advice)
     if json_file is not None:
         Path(json_file).write_text(tables.dumps(predictions, job, cluster, advice))
-    if markdown_file is not None:
-        Path(markdown_file).write_text(page.markdown(*shown))
-    page.show(*shown)
+    shown = [*tables.by_title(predictions).items()]
+    page.show(shown, tables.notes(job, cluster, advice), markdown_file)
 
 
-def _refuse(names: Sequence[str], why: str) -> None:
+def _refuse(options: str, why: str) -> None:
     """Raise PlanError if one of these options was given."""
     context = click.get_current_context()
-    options = {one.name: one.opts[0] for one in context.command.params}
-    for name in names:
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise PlanError(f"{options[name]} {why}")
-
-
-def _check_alone(option: str, name: str | None) -> None:
-    """Raise PlanError if an option chooses from a benchmark, but there is none."""
-    if name is not None:
-        raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
+    for one in context.command.params:
+        given = context.get_parameter_source(one.name or "") is not ParameterSource.DEFAULT
+        if given and one.opts[0] in options.split():
+            raise PlanError(f"{one.opts[0]} {why}")
 
 
 def _network(
@@ -341,13 +287,7 @@ def _divide(
         operators, outputs = graph.read(model)
         computing = layer_times.rates_here(getattr(model, "optimizer", None))
         if measures:
-            computing = layer_times.MeasuredRates(
-                model,
-                operators,
-                batch,
-                computing,
-                lambda name: click.echo(f"dtk plan: measuring {name}", err=True),
-            )
+            computing = layer_times.MeasuredRates(model, operators, batch, computing, _say)
         workload = layer_costs.Workload(
             operators, outputs, batch, computing, cluster, graph.slots(model), memory
         )
@@ -356,10 +296,13 @@ def _divide(
         if json_file is not None:
             Path(json_file).write_text(best.dumps())
         title = f"{given} on {workers} workers, {batch} rows"
-        notes = reasons.why(workload, choice)
-        notes += ["", f"Assumed: {tables.links(cluster)}.", computing.told]
-        notes += ["", best.script(json_file or "plan.json")]
+        assumed = ["", f"Assumed: {tables.links(cluster)}.", computing.told, ""]
+        notes = [*reasons.why(workload, choice), *assumed, best.script(json_file or "plan.json")]
         page.show([(title, reasons.table(choice))], notes)
+
+
+def _say(name: str) -> None:
+    click.echo(f"dtk plan: measuring {name}", err=True)
 
 
 def load(given: str) -> keras.Model:

@@ -1,0 +1,482 @@
+"""What a checkpoint holds: collected and written, on a thread if asked; read and restored.
+
+Rank 0 reads and writes; all ranks collect and restore together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk.callbacks.checkpointing import checkpoint_state as states
+from dtk.callbacks.checkpointing.checkpoint_files import (
+    STATE,
+    CheckpointFiles,
+    CorruptCheckpointError,
+    MemoryFile,
+    save_weights,
+)
+from dtk.callbacks.find_non_finite import non_finite_weights
+from dtk.cluster import progress
+from dtk.communicators.root import on_root
+from dtk.compat import keras_models, tf_replicas
+from dtk.compat.keras_variables import flat_shard_of, whole_shape
+from dtk.errors import CheckpointFormatError
+from dtk.exchange.contract import SavedItem
+from dtk.layers.parallelize import ModelInParts, is_in_parts
+from dtk.nests import Array, Logs
+from dtk.parameter_server import evaluator
+from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.sharded_optimizer import ShardedState
+from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.model_state import ModelState
+from dtk.trainer.ranks import shared_weights
+from dtk.trainer.replica.step_metrics import metric_variables
+from dtk.trainer.strategy import Strategy
+
+T = TypeVar("T")
+
+# Begins the names of what the exchange remembers of a part of a model, before the part's number.
+PART = "part "
+# Seconds after which it is said that training waits for the disk.
+_LONG = 10.0
+
+
+def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
+    """Do work on rank 0, and return its result on every rank. All ranks call it together."""
+
+    def alone() -> T:
+        # Summed state is read as it is there, without waiting for the others.
+        with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
+            return work()
+
+    return on_root(strategy.world, alone)
+
+
+class TrainingProgress(NamedTuple):
+    """Progress of training when a checkpoint is written."""
+
+    epoch: int  # the epoch to resume at, from 0
+    step: int  # steps of that epoch that are done
+    in_epoch: bool  # whether Keras is between two of its steps
+    logs: Logs | None = None  # the numbers of an epoch that is over; None before
+    # the numbers of an epoch of which only the validation is left; else None
+    trained: Logs | None = None
+
+
+class NotFiniteError(Exception):
+    """Error of a model whose weights are not worth keeping; the message names them."""
+
+
+class Background:
+    """Does work on a thread, while training goes on; the next work waits for it."""
+
+    def __init__(self, say: Callable[[str], None], long: float = _LONG):
+        self._say = say
+        self._long = long
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self.failure: Exception | None = None
+
+    def start(self, what: str, work: Callable[[], object]) -> None:
+        """Begin a piece of work; `finish` has been called since the last."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as failure:
+                self.failure = failure
+
+        self._what = what
+        # Not a daemon: a script that ends by itself leaves nothing half written.
+        self._thread = threading.Thread(target=run, name="dtk-checkpoint")
+        self._thread.start()
+
+    def finish(self, wait: bool = True) -> None:
+        """Raise what the work that is under way has raised, or has raised already."""
+        failure = self.left() if wait or self.failure is not None else None
+        if failure is not None:
+            raise failure
+
+    def left(self) -> Exception | None:
+        """Wait for the work that is under way, and return what it has raised."""
+        if self._thread is not None:
+            with progress.awaiting(self._thread):
+                self._thread.join(self._long)
+                if self._thread.is_alive():
+                    self._say(f"waiting for {self._what}, which takes more than {self._long:g} s")
+                    self._thread.join()
+            self._thread = None
+        failure, self.failure = self.failure, None
+        return failure
+
+
+def save(
+    trainer: DistributedTrainer,
+    files: CheckpointFiles,
+    progress: TrainingProgress,
+    keep: int | None,
+    best: float | None,
+    note: Mapping[str, object] | None,
+    background: Background | None,
+) -> str:
+    """Write one checkpoint. All ranks call it together: some state is spread over them.
+
+    With a `background`, it is copied, and written later; the one before has been finished. Where
+    there is a note, the checkpoint is the best so far.
+    """
+    trainer.flush()
+    fold_accumulators(trainer)
+    parts = parts_of(trainer)
+    if parts is not None:
+        if trainer.strategy.is_chief:
+            parts.build()
+        parts.gather()
+    metrics = None
+    if progress.in_epoch and progress.step:
+        metrics = [value_of(v) for v in metric_variables(trainer.model)]
+    exchange = exchange_of(trainer)
+
+    def write() -> str:
+        whole: ModelState = trainer
+        if parts is not None and parts.whole is not None:
+            whole = ModelState(parts.whole, trainer.strategy)
+        model, arrays = whole.model, dict[str, Array]()
+        if told := non_finite_weights(model):
+            raise NotFiniteError(told)
+        state = _state(trainer, whole, progress, best, metrics, exchange)
+        packed = {key: states.pack(value, arrays) for key, value in state.items()}
+        if background is None:
+            return files.save(lambda path: save_weights(model, path), packed, arrays, keep, note)
+        weights = MemoryFile()
+        keras.Model.save_weights(model, weights)
+        # An array of a callback's own may change while it is written.
+        copies = {name: np.array(array) for name, array in arrays.items()}
+        name = files.next_name()
+
+        def put(path: Path) -> None:
+            path.write_bytes(weights.getbuffer())
+
+        background.start(name, lambda: files.save(put, packed, copies, keep, note))
+        return name
+
+    try:
+        return on_chief(trainer.strategy, write)
+    finally:
+        if isinstance(parts, ShardedState):
+            parts.forget()
+
+
+def _state(
+    trainer: DistributedTrainer,
+    whole: ModelState,
+    progress: TrainingProgress,
+    best: float | None,
+    metrics: list[Array] | None,
+    exchange: dict[str, SavedItem],
+) -> states.CheckpointState:
+    """Collect what a checkpoint holds beside the weights; on rank 0 alone."""
+    model, strategy = trainer.model, trainer.strategy
+    optimizer = getattr(model, "optimizer", None)
+    return {
+        "format": states.FORMAT,
+        "workers": strategy.size,
+        "iterations": None if optimizer is None else int(value_of(optimizer.iterations)),
+        "variables": describe(whole),
+        "best": best,
+        "stopped": bool(model.stop_training),
+        "seeds": [copies_of(v, strategy)[0] for v in whole.seed_states()],
+        "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
+        "random": states.of_generators(),
+        "tensorflow_seed": tf_replicas.global_seed(),
+        "shuffle_seed": strategy.shuffle_seed.value,
+        "data": trainer.feed.position(progress.in_epoch),
+        "epoch": progress.epoch,
+        "step": progress.step,
+        "metrics": metrics,
+        "trained": progress.trained,
+        "exchange": exchange,
+    }
+
+
+def parts_of(trainer: DistributedTrainer) -> ModelInParts | ShardedState | None:
+    """Return what puts together what ranks hold in parts. All ranks call it together.
+
+    A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
+    script resumes it on any grid, and in one process.
+    """
+    model, group = trainer.model, trainer.strategy.model_communicator
+    if sharded := shared_optimizer.sharded_of(model):
+        return ShardedState(model, sharded)
+    divided = hasattr(model, "operations") and any(map(is_in_parts, keras_models.layers_of(model)))
+    return ModelInParts(model, group) if group.size > 1 or divided else None
+
+
+def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
+    """Collect what the exchange of gradients remembers, of all ranks, who call it together."""
+    own, group = trainer.exchange_state(), trainer.strategy.model_communicator
+    if group.size == 1:
+        return own
+    return {
+        f"{PART}{part}/{name}": item
+        for part, items in enumerate(group.allgather_object(own))
+        for name, item in items.items()
+    }
+
+
+def describe(trainer: ModelState) -> states.Described:
+    """Return path, shape and dtype of every variable a checkpoint holds, in order."""
+    variables = trainer.shared_variables()
+    return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
+
+
+def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
+    """Return the variables that hold this rank's part of unfinished accumulation windows."""
+    optimizers = shared_optimizer.optimizers_of(trainer.model)
+    found = [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+    return [v for v in found if flat_shard_of(v) is None]  # those hold sums of all ranks
+
+
+def fold_accumulators(trainer: DistributedTrainer) -> None:
+    """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
+
+    The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
+    single process would have.
+    """
+    variables, strategy = accumulators_of(trainer), trainer.strategy
+    if not variables:
+        return
+    sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
+    for variable, total in zip(variables, strategy.communicator.allreduce(sums), strict=True):
+        give_to_first(variable, total, strategy)
+
+
+def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: Strategy) -> None:
+    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
+    zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
+    strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
+
+
+def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
+    """Return what this process's replicas hold of a variable."""
+    return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
+
+
+def value_of(variable: keras.Variable) -> Array:
+    return keras.ops.convert_to_tensor(variable).numpy()
+
+
+# Resuming.
+
+_ELSE = "use another directory, or resume=False"
+
+
+def load_newest(
+    files: CheckpointFiles,
+    trainer: DistributedTrainer,
+    resume: bool = True,
+    parts: ModelInParts | ShardedState | None = None,
+) -> tuple[str, states.CheckpointState] | None:
+    """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
+
+    What an earlier process left half written is removed first.
+    """
+    files.clear_unfinished()
+    names = files.names() if resume else []
+    if not names:
+        return None
+    name, packed, arrays = _newest_readable(files, names)
+    path = files.directory / name
+    state: ModelState = trainer if parts is None else ModelState(parts.build(), trainer.strategy)
+    check_same_model(packed["variables"], describe(state), path)
+    check_same_counts(packed, state, path)
+    state.model.load_weights(files.weights(name))
+    # The keys stay, and arrays take the places of their names.
+    loaded = cast(states.CheckpointState, states.unpack(packed, arrays))
+    if parts is not None:
+        for variable, value in zip(state.seed_states(), loaded["seeds"], strict=True):
+            variable.assign(value)
+    return name, loaded
+
+
+def _newest_readable(
+    files: CheckpointFiles, names: list[str]
+) -> tuple[str, states.CheckpointState, dict[str, Array]]:
+    corrupt: list[str] = []
+    for name in names:
+        path = files.directory / name
+        try:
+            state, arrays = files.read(name)
+            _check(state, path)
+        except CorruptCheckpointError as error:
+            corrupt.append(f"{path}: {error}")
+            continue
+        if corrupt:
+            warnings.warn(
+                f"corrupt checkpoint ({'; '.join(corrupt)}); going back to {path}", stacklevel=2
+            )
+        return name, state, arrays
+    raise ValueError(
+        f"no checkpoint can be read ({'; '.join(corrupt)}); remove {files.directory} or give "
+        "resume=False to start afresh"
+    )
+
+
+def load_weights(
+    files: CheckpointFiles, model: keras.Model, name: str
+) -> evaluator.SavedProgress | None:
+    """Load the weights of a checkpoint into a model that will not be trained."""
+    trainer = trainer_of(model)
+    assert trainer is not None
+    try:
+        packed, _ = files.read(name)
+        count, path = len(model.weights), files.directory / name
+        _check(packed, path)
+        check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
+        evaluator.quietly_load(model, files.weights(name))
+    except (CorruptCheckpointError, FileNotFoundError):
+        if name in files.names():
+            raise
+        return None
+    return evaluator.SavedProgress(packed["epoch"], packed["step"], packed.get("iterations"))
+
+
+def _check(state: states.CheckpointState, path: Path) -> None:
+    """Refuse values that cannot be, and what a newer dtk has written.
+
+    An older checkpoint in the place of a newer dtk's would lose steps.
+    """
+    given = state.get("format")
+    if isinstance(given, int) and given > states.FORMAT:
+        raise CheckpointFormatError(
+            f"{path} has format {given}, and this dtk reads {states.FORMAT} at most; "
+            "resume with the dtk that wrote it or a newer one, or give another directory"
+        )
+    try:
+        states.check(state)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{STATE}: {error}") from None
+
+
+def check_same_model(saved: states.Described, mine: states.Described, path: Path) -> None:
+    """Compare what `describe` returned then and now.
+
+    Layers are named anew in every process, so of a path only its last word counts.
+    """
+    for (name, *shape), (own_name, *own_shape) in zip(saved, mine, strict=False):
+        if shape != own_shape or _last_word(name) != _last_word(own_name):
+            raise ValueError(
+                f"{path} belongs to another model: it has {name} {shape}, this model has "
+                f"{own_name} {own_shape} there; {_ELSE}"
+            )
+    if len(saved) != len(mine):
+        more, where = (saved, "the checkpoint") if len(saved) > len(mine) else (mine, "this model")
+        raise ValueError(
+            f"{path} belongs to another model: only {where} has "
+            f"{more[min(len(saved), len(mine))][0]}; {_ELSE}"
+        )
+
+
+def _last_word(path: str) -> str:
+    """Return the name of a variable without its folder and what stands before its last _."""
+    return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
+
+
+def check_same_counts(saved: states.CheckpointState, trainer: ModelState, path: Path) -> None:
+    """Compare what has no weights: random layers, and metrics in the middle of an epoch."""
+    metrics = metric_variables(trainer.model)
+    for what, theirs, mine in (
+        ("random layers (Dropout and the like)", saved["seeds"], trainer.seed_states()),
+        ("variables of metrics", saved["metrics"], metrics),
+    ):
+        if theirs is not None and len(theirs) != len(mine):
+            raise ValueError(
+                f"{path} belongs to another model: it has {len(theirs)} {what}, this model has "
+                f"{len(mine)}; use another directory or resume=False, and model.load_weights to "
+                "start from its weights"
+            )
+
+
+def restore(
+    state: states.CheckpointState,
+    trainer: DistributedTrainer,
+    epochs: int,
+    parts: ModelInParts | ShardedState | None,
+) -> None:
+    """Restore everything but the weights, which rank 0 has loaded. All ranks call it together."""
+    strategy = trainer.strategy
+    if parts is not None:
+        parts.scatter(strategy.world)
+    shared_weights.start_from(0, trainer)
+    for variable in accumulators_of(trainer):
+        give_to_first(variable, copies_of(variable, strategy)[0], strategy)
+    restore_exchange(trainer, state.get("exchange", {}))
+    if parts is None:
+        for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
+            variable.assign(value)
+    shared_weights.spread_seeds(trainer)
+    states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
+    states.to_generators(state["random"])
+    _restore_seeds(state, trainer)
+    if state["stopped"]:
+        trainer.set_initial_epoch(max(state["epoch"], epochs))
+        return
+    trainer.set_initial_epoch(state["epoch"])
+    if state["trained"] is None:
+        trainer.feed.resume_at(state["step"], state["data"])
+    else:
+        trainer.feed.resume_after_steps(state["trained"], state["data"])
+
+
+def restore_exchange(trainer: DistributedTrainer, saved: dict[str, SavedItem]) -> None:
+    """Restore what the exchange of gradients remembers; on a grid, of this rank's part.
+
+    What belongs to another division of the model cannot be used: the exchange then begins anew, and
+    rank 0 warns. One process without an exchange keeps it for the next.
+    """
+    strategy = trainer.strategy
+    group, start = strategy.model_communicator, ""
+    parts = {name.partition("/")[0] for name in saved if name.startswith(PART)}
+    alone = group.size == 1 and not (
+        parts and shared_optimizer.gradient_exchanges_of(trainer.model)
+    )
+    fits = alone or len(parts) == group.size
+    if not alone:
+        start = f"{PART}{group.rank}/"
+    mine = {k.removeprefix(start): v for k, v in saved.items() if fits and k.startswith(start)}
+    trainer.restore_exchange(mine)
+    if saved and not fits and strategy.is_chief:
+        warnings.warn(
+            f"the checkpoint remembers gradients of a model in {len(parts) or 1} part(s), which "
+            f"here has {group.size}: exchange={strategy.exchange} begins anew, with nothing kept",
+            stacklevel=2,
+        )
+
+
+def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer) -> None:
+    strategy = trainer.strategy
+    if strategy.shuffle_seed.value is not None and state["shuffle_seed"] is not None:
+        strategy.shuffle_seed.restore(state["shuffle_seed"], in_force=state["tensorflow_seed"])
+    if state["tensorflow_seed"] not in (None, tf_replicas.global_seed()):
+        tf.random.set_seed(state["tensorflow_seed"])
+        trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
+
+
+def resume_message(state: states.CheckpointState, epochs: int, path: Path) -> str:
+    """Return the line that says where training goes on."""
+    if state["stopped"]:
+        return f"a callback had stopped training after epoch {state['epoch']} ({path})"
+    if state["epoch"] >= epochs:
+        return f"training had finished, epoch {state['epoch']} of {epochs} ({path})"
+    step = f", step {state['step'] + 1}," if state["step"] else ""
+    step = step if state["trained"] is None else ", validation,"
+    return f"resuming at epoch {state['epoch'] + 1}/{epochs}{step} from {path}"
