@@ -330,7 +330,7 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
 
 
 def _padded(block: tf.Tensor, length: int | tf.Tensor) -> tf.Tensor:
-    if block.shape.num_elements() == length:
+    if not tf.is_tensor(length) and block.shape.num_elements() == length:
         return block
     return tf.pad(block, [[0, length - tf.size(block, tf.int64)]])
 

@@ -102,7 +102,7 @@ OTHERS = {
     ),
     "divided among two": lambda o: divided_among_two(),
     "layerwise adam": lambda o: dtk.optimizers.LAMB(0.01, weight_decay=0.01),
-    "warm-up": lambda o: dtk.optimizers.RMSpropWarmup(0.01),
+    "warm-up": lambda o: dtk.optimizers.RMSpropWarmup(0.01, steps_per_epoch=5),
 }
 NAMES = [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
 
@@ -243,6 +243,43 @@ def test_files_hold_the_whole(pool, tmp_path):
         assert_near(weights_of_rank, bodies.flat(loaded.get_weights()))
 
 
+# Loops of one's own.
+
+
+def looped(strategy=None):
+    """Train a compiled model by a loop; its first, second ... rows are those of ranks 0, 1 ..."""
+    model = compiled(strategy, "adam, clipnorm")
+    ranks, rank = (strategy.size, strategy.rank) if strategy else (1, 0)
+    random = np.random.default_rng(0)
+    x = tf.constant(random.integers(0, 50, (16, 6))[rank::ranks])
+    y = tf.constant(random.integers(0, 7, 16)[rank::ranks])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            loss = tf.reduce_sum(losses) / 16
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    run = tf.function(lambda *rows: strategy.run(step, rows) if strategy else step(*rows))
+    for _ in range(3):
+        run(x, y)
+    return outcome(model)
+
+
+def looped_in_parts():
+    return looped(sharded())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_of_ones_own(pool):
+    weights, slots = looped()
+    found = pool.run(looped_in_parts, timeout=240)
+    assert sum(slots_of_rank for _, slots_of_rank in found) == slots
+    for weights_of_rank, _ in found:
+        assert_near(weights_of_rank, weights)
+
+
 # What is refused.
 
 
@@ -264,16 +301,20 @@ def refusals():
         built.build(model.trainable_variables)
     with sharded().scope():
         note(lambda: model.compile(built, "mse"))
+        model, unknown = build(), keras.optimizers.Adam(name="unknown")
+    gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
+    note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
     return told
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_refused(pool):
     for rank, told in enumerate(pool.run(refusals)):
-        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 3
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 4
         assert "exchange=Quantized(bits=1)" in told[0]
         assert "model_parallel=2" in told[1]
         assert "was built before it was compiled" in told[2]
+        assert "optimizer 'unknown' was applied" in told[3]
 
 
 def test_one_process_is_plain_keras():
