@@ -206,7 +206,7 @@ def test_a_payload_that_was_cut_is_refused(payload):
 def test_the_constructors_of_records_keep_or_refuse():
     """A record may come from anybody: none of dtk's does anything else when it is made."""
     known = {
-        "bench/results.py", "cluster/tf_config.py", "communicators/costs.py",
+        "bench/setting.py", "cluster/tf_config.py", "communicators/costs.py",
         "communicators/shard.py", "exchange/delayed.py", "exchange/dense.py",
         "exchange/downpour.py", "exchange/local_steps.py", "exchange/quantized.py",
         "exchange/warm_start.py", "parameter_server/consistency_models.py", "planning/inputs.py",
