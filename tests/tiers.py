@@ -72,7 +72,6 @@ FULL = (
     r"communicators/test_contract.py::test_collectives\[(mpi-wheel|horovod-mpi)-2-eager",
     r"communicators/test_contract.py::test_send_and_recv\[(collective-3|horovod-mpi-2)-graph",
     r"cli/test_doctor.py::test_a_name_of_the_real_keras_that_has_gone",
-    r"launch/test_stall.py::test_a_rank_that_sleeps\S*\[collective",
     r"exchange/test_quantized.py::\S+\[collective-3",
     r"layers/test_spatial.py::\S+\[collective-3",
     # whole commands: one of each

@@ -209,7 +209,8 @@ def test_the_constructors_of_records_keep_or_refuse():
         "bench/results.py", "cluster/tf_config.py", "communicators/costs.py",
         "communicators/shard.py", "exchange/delayed.py", "exchange/dense.py",
         "exchange/downpour.py", "exchange/local_steps.py", "exchange/quantized.py",
-        "exchange/warm_start.py", "parameter_server/consistency_models.py", "launch/attempts.py", "parameter_server/job_context.py",
+        "exchange/warm_start.py", "launch/attempts.py", "parameter_server/consistency_models.py",
+        "parameter_server/job_context.py",
         "search/study.py", "trainer/tracing/traced_step.py",
     }  # fmt: skip
     package = pathlib.Path(dtk.__file__).parent
