@@ -38,6 +38,10 @@ class DisagreementError(DtkError, RuntimeError):
     """Ranks differ in something they must agree on: variables, steps, scripts, versions."""
 
 
+class ReplacedError(DtkError, NotImplementedError):
+    """A function of another library that dtk does in another way; the message says which."""
+
+
 class VersionError(DtkError, ImportError):
     """The installed TensorFlow or Keras lacks a private name that dtk needs."""
 

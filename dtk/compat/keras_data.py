@@ -31,7 +31,7 @@ from keras.utils import PyDataset
 from dtk import placement
 from dtk.cluster import progress
 from dtk.cluster.variables import SELF_TEST
-from dtk.compat import keras_models, names, tf_datasets
+from dtk.compat import keras_models, names, tf_datasets, tf_replicas
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
@@ -77,7 +77,18 @@ def _cut(
 
 @tf.autograph.experimental.do_not_convert
 def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
+    return own_rows(batch)
+
+
+def own_rows(batch: Tree) -> slicing.Slices:
+    """Take a batch as the rows of this rank alone."""
     return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
+
+
+def of_this_rank(dataset: Dataset) -> Dataset:
+    """Return a dataset that a script has given to `fit` as this rank's own batches."""
+    whole = dataset.whole if isinstance(dataset, PerRankDataset) else dataset
+    return dataset if whole is None else PerRankDataset(whole, None)
 
 
 def cut_batches(
@@ -281,7 +292,9 @@ class Feed:
         `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
         given, adapter = iterator._distributed_dataset, iterator.data_adapter
-        if isinstance(given, EpochDataset):
+        if tf_replicas.is_whole():  # this rank reads all of it, without the others
+            given = iterator._distributed_dataset = tf_datasets.read_alone(given)
+        elif isinstance(given, EpochDataset):
             given = given.given
         elif self._cut is None:
             iterator._distributed_dataset = _tuned_for(adapter, given)

@@ -110,6 +110,13 @@ class PerRankDataset(input_lib.DistributedDataset):
         return PerRankDatasetSpec(tf.data.DatasetSpec(self.local.element_spec), self._regrouped)
 
 
+def read_alone(dataset: tf.data.Dataset | PerRankDataset) -> tf.data.Dataset:
+    """Return what one rank reads of a dataset without the others: all that it was given."""
+    if not isinstance(dataset, PerRankDataset):
+        return dataset
+    return dataset.local if dataset.whole is None else dataset.whole
+
+
 class PerRankDatasetSpec(tf.TypeSpec):
     """Type of a `PerRankDataset`, so that it can be an argument of a `tf.function`."""
 

@@ -190,13 +190,19 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         finally:
             self._reads_are_local = before
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return a context in which this rank computes and reads without the others."""
+        with self.local_reads(), tf_replicas.alone():
+            yield
+
     # Data.
 
     def _experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: object
     ) -> tf.data.Dataset:
         del options
-        if self._communicator.size == 1:
+        if self._num_replicas_in_sync == 1:
             return slicing.in_time(dataset)
         slicing.check_rows(dataset.element_spec)
         rank, size = self._communicator.rank, self._communicator.size

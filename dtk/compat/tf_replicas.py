@@ -125,6 +125,16 @@ def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
         _running.whole = False
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Return a context in which this process is the only replica, outside of a step, too."""
+    outer, _running.whole = _running.whole, True
+    try:
+        yield
+    finally:
+        _running.whole = outer
+
+
 def is_whole() -> bool:
     """Return whether this thread computes a step as if there were one replica."""
     return _running.whole

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, keras_variables
+from dtk.compat import keras_data, keras_models, keras_variables, tf_replicas
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
@@ -59,6 +59,11 @@ class DistributedTrainer(ModelState):
         """Whether dtk replaces the model's step functions; a single replica runs plain Keras."""
         return self.strategy.num_replicas_in_sync > 1 or self.strategy.world.size > 1
 
+    def is_alone(self, name: str) -> bool:
+        """Return whether a call computes this rank's data without the other ranks."""
+        del name
+        return False
+
     def bind_optimizers(self) -> None:
         """Make the model's optimizers reduce their gradients over the replicas."""
         for optimizer in shared_optimizer.optimizers_of(self.model):
@@ -70,12 +75,16 @@ class DistributedTrainer(ModelState):
         """Cut a dataset of global batches for this process."""
         return keras_data.cut(dataset, self.strategy)
 
+    def cut_batches(self, batches: Iterable[Tree]) -> list[slicing.Slices]:
+        """Cut single global batches for this process."""
+        return keras_data.cut_batches(batches, self.strategy)
+
     def take_epoch_iterator(
         self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:
-            self._unread = True
+            self._unread = self._unread or not tf_replicas.is_whole()
             data_batch = self.feed.take(iterator, self.callbacks)
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model) and _has_shapes(data_batch):
@@ -133,7 +142,7 @@ class DistributedTrainer(ModelState):
 
         def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
             if not isinstance(iterator, tf.data.Iterator):
-                slices = keras_data.cut_batches(iterator, strategy)
+                slices = self.cut_batches(iterator)
                 self.try_step(name, step_function, slices[0])
                 iterator = iter(slices)
             elif self._unread:

@@ -46,6 +46,9 @@ def call(
     trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
+    if trainer.is_alone(name):
+        with trainer.strategy.extended.alone():
+            return method(*args, **kwargs)
     if name not in ("fit", "evaluate", "predict"):
         if name == "predict_on_batch" and trainer.takes_over:
             method = trainer.predict_on_batch
@@ -119,7 +122,7 @@ def _fit(
     listed = isinstance(callbacks, keras.callbacks.CallbackList)
     flat = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
     data = {"training data": data_of(asked), "validation data": asked["validation_data"]}
-    every_batch = rank_checks.check_same_call(strategy, data, flat)
+    every_batch = rank_checks.check_same_call(strategy, data if trainer.same_data else {}, flat)
     trainer.synchronize_weights()
     first, last = SynchronizeWeights(trainer), RankChecks(trainer, every_batch)
     mine = _on_this_rank(flat, strategy)
@@ -206,8 +209,8 @@ def _on_batch(
     calls = trainer.calls[name] + 1
     looks = calls & (calls - 1) == 0
     if looks and trainer.takes_over:
-        batch = [*args, *kwargs.values()]
-        rank_checks.check_same_call(trainer.strategy, {f"batch of {name}": batch})
+        batch = {f"batch of {name}": [*args, *kwargs.values()]}
+        rank_checks.check_same_call(trainer.strategy, batch if trainer.same_data else {})
     if calls == 1 or not trains:
         trainer.synchronize_weights()
     if calls == 1 and trainer.model.built:
@@ -250,17 +253,17 @@ class SynchronizeWeights(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and logged numbers that differ."""
-        if not self.trainer.has_local_steps:
+        if self.trainer.same_data and not self.trainer.has_local_steps:
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
         # Callbacks may have added other objects, which perhaps cannot be sent.
         numbers = {name: value for name, value in logs.items() if isinstance(value, float | int)}
         gathered = self.trainer.strategy.world.allgather_object(numbers)
-        for name in numbers:
-            values = [one[name] for one in gathered]
-            if isinstance(values[0], float) and len(set(values)) > 1:
-                logs[name] = sum(values) / len(values)
+        for name in {name: None for one in gathered for name in one}:
+            values = [one[name] for one in gathered if name in one]
+            if isinstance(values[0], float):
+                logs[name] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
 
 
 class RankChecks(keras.callbacks.Callback):

@@ -11,7 +11,13 @@ from dtk.trainer.strategy import Strategy
 
 
 class ModelState:
-    """The variables of a model and its optimizers: shared, equal, or of one rank."""
+    """The variables of a model and its optimizers: shared, equal, or of one rank.
+
+    Attributes:
+        same_data: Whether all ranks are given the same data, of which each takes its rows.
+    """
+
+    same_data = True
 
     def __init__(self, model: keras.Model, strategy: Strategy):
         self.model = model
