@@ -6,8 +6,10 @@ Each class also derives from the matching built-in error, so `except ValueError`
     True
 """
 
+import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -58,6 +60,14 @@ class CheckpointSaveError(DtkError, OSError):
 
 class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
+
+
+def script_line() -> str:
+    """Return the place in the script, file:line, from which dtk was called."""
+    library = os.path.dirname(__file__) + os.sep, "site-packages"
+    places = [(frame.filename, frame.lineno) for frame in inspect.stack(0)]
+    own = [place for place in places if not any(part in place[0] for part in library)]
+    return "{}:{}".format(*(own or places)[0])
 
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:

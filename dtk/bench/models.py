@@ -39,16 +39,17 @@ class Problem(NamedTuple):
     # from a random generator and a number, so many rows of input
     rows: Callable[[np.random.Generator, int], Array]
 
-    def compiled(self, keras: ModuleType) -> Model:
+    def compiled(self, keras: ModuleType, slots: bool = False) -> Model:
         """Build the model with equal weights every time, ready to train with `keras`.
 
         Plain SGD is the least an optimizer can do, and keeps an embedding's gradient sparse: what
-        is measured is everything else.
+        is measured is everything else. With slots, it is Adam.
         """
         keras.utils.set_random_seed(1)
         model = self.build(keras)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.01), loss)
+        optimizer = keras.optimizers.Adam(1e-4) if slots else keras.optimizers.SGD(0.01)
+        model.compile(optimizer, loss)
         return model
 
     def data(self, count: int) -> tuple[Array, Array]:

@@ -48,6 +48,8 @@ class Setting:
     # how often each variant is measured; once more, in which it is traced, goes before
     rounds: int = 5
     allreduce: tuple[int, ...] = ()  # sizes of tensors, in bytes, to be summed
+    # whether models train with Adam, and dtk also with a part of its slots on each worker
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_names("--model", self.models, MODELS)
@@ -68,6 +70,16 @@ class Setting:
             ('mlp', 'allreduce 4000')
         """
         return (*self.models, *map(task_of, self.allreduce))
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The exchanges that are measured with a sharded optimizer, too.
+
+        Example:
+            >>> Setting(exchanges=("none", "1bit"), shard_optimizer=True).sharded
+            ('none',)
+        """
+        return tuple(e for e in self.exchanges if self.shard_optimizer and e in EXCHANGES[:3])
 
     def steps_with(self, exchange: str, workers: int) -> int:
         """Return the steps of a measurement with an exchange.

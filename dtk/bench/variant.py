@@ -101,7 +101,7 @@ class LocalFit(Fit):
         x, y = problem.data(communicator.size * count)
         self._device = device
         with tf.device(device):
-            model = problem.compiled(keras)
+            model = problem.compiled(keras, setting.shard_optimizer)
         data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
         super().__init__(BOUND, model, data, setting.steps, communicator)
 
@@ -114,15 +114,16 @@ class LocalFit(Fit):
 def distributed_fit(
     problem: Problem, setting: Setting, strategy: AllReduceStrategy, exchange: str
 ) -> Fit:
-    """Return Keras's `fit` under a strategy of dtk's, with one exchange."""
+    """Return Keras's `fit` under a strategy of dtk's, with one exchange, maybe sharded."""
     strategy.exchange = exchange_of(exchange)
     with strategy.scope():
-        model = problem.compiled(keras)
+        model = problem.compiled(keras, setting.shard_optimizer)
     steps = setting.steps_with(exchange, strategy.size)
     batch = setting.batch_size * strategy.size
     x, y = problem.data((steps + 1) * batch)
     data = {"x": x, "y": y, "batch_size": batch}
-    return Fit(exchange, model, data, steps, strategy.communicator)
+    name = f"{exchange} sharded" if strategy.shard_optimizer else exchange
+    return Fit(name, model, data, steps, strategy.communicator)
 
 
 def exchange_of(name: str) -> Exchange:
@@ -183,6 +184,8 @@ class StrategyWorker:
     def __init__(self, setting: dict[str, object]):
         self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
         self._strategy = AllReduceStrategy()
+        if self._setting.shard_optimizer:
+            self._sharded = AllReduceStrategy(self._strategy.communicator, shard_optimizer=True)
         self.rank = self._strategy.rank
         self.versions = {**_VERSIONS, "dtk": __version__}
 
@@ -193,5 +196,8 @@ class StrategyWorker:
         variants = [
             distributed_fit(PROBLEMS[task], self._setting, self._strategy, exchange)
             for exchange in self._setting.exchanges
+        ] + [
+            distributed_fit(PROBLEMS[task], self._setting, self._sharded, exchange)
+            for exchange in self._setting.sharded
         ]
         return variants[0].model.count_params(), {one.name: one.measure for one in variants}

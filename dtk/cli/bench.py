@@ -79,6 +79,12 @@ _PEER_HELP = (
     "rows of all workers in a block; a turn of it is of whole blocks, of --steps steps or more. "
     "May be repeated.",
 )
+@click.option(
+    "--shard-optimizer",
+    is_flag=True,
+    help="Train with Adam, and measure dtk a second time with a part of Adam's slots on each "
+    "worker, by AllReduceStrategy(shard_optimizer=True).",
+)
 @click.option("--peer", "peers", metavar="NAME", multiple=True, help=_PEER_HELP)
 @click.option(
     "--tuned",
@@ -108,6 +114,7 @@ def bench(
     models: tuple[str, ...],
     allreduce: tuple[str, ...],
     exchanges: tuple[str, ...],
+    shard_optimizer: bool,
     peers: tuple[str, ...],
     tuned: tuple[str, ...],
     batch_size: int,
@@ -131,7 +138,9 @@ def bench(
     sizes = tuple(map(results.parse_size, allreduce))
     if json_file is not None and models:
         sizes += results.TELLING
-    setting = Setting(models, _once(exchanges), batch_size, steps, rounds, _once(sizes))
+    setting = Setting(
+        models, _once(exchanges), batch_size, steps, rounds, _once(sizes), shard_optimizer
+    )
     job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
     count = _count(workers, where)

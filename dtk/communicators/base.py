@@ -23,7 +23,7 @@ import abc
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
 import numpy as np
@@ -47,6 +47,7 @@ LOCAL_REDUCE = {
     "max": tf.reduce_max,
     "prod": tf.reduce_prod,
 }
+_COMBINE = {"sum": tf.add, "min": tf.minimum, "max": tf.maximum, "prod": tf.multiply}
 
 
 def unconverted(function: _Value) -> _Value:
@@ -263,6 +264,20 @@ class Communicator(abc.ABC):
         """Return the places of the values that go from GPU to GPU."""
         return [i for i, value in enumerate(values) if self._is_on_card(value.dtype)]
 
+    def _routed(
+        self,
+        tensors: Sequence[tf.Tensor],
+        send: Callable[[Communicator, list[int]], list[tf.Tensor]],
+    ) -> list[tf.Tensor] | None:
+        """Send what goes from GPU to GPU, then the others; None if all go through the host."""
+        on_card = self._places_on_card(tensors)
+        if not on_card or self.cards is None:
+            return None
+        others = [i for i in range(len(tensors)) if i not in on_card]
+        received = [*send(self.cards, on_card), *send(self, others)]
+        by_place = dict(zip([*on_card, *others], received, strict=True))
+        return [by_place[i] for i in range(len(tensors))]
+
     def _is_on_card(self, dtype: tf.DType) -> bool:
         return self.cards is not None and placement.is_on_card(dtype)
 
@@ -331,17 +346,30 @@ class Communicator(abc.ABC):
             shape = tf.concat([[self.size], tf.shape(mine.values)], 0)
             return tf.reshape(values, shape)
 
-    @unconverted
+    @overload
+    def allgather(
+        self, value: Sequence[tf.Tensor], rows: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]: ...
+
+    @overload
     def allgather(
         self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
-    ) -> tf.Tensor:
+    ) -> tf.Tensor: ...
+
+    @unconverted
+    def allgather(
+        self,
+        value: tf.Tensor | Sequence[tf.Tensor],
+        rows: Sequence[int] | tf.Tensor | Sequence[Sequence[int] | tf.Tensor] | None = None,
+    ) -> tf.Tensor | list[tf.Tensor]:
         """Concatenate every rank's rows along axis 0, in rank order.
 
         Args:
             value: Shape `[rows, ...]`. Ragged: row counts may differ. A scalar counts as one row:
-                the result has shape `[size]`.
+                the result has shape `[size]`. The tensors of a list are sent side by side, each
+                once it is computed.
             rows: Row count of each rank, shape `[size]`, if every rank knows it; that saves a
-                message.
+                message. A list of tensors needs a list of them.
 
         Returns:
             All rows, of the dtype of `value`.
@@ -349,17 +377,31 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: `rows` does not fit this rank's rows.
         """
-        tensor = tf.convert_to_tensor(value)
-        dtype_casts.check([tensor.dtype])
-        tensor = tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
-        counts = None if rows is None else checked_counts(tensor, rows, self.rank, self.size)
+        if not isinstance(value, (list, tuple)):
+            return self.allgather([value], None if rows is None else [rows])[0]
+        tensors = [tf.convert_to_tensor(one) for one in value]
+        dtype_casts.check(tensor.dtype for tensor in tensors)
+        tensors = [tf.reshape(t, [1]) if t.shape.rank == 0 else t for t in tensors]
+        given = list(rows or [None] * len(tensors))
+        known = [
+            None if of_one is None else checked_counts(tensor, of_one, self.rank, self.size)
+            for tensor, of_one in zip(tensors, given, strict=True)
+        ]
         if self.size == 1:
-            return tensor
-        if self.cards is not None and self._is_on_card(tensor.dtype):
-            return self.cards.allgather(tensor, counts)
-        if counts is None:
-            counts = self._count_rows(tensor)
-        return self._sequencer.run_together([self._gathering(tensor, counts)])[0]
+            return tensors
+        routed = self._routed(
+            tensors,
+            lambda group, places: group.allgather(
+                [tensors[i] for i in places], [given[i] for i in places]
+            ),
+        )
+        if routed is not None:
+            return routed
+        counts = [
+            self._count_rows(tensor) if of_one is None else of_one
+            for tensor, of_one in zip(tensors, known, strict=True)
+        ]
+        return self._sequencer.run_together(list(map(self._gathering, tensors, counts)))
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
@@ -375,7 +417,15 @@ class Communicator(abc.ABC):
         return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
     def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
-        """Return every rank's small int64 vector: shape [size, n]."""
+        """Return every rank's small vector of counts.
+
+        Args:
+            mine: This rank's counts, int64, shape [n].
+            kind: What is counted, for the message's name.
+
+        Returns:
+            The counts of all ranks, int64, shape [size, n].
+        """
         if self.host is not None:
             return self.host.sizes_of_ranks(mine, kind)
         label = self._label(f"{kind}/sizes")
@@ -387,42 +437,106 @@ class Communicator(abc.ABC):
         lengths = tf.constant([sizes.shape[0]] * self.size, tf.int64)
         return self._gather(sizes, lengths, label, 0)
 
+    @overload
+    def reduce_scatter(
+        self,
+        value: Sequence[tf.Tensor],
+        op: str = "sum",
+        rows: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[tf.Tensor]: ...
+
+    @overload
+    def reduce_scatter(
+        self, value: tf.Tensor, op: str = "sum", rows: Sequence[int] | None = None
+    ) -> tf.Tensor: ...
+
     @unconverted
-    def reduce_scatter(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor:
+    def reduce_scatter(
+        self,
+        value: tf.Tensor | Sequence[tf.Tensor],
+        op: str = "sum",
+        rows: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
+    ) -> tf.Tensor | list[tf.Tensor]:
         """Reduce, then keep this rank's block of rows.
 
         Blocks are `rows // size` rows; the first `rows % size` ranks get one more.
 
         Args:
-            value: Shape `[rows, ...]`, the same on all ranks.
+            value: Shape `[rows, ...]`, the same on all ranks. The tensors of a list are sent one
+                after the other, each once it is computed.
             op: As in `allreduce`.
+            rows: Rows of each rank's block, in place of the above. A list of tensors needs a list
+                of them.
 
         Returns:
-            This rank's rows, as many as `dtk.even_division.even_sizes` says, in rank order.
+            This rank's rows, as many as `dtk.even_division.even_sizes` or `rows` says, in rank
+            order.
 
         Raises:
-            ValueError: `value` is a scalar, or the op does not fit its dtype.
+            ValueError: `value` is a scalar, the op does not fit its dtype, or `rows` do not add up.
         """
-        value = tf.convert_to_tensor(value)
-        dtype_casts.check([value.dtype], op)
-        if value.shape.rank == 0:
+        if not isinstance(value, (list, tuple)):
+            return self.reduce_scatter([value], op, [cast("Sequence[int]", rows)])[0]
+        tensors = [tf.convert_to_tensor(one) for one in value]
+        dtype_casts.check((tensor.dtype for tensor in tensors), op)
+        if any(tensor.shape.rank == 0 for tensor in tensors):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
+        given = cast("list[Sequence[int] | None]", list(rows or [None] * len(tensors)))
+        blocks = [
+            None if of_one is None else self._checked_blocks(tensor, of_one)
+            for tensor, of_one in zip(tensors, given, strict=True)
+        ]
         if self.size == 1:
-            return value
-        if self.cards is not None and self._is_on_card(value.dtype):
-            return self.cards.reduce_scatter(value, op)
-        # Blocks go straight to their owner, which adds them in rank order: each rank sends
-        # (size-1)/size of its bytes, and the result does not depend on timing.
+            return tensors
+        routed = self._routed(
+            tensors,
+            lambda group, places: group.reduce_scatter(
+                [tensors[i] for i in places], op, [given[i] for i in places]
+            ),
+        )
+        if routed is not None:
+            return routed
+        return self._sequencer.run_together(
+            [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)]
+        )
+
+    def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
+        if len(rows) != self.size or value.shape[0] not in (None, sum(rows)):
+            told = (
+                f"reduce_scatter got rows={list(rows)} for {value.shape[0]} rows, expected one "
+                f"number for each of {self.size} ranks, that add up to the rows"
+            )
+            raise ValueError(at_rank(self.rank, told))
+        return list(rows)
+
+    def _scattering(self, value: tf.Tensor, known: list[int] | None, op: str) -> CollectiveMessage:
+        """Return the collective that gives each rank the sum of its block of rows.
+
+        Blocks go straight to their owner, which adds them in rank order: each rank sends
+        (size-1)/size of its bytes, and the result does not depend on timing.
+        """
         encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
-        blocks = even_sizes_in_graph(tf.shape(encoded, tf.int64)[0], self.size)
+        if known is None:
+            blocks = even_sizes_in_graph(tf.shape(encoded, tf.int64)[0], self.size)
+            count = value.shape[0]
+            mine = None if count is None else even_sizes(count, self.size)[self.rank]
+        else:
+            blocks, mine = tf.constant(known, tf.int64), known[self.rank]
         rows = RowBlocks(encoded, self.moves)
-        parts = self._exchanged(rows, tf.tile(blocks[None], [self.size, 1]))
-        shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
-        stacked = tf.stack([tf.reshape(rows.decode(part), shape) for part in parts])
-        reduced = LOCAL_REDUCE[op](stacked, axis=0)
-        count = value.shape[0]
-        mine = None if count is None else even_sizes(count, self.size)[self.rank]
-        return tf.ensure_shape(decode(reduced), [mine, *value.shape[1:]])
+        words = rows.words(tf.stack([blocks] * self.size))
+        label = self._label(f"alltoall/{rows.encoded.dtype.name}")
+
+        def finish(parts: list[tf.Tensor]) -> tf.Tensor:
+            shape = tf.concat([blocks[self.rank][None], tf.shape(encoded, tf.int64)[1:]], axis=0)
+            added = [tf.reshape(rows.decode(part), shape) for part in parts]
+            total = functools.reduce(_COMBINE[op], added)
+            return tf.ensure_shape(decode(total), [mine, *value.shape[1:]])
+
+        return CollectiveMessage(
+            [rows.blocks(blocks, self.size)],
+            lambda flat, lane: self._exchange(flat[0], words, label),
+            finish,
+        )
 
     @unconverted
     def alltoall(
@@ -496,13 +610,11 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
-        on_card = self._places_on_card(tensors)
-        if on_card and self.cards is not None:
-            received = self.cards.broadcast([tensors[i] for i in on_card], root)
-            others = [i for i in range(len(tensors)) if i not in on_card]
-            rest = self.broadcast([tensors[i] for i in others], root)
-            by_place = dict(zip([*on_card, *others], [*received, *rest], strict=True))
-            return [by_place[i] for i in range(len(tensors))]
+        routed = self._routed(
+            tensors, lambda group, places: group.broadcast([tensors[i] for i in places], root)
+        )
+        if routed is not None:
+            return routed
         packed, layout = buckets.pack(tensors, self.bucket_bytes)
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")

@@ -232,16 +232,17 @@ class CollectiveCommunicator(Communicator):
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         longest = _longest(sizes)
-        padded = tf.pad(flat, [[0, longest - tf.size(flat, tf.int64)]])
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=padded[None], **self._group_keys(label, longest), ordering_token=self._token(lane)
+            input=_padded(flat, longest)[None],
+            **self._group_keys(label, longest),
+            ordering_token=self._token(lane),
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 
     def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         longest = _longest(sizes)
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
-        padded = [tf.pad(b, [[0, longest - tf.size(b, tf.int64)]]) for b in blocks]
+        padded = [_padded(block, longest) for block in blocks]
         by_slot = [padded[self._slots.index(slot)] for slot in range(self.size)]
         rows = tf.raw_ops.CollectiveAllToAllV2(
             input=tf.stack(by_slot),
@@ -328,11 +329,21 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
     return tf.size(flat, tf.int64) if count is None else count
 
 
-def _longest(sizes: tf.Tensor) -> tf.Tensor:
-    """Return the largest size, rounded up to three significant bits (at most a fifth more).
+def _padded(block: tf.Tensor, length: int | tf.Tensor) -> tf.Tensor:
+    if not tf.is_tensor(length) and block.shape.num_elements() == length:
+        return block
+    return tf.pad(block, [[0, length - tf.size(block, tf.int64)]])
 
-    So TensorFlow has few sizes, and few keys, to remember.
+
+def _longest(sizes: tf.Tensor) -> int | tf.Tensor:
+    """Return the length to which blocks of these sizes are padded.
+
+    Where no graph knows it, it is rounded up to three significant bits (at most a fifth more): so
+    TensorFlow has few sizes, and few keys, to remember.
     """
+    known = None if tf.executing_eagerly() else tf.get_static_value(sizes)
+    if known is not None:
+        return max(1, int(known.max()))
     with tf.device(placement.host()):
         size = tf.maximum(tf.reduce_max(sizes), 1)
         bits = tf.cast(tf.math.log(tf.cast(size, tf.float64)) / np.log(2.0), tf.int64)

@@ -17,6 +17,7 @@ class RowBlocks:
     def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
         self._row = tf.shape(tensor, tf.int64)[1:]
         self._width = tf.reduce_prod(self._row)  # elements in one row
+        self._is_flat = tensor.shape.rank == 1
         self._static = [None, *tensor.shape[1:]]
         self._native = native
         self._flat = tf.reshape(tensor, [-1])
@@ -34,7 +35,7 @@ class RowBlocks:
     def words(self, rows: tf.Tensor) -> tf.Tensor:
         """Return how many elements on the wire the rows take."""
         with tf.device(placement.host()):
-            elements = rows * self._width
+            elements = rows if self._is_flat else rows * self._width  # static sizes stay static
             return elements if self._per_word == 1 else -(-elements // self._per_word)
 
     def joined(self, parts: Sequence[tf.Tensor], counts: tf.Tensor) -> tf.Tensor:

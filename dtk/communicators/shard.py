@@ -113,6 +113,33 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class FlatShard(Shard):
+    """The elements of a tensor that this rank holds, of the tensor as one row; of any shape there.
+
+    Example:
+        >>> from dtk.communicators import LocalCommunicator
+        >>> shard = FlatShard(0, (6,), LocalCommunicator(), (2, 3))
+        >>> shard.whole(tf.range(6)).shape
+        TensorShape([2, 3])
+    """
+
+    shape: tuple[int, ...] = ()  # of the whole tensor
+
+    def whole_shape(self, part_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Return the shape of the whole tensor."""
+        return self.shape
+
+    def part(self, whole: tf.Tensor | Array) -> tf.Tensor:
+        """Cut this rank's elements out of a tensor, as one row; nothing is sent."""
+        return super().part(tf.reshape(whole, [-1]))
+
+    def whole(self, part: tf.Tensor | Array) -> tf.Tensor:
+        """Gather the whole tensor; every rank of the group calls it."""
+        flat = tf.reshape(part, [-1])
+        return tf.reshape(self.communicator.allgather(flat, self.sizes), self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class OneRanks:
     """A tensor that only one rank of a group holds, like the weights of a pipeline's stage."""
 

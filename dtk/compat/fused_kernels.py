@@ -49,6 +49,8 @@ class _Update:
     def __call__(
         self, gradient: _Gradient, variable: tf.Variable, learning_rate: tf.Tensor
     ) -> None:
+        if variable.shape.num_elements() == 0:
+            return  # other ranks have all parts of it
         update = self._by_parts
         if isinstance(gradient, tf.IndexedSlices) or not _is_plain(variable):
             update(gradient, variable, learning_rate)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypedDict
 
@@ -22,17 +24,24 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+from keras.utils import PyDataset
 
 from dtk import placement
 from dtk.cluster import progress
+from dtk.cluster.variables import SELF_TEST
 from dtk.compat import keras_models, names, tf_datasets, tf_replicas
 from dtk.compat.tf_datasets import PerRankDataset
+from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
 from dtk.nests import Logs, Specs, Tree
 from dtk.patches import patch
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
+
+# Items of a `PyDataset` that are timed, and from how many seconds on rank 0 says what they cost.
+_ITEMS, _LONG_ITEM = 20, 0.005
 
 # A dataset that a script gives to `fit`, or that Keras reads in its place.
 Dataset: TypeAlias = "tf.data.Dataset | PerRankDataset"
@@ -167,6 +176,26 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     return dataset
 
 
+class _TimedItems:
+    """A `PyDataset` that tells the mean seconds of its first items."""
+
+    def __init__(self, source: PyDataset, count: int, tell: Callable[[float], None]):
+        self._source, self._left, self._count, self._tell = source, count, count, tell
+        self._seconds = 0.0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def __getitem__(self, index: int) -> Tree:
+        begin = time.perf_counter()
+        item = self._source[index]
+        self._seconds += time.perf_counter() - begin
+        self._left -= 1
+        if self._left == 0:
+            self._tell(self._seconds / self._count)
+        return item
+
+
 def patch_steps(
     iterator: TFEpochIterator,
     change: Callable[[Steps], Steps],
@@ -291,6 +320,26 @@ class Feed:
 
         iterator._get_iterator = counted
         self._tell_steps(iterator.num_batches)
+        if isinstance(self._given_adapter, PyDatasetAdapter):
+            self._time_items(self._given_adapter)
+
+    def _time_items(self, adapter: PyDatasetAdapter) -> None:
+        """Say once what a `PyDataset` costs every rank, if that is much."""
+        world, at = self.strategy.world, script_line()
+
+        def tell(seconds: float) -> None:
+            if seconds >= _LONG_ITEM:
+                saved = seconds * (world.size - 1) / world.size
+                print(
+                    f"dtk: every worker makes every item of the PyDataset at {at}, {seconds:.3f} s "
+                    "each; dtk.data.shard(dataset, strategy), with items of batch_size / "
+                    f"{world.size} rows, saves {saved:.3f} s a step",
+                    flush=True,
+                )
+
+        if world.size > 1 and world.rank == 0:
+            count = 1 if os.environ.get(SELF_TEST) == "only" else _ITEMS
+            adapter.py_dataset = _TimedItems(adapter.py_dataset, count, tell)
 
     def end(self) -> None:
         """Forget the data of a `fit` that is over, or was left by an exception."""

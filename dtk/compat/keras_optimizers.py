@@ -3,11 +3,15 @@
 An optimizer that wraps another counts as two.
 
     for good           apply of every optimizer             patch_every_apply
+                       SwapEMAWeights._swap_variables
+                       and _finalize_ema_values             patch_swaps
     of one optimizer   apply                                patch_apply
                        scale_loss                           patch_scale_loss
                        check_finite                         patch_check_finite
                        _clip_gradients                      patch_clip
                        build, finalize_variable_values      patch_build
+                       finalize_variable_values             patch_finalize
+                       save_ and load_own_variables         patch_state
                        _all_reduce_sum_gradients            own_optimizer
                        update_step                          fused_kernels.fuse_updates
 """
@@ -16,14 +20,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 
-from dtk.nests import Function, Gradients, Tree
-from dtk.patches import patch_for_good
+from dtk.compat.keras_variables import VariablePart, copy_mark
+from dtk.nests import Array, Function, Gradients, Tree
+from dtk.patches import patch_around, patch_for_good
 
 _Note = TypeVar("_Note")
 
@@ -133,10 +138,7 @@ def patch_apply(
 
 
 def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
-    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on.
-
-    Not where a replica applies it, inside `strategy.run`.
-    """
+    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on."""
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -146,13 +148,22 @@ def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]
         *,
         original: Function[Tree],
     ) -> Tree:
-        if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
-            check(optimizer, trainable_variables or [])
+        check(optimizer, trainable_variables or [])
         return original(optimizer, grads, trainable_variables)
 
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         patch_for_good(kind, "apply", apply)
+
+
+def patch_swaps(around: Callable[[keras.Model, Callable[[], Tree]], Tree]) -> None:
+    """Make `SwapEMAWeights` call `around(model, swap)` to exchange weights and averages."""
+
+    def swapped(callback: keras.callbacks.Callback, *, original: Function[Tree]) -> Tree:
+        return around(callback.model, lambda: original(callback))
+
+    for name in ("_swap_variables", "_finalize_ema_values"):
+        patch_for_good(keras.callbacks.SwapEMAWeights, name, swapped)
 
 
 def patch_scale_loss(optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -179,15 +190,64 @@ def patch_build(
     expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
     built: Callable[[Sequence[keras.Variable]], None],
 ) -> None:
-    """Make an optimizer hold expanded variables in place of the variables it is built for."""
+    """Make an optimizer hold expanded variables in place of the variables it is built for.
+
+    Slots that are built get the mark of their variable.
+    """
     build, finalize = optimizer.build, optimizer.finalize_variable_values
 
     def build_expanded(variables: Sequence[keras.Variable]) -> None:
-        build(expand(variables))
+        add = {"add_variable_from_reference": _marked_slot}
+        with patch_around(keras.optimizers.Optimizer, **add):
+            build(expand(variables))
         built(variables)
 
     optimizer.build = build_expanded
     optimizer.finalize_variable_values = lambda variables: finalize(expand(variables))
+
+
+def _marked_slot(
+    optimizer: keras.Optimizer,
+    reference_variable: keras.Variable,
+    *args: object,
+    original: Function[keras.Variable],
+    **kwargs: object,
+) -> keras.Variable:
+    slot = original(optimizer, reference_variable, *args, **kwargs)
+    copy_mark(reference_variable, slot)
+    return slot
+
+
+def patch_finalize(
+    optimizer: keras.Optimizer, around: Callable[[Callable[[], Tree]], Tree]
+) -> None:
+    """Make an optimizer call `around(finalize)` to set the last values of its variables."""
+    finalize = optimizer.finalize_variable_values
+    optimizer.finalize_variable_values = lambda variables: around(lambda: finalize(variables))
+
+
+def patch_state(
+    optimizer: keras.Optimizer,
+    save: Callable[[dict[str, Array]], None],
+    load: Callable[[dict[str, Array], Callable[[dict[str, Array]], None]], None],
+) -> None:
+    """Make an optimizer call `save(store)` and `load(store, load)` for its own variables."""
+    own_load = optimizer.load_own_variables
+    optimizer.save_own_variables = save
+    optimizer.load_own_variables = lambda store: load(store, own_load)
+
+
+def exclude_parts(optimizer: keras.Optimizer, parts: Iterable[VariablePart]) -> None:
+    """Exclude the parts of variables that are excluded from weight decay."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded:
+        key = optimizer._var_key
+        excluded.update([key(part) for part in parts if key(part.whole) in excluded])
+
+
+def is_between_windows(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return whether no accumulation window is open."""
+    return tf.equal(optimizer._iterations % optimizer.gradient_accumulation_steps, 0)
 
 
 def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, sharded_variable, values
 
 from dtk.communicators.base import Communicator
-from dtk.communicators.shard import OneRanks, Shard
+from dtk.communicators.shard import FlatShard, OneRanks, Shard
 from dtk.nests import Array, Function
 
 _MARK = "_dtk_part"
@@ -44,22 +44,32 @@ def move_variable(variable: keras.Variable) -> None:
 
 
 class VariablePart(keras.Variable):
-    """One part of a partitioned variable, as an optimizer sees it."""
+    """One part of a variable, as an optimizer sees it; it may have another number of axes."""
 
-    def __init__(self, whole: keras.Variable, index: int):
+    def __init__(self, whole: keras.Variable, part: tf.Variable, name: str):
         self.whole = whole
-        self._part = (shards_of(whole._value) or ())[index]
+        self._part = part
         super().__init__(
             initializer=lambda shape, dtype: None,
-            shape=self._part.shape,
+            shape=part.shape,
             dtype=whole.dtype,
-            name=f"{whole.name}_part_{index}",
+            name=name,
         )
         self._path = whole.path
         self.constraint = whole.constraint
 
     def _initialize_with_initializer(self, initializer: Function[tf.Tensor]) -> None:
         self._value = self._part
+
+    def fill(self, value: tf.Tensor) -> None:
+        """Assign a value where `release` may have left none."""
+        value = tf.ensure_shape(value, self.shape)
+        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=value)
+
+    def release(self, zero: tf.Tensor) -> None:
+        """Free the memory of the value until `fill`, given a zero that no graph knows ahead."""
+        empty = tf.zeros(tf.fill([len(self.shape)], zero), self._part.dtype)
+        tf.raw_ops.AssignVariableOp(resource=self._part.handle, value=empty)
 
 
 # Marks.
@@ -86,6 +96,12 @@ def shard_of(variable: keras.Variable) -> Shard | None:
     """
     mark = getattr(variable, _MARK, None)
     return mark if isinstance(mark, Shard) else None
+
+
+def flat_shard_of(variable: keras.Variable) -> FlatShard | None:
+    """Return the shard of a variable of which ranks with whole models hold a part each."""
+    mark = getattr(variable, _MARK, None)
+    return mark if isinstance(mark, FlatShard) else None
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:

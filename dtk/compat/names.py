@@ -72,10 +72,16 @@ pipelines whose rows are mapped by one rank:
         _BatchDataset._drop_remainder _ParallelBatchDataset
     tensorflow.python.data.ops.prefetch_op  _PrefetchDataset._buffer_size
     tensorflow.python.data.ops.repeat_op  _RepeatDataset._count
+    tensorflow.python.data.ops.shuffle_op  _ShuffleDataset._buffer_size
+        _ShuffleDataset._reshuffle_each_iteration
+    tensorflow.python.ops.gen_dataset_ops  dummy_seed_generator
     tensorflow.python.data.ops.skip_op  _SkipDataset._count
     tensorflow.python.data.ops.take_op  _TakeDataset._count
     tensorflow.python.data.ops.cache_op  CacheDataset
+    tensorflow.python.data.ops.zip_op  _ZipDataset._datasets
+    tensorflow.python.data.ops.from_tensor_slices_op  _TensorSliceDataset._tensors
     tensorflow.python.data.ops.dataset_ops  _OptionsDataset._name UnaryDataset._input_dataset
+        DatasetV2._variant_tensor
     tensorflow.python.data.ops.structured_function.StructuredFunctionWrapper  function
         output_structure _func
 random numbers that belong to rows:
@@ -116,6 +122,7 @@ what `fit` reads:
         catch_stop_iteration
     keras.src.trainers.data_adapters.array_data_adapter  ArrayDataAdapter._inputs
         ArrayDataAdapter._shuffle
+    keras.src.trainers.data_adapters.py_dataset_adapter  PyDatasetAdapter.py_dataset
     keras.src.trainers.data_adapters.tf_dataset_adapter  TFDatasetAdapter
 optimizers:
     keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients

@@ -1,18 +1,24 @@
-"""Per-rank datasets that Keras treats as distributed, and pipelines taken apart by operation."""
+"""Per-rank datasets that Keras treats as distributed, and pipelines taken apart by operation.
+
+while a shuffle is made anew  gen_dataset_ops.dummy_seed_generator  _shuffled_alike
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import gen_dataset_ops
 
-from dtk.input import row_maps
+from dtk.input import drawn_maps, row_maps
 from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Tree
+from dtk.patches import patch
 
 # Makes the pipeline of one of several processes or workers.
 MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -23,6 +29,8 @@ _BATCHES = ("Batch", "ParallelBatch")
 _COUNTED = ("Repeat", "Skip", "Take")
 # Keras's function that turns `class_weight` into row weights.
 _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
+# Bytes of arrays that are copied to look into a dataset.
+_MOST_HELD = 2**28
 # Datasets that leave elements unchanged.
 _TRANSPARENT = ("Prefetch", "Options")
 
@@ -183,21 +191,26 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
         node = node._input_dataset
     if _kind(node) not in _BATCHES:
         return f"{_kind(node)} makes or changes batches" if _maps_rows(node) else None
-    maps, rows, why = _maps_before(node._input_dataset)
-    if not maps:
+    rows, steps, why = _apart(node._input_dataset)
+    if not steps:
         return why
-    why = _why_not_rebatched(dataset, node, rows) or _why_not_left(behind, rows)
-    if why is not None:
-        return why
+    refused = _why_not_rebatched(node, rows) or _why_not_left(behind, rows)
+    if refused is not None:
+        return refused
     return RowMaps(
         rows=rows,
         size=int(node._batch_size),
         batch=lambda given, size: _batched(given, node, size),
-        apply=lambda given: _rebuilt(given, maps),
+        apply=lambda given: _rebuilt(given, steps),
         behind=lambda given: _as_behind(given, behind, dataset),
         salt=row_maps.salt_of(
-            [one._map_func.function for one in maps + behind if _kind(one) in _MAPS]
+            [
+                one._map_func.function
+                for one in [*(step.node for step in steps), *behind]
+                if one is not None and _kind(one) in _MAPS
+            ]
         ),
+        why=why,
     )
 
 
@@ -229,40 +242,151 @@ def _maps_rows(node: tf.data.Dataset) -> bool:
     return any(kind in _MAPS for kind in kinds[batch:])
 
 
-def _maps_before(
-    node: tf.data.Dataset,
-) -> tuple[list[tf.data.Dataset], tf.data.Dataset, str | None]:
-    """Return the maps before a batch, from the first; their input; and why no more maps fit.
+class _Step(NamedTuple):
+    """What is done to rows: mapping, or reading ahead."""
 
-    Options and prefetching between the maps are included.
+    node: tf.data.Dataset | None  # the pipeline's operation, which says how; None: as the next
+    call: Function[Tree] | None  # from row to row; None if the operation maps nothing
+
+
+class _Apart(NamedTuple):
+    """A dataset of rows as another one and what is done to each of its rows."""
+
+    rows: tf.data.Dataset
+    steps: list[_Step]
+    why: str | None = None  # why other maps are not among the steps
+
+
+def _apart(node: tf.data.Dataset) -> _Apart:
+    """Move maps behind all operations that only choose and order rows.
+
+    What stands before a map that stays is left as it is.
     """
-    found: list[tf.data.Dataset] = []
-    passed: list[tf.data.Dataset] = []
-    rows, why = node, None
-    while _kind(node) in (*_TRANSPARENT, *_MAPS):
-        passed.insert(0, node)
-        if _kind(node) in _MAPS:
-            why = _why_not_pure(node)
-            if why is not None:
-                break
-            found, passed, rows = passed + found, [], node._input_dataset
-        node = node._input_dataset
-    kept = _kind(node) == "Cache"
-    if why is None and not kept and any(_kind(one) in _MAPS for one in _sources(node)):
-        why = f"{_kind(node)} stands between map and batch"
-    return found, rows, why
+    if _kind(node) in _MAPS:
+        return _map_apart(node)
+    if _kind(node) == "Zip":
+        return _zip_apart(node)
+    if _kind(node) not in (*_TRANSPARENT, *_COUNTED, "Shuffle"):
+        maps = _kind(node) != "Cache" and any(_kind(one) in _MAPS for one in _sources(node))
+        return _Apart(node, [], f"{_kind(node)} stands between map and batch" if maps else None)
+    rows, steps, why = _apart(node._input_dataset)
+    if not steps:
+        return _Apart(node, [], why)
+    if _kind(node) in _TRANSPARENT:  # `_as_behind` sets the options
+        return _Apart(rows, [*steps, _Step(node, None)], why)
+    if _kind(node) == "Shuffle":
+        if _bytes_held(node) > _MOST_HELD:
+            return _Apart(node, [], "shuffle is given arrays of more than 256 MB")
+        alike = _shuffled_alike(rows, node)
+        if alike is None:
+            return _Apart(node, [], "TensorFlow does not show where shuffle keeps its seeds")
+        return _Apart(alike, steps, why)
+    if _kind(rows) == "Shuffle" and _kind(node._input_dataset) != "Shuffle":
+        # TensorFlow makes one operation of shuffle and repeat, which has another order.
+        rows = rows.with_options(tf.data.Options())
+    return _Apart(_counted(rows, node), steps, why)
 
 
-def _why_not_pure(node: tf.data.Dataset) -> str | None:
-    """Return why a rank cannot map its own rows only; None if each result depends on its row."""
+def _map_apart(node: tf.data.Dataset) -> _Apart:
+    rows, steps, why = _apart(node._input_dataset)
     wrapped = node._map_func
-    name = getattr(wrapped._func, "__name__", type(wrapped._func).__name__)
-    if getattr(node, "_deterministic", None) == "false":
-        return f"map({name}) gives its rows in any order (deterministic=False)"
-    if not (node._use_inter_op_parallelism and node._preserve_cardinality):
-        return f"map({name}) was not made by tf.data.Dataset.map"
-    why = row_maps.why_not_pure(wrapped.function, _is_stateful)
-    return None if why is None else f"{name} {why}"
+    halves: drawn_maps.Halves | str | None = None
+    if node._use_inter_op_parallelism and node._preserve_cardinality:
+        impure = drawn_maps.impure_nodes(wrapped.function, _is_stateful)
+        if impure:
+            halves = drawn_maps.split(wrapped.function, impure)
+    else:
+        halves = "was not made by tf.data.Dataset.map"
+    if isinstance(halves, str):
+        return _Apart(node, [], f"{_place_of(wrapped._func)} {halves}")
+    if halves is None:
+        return _Apart(rows, [*steps, _Step(node, _call_of(node))], why)
+    # Numbered: TensorFlow would pass the parts of a tuple as so many arguments.
+    draw = tf.autograph.experimental.do_not_convert(lambda number, row: (row, halves.draw()))
+    drawn = rows.enumerate().map(draw, synchronous=True)
+    return _Apart(drawn, [*_on_part(steps, 0), _Step(node, _call_of(node, halves))], why)
+
+
+def _call_of(node: tf.data.Dataset, halves: drawn_maps.Halves | None = None) -> Function[Tree]:
+    """Return a map's function: from row to row, or from a pair of row and draws."""
+    wrapped, spec = node._map_func, node._input_dataset.element_spec
+
+    def call(row: Tree) -> Tree:
+        made = wrapped.function(*structure.to_tensor_list(spec, row))
+        return structure.from_compatible_tensor_list(wrapped.output_structure, made)
+
+    if halves is None:
+        return call
+
+    def call_with_draws(given: tuple[Tree, tuple[tf.Tensor, ...]]) -> Tree:
+        made = halves.rest(structure.to_tensor_list(spec, given[0]), given[1])
+        return structure.from_compatible_tensor_list(wrapped.output_structure, made)
+
+    return call_with_draws
+
+
+def _zip_apart(node: tf.data.Dataset) -> _Apart:
+    parts = [_apart(one) for one in node._inputs()]
+    why = next((part.why for part in parts if part.why), None)
+    steps = [step for i, part in enumerate(parts) for step in _on_part(part.steps, i)]
+    if not steps:
+        return _Apart(node, [], why)
+    zipped = tf.data.Dataset.zip(tuple(part.rows for part in parts), name=node._name)
+    pack = _Step(None, lambda row: tf.nest.pack_sequence_as(node._datasets, row))
+    return _Apart(zipped, [*steps, pack], why)
+
+
+def _on_part(steps: Sequence[_Step], i: int) -> list[_Step]:
+    """Return steps that change one part of a tuple."""
+
+    def on_part(call: Function[Tree]) -> Function[Tree]:
+        return lambda row: (*row[:i], call(row[i]), *row[i + 1 :])
+
+    return [_Step(step.node, step.call and on_part(step.call)) for step in steps]
+
+
+def _place_of(function: Function[Tree]) -> str:
+    """Return the name of a function and where it stands."""
+    name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _bytes_held(node: tf.data.Dataset) -> int:
+    """Return the bytes of the arrays from which a dataset takes its elements."""
+    held = [one for source in _all_sources(node) for one in getattr(source, "_tensors", [])]
+    return sum(one.dtype.size * one.shape.num_elements() for one in held)
+
+
+def _shuffled_alike(rows: tf.data.Dataset, node: tf.data.Dataset) -> tf.data.Dataset | None:
+    """Shuffle rows in the order in which a dataset shuffles its own; None if that cannot be known.
+
+    A dataset that shuffles holds a generator, which gives each iterator its seeds. Both share it,
+    so the order is right however often a script has read the dataset before.
+    """
+    try:
+        text = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=node._variant_tensor, external_state_policy=1
+        )
+    except tf.errors.OpError:  # a kind of dataset that TensorFlow cannot write
+        return None
+    graph = tf.compat.v1.GraphDef.FromString(text.numpy())
+    nodes = {one.name: one for one in graph.node}
+    (end,) = (one for one in graph.node if one.op == "_Retval")
+    shuffle = nodes[end.input[0].split(":")[0]]
+    if shuffle.op != "ShuffleDatasetV3":
+        return None
+    generator = nodes[shuffle.input[-1].split(":")[0]]
+    (held,) = generator.attr["value"].tensor.resource_handle_val
+    # An op that makes a handle from a name; it creates nothing.
+    handle = tf.raw_ops.VarHandleOp(
+        dtype=tf.int64, shape=[], container=held.container, shared_name=held.name
+    )
+    with patch(gen_dataset_ops, dummy_seed_generator=lambda: handle):
+        # The seed is not used; without it TensorFlow would draw one.
+        made = rows.shuffle(node._buffer_size, 1, node._reshuffle_each_iteration, name=node._name)
+    made._dtk_owner = node  # the generator lives as long as this dataset
+    return made
 
 
 def _is_stateful(kind: str) -> bool | None:
@@ -270,15 +394,8 @@ def _is_stateful(kind: str) -> bool | None:
     return None if op is None else op.is_stateful
 
 
-def _why_not_rebatched(
-    dataset: tf.data.Dataset, batch: tf.data.Dataset, rows: tf.data.Dataset
-) -> str | None:
+def _why_not_rebatched(batch: tf.data.Dataset, rows: tf.data.Dataset) -> str | None:
     """Return why a rank's rows cannot form batches by themselves, or before the maps."""
-    if (
-        getattr(batch, "_deterministic", None) == "false"
-        or dataset.options().deterministic is False
-    ):
-        return "rows come in any order (deterministic=False)"
     if None in (_number(batch._batch_size), _number(batch._drop_remainder)):
         return "the batch size is a tensor of a graph"
     if not _are_alike(rows.element_spec):
@@ -292,7 +409,7 @@ def _why_not_rebatched(
 
 def _why_not_left(behind: Sequence[tf.data.Dataset], rows: tf.data.Dataset) -> str | None:
     """Return why reading ahead would change the rows of the next iterator."""
-    kinds = {_kind(one) for one in (*behind, rows, *_sources(rows))}
+    kinds = {_kind(one) for one in (*behind, rows, *_all_sources(rows))}
     if any(_kind(one) == "Take" for one in behind) and {"Shuffle", "Repeat"} <= kinds:
         return "take leaves a stream that is shuffled again and again while it is read ahead"
     return None
@@ -315,7 +432,8 @@ def _number(tensor: tf.Tensor) -> int | None:
 
 
 def _order(node: tf.data.Dataset) -> bool | None:
-    return {"true": True, "default": None}[node._deterministic]
+    # Of any order dtk takes the one that all ranks know.
+    return None if node._deterministic == "default" else True
 
 
 def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.data.Dataset:
@@ -326,34 +444,41 @@ def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.dat
     return given.batch(size, drop, calls, _order(like), like._name)
 
 
-def _rebuilt(given: tf.data.Dataset, maps: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
-    """Map the second part of pairs as rows are mapped, by the functions already traced."""
-    for node in maps:
-        if _kind(node) == "Prefetch":
-            given = given.prefetch(_number(node._buffer_size), name=node._name)
-        elif _kind(node) == "Map":
-            synchronous = node._force_synchronous
-            given = given.map(_on_second(node), synchronous=synchronous, name=node._name)
+def _rebuilt(given: tf.data.Dataset, steps: Sequence[_Step]) -> tf.data.Dataset:
+    """Do to the second part of pairs what is done to rows, by the functions already traced."""
+    before: Function[Tree] | None = None
+    for node, call in steps:
+        if call is None:
+            if node is not None and _kind(node) == "Prefetch":
+                given = given.prefetch(_number(node._buffer_size), name=node._name)
+            continue
+        call, before = _chained(before, call), None
+        if node is None:
+            before = call
         elif _kind(node) == "ParallelMap":
             given = given.map(
-                _on_second(node),
+                _on_second(call),
                 num_parallel_calls=node._num_parallel_calls,
                 deterministic=_order(node),
                 use_unbounded_threadpool=node._use_unbounded_threadpool,
                 name=node._name,
             )
-    return given
+        else:
+            synchronous = node._force_synchronous
+            given = given.map(_on_second(call), synchronous=synchronous, name=node._name)
+    return given if before is None else given.map(_on_second(before))
 
 
-def _on_second(node: tf.data.Dataset) -> Function[tuple[tf.Tensor, Tree]]:
-    wrapped, spec = node._map_func, node._input_dataset.element_spec
+def _chained(first: Function[Tree] | None, second: Function[Tree]) -> Function[Tree]:
+    return second if first is None else lambda row: second(first(row))
 
-    @tf.autograph.experimental.do_not_convert
-    def apply(first: tf.Tensor, second: Tree) -> tuple[tf.Tensor, Tree]:
-        made = wrapped.function(*structure.to_tensor_list(spec, second))
-        return first, structure.from_compatible_tensor_list(wrapped.output_structure, made)
 
-    return apply
+def _on_second(call: Function[Tree]) -> Function[tuple[tf.Tensor, Tree]]:
+    return tf.autograph.experimental.do_not_convert(lambda first, second: (first, call(second)))
+
+
+def _counted(given: tf.data.Dataset, like: tf.data.Dataset) -> tf.data.Dataset:
+    return getattr(given, _kind(like).lower())(like._count, name=like._name)
 
 
 def _as_behind(
@@ -361,11 +486,16 @@ def _as_behind(
 ) -> tf.data.Dataset:
     """Repeat on other batches the operations after a pipeline's batch; keep count and options."""
     for node in behind:
-        if _kind(node) not in _COUNTED:
-            given = _rebuilt(given, [node])
-        else:
-            given = getattr(given, _kind(node).lower())(node._count, name=node._name)
+        if _kind(node) in _COUNTED:
+            given = _counted(given, node)
+        elif _kind(node) in _TRANSPARENT:
+            given = _rebuilt(given, [_Step(node, None)])
+        else:  # Keras's class weights
+            given = _rebuilt(given, [_Step(node, _call_of(node))])
     count = int(dataset.cardinality())
     if count != tf.data.UNKNOWN_CARDINALITY:
         given = given.apply(tf.data.experimental.assert_cardinality(count))
-    return given.with_options(dataset.options())
+    options = tf.data.Options().merge(dataset.options())
+    if options.deterministic is False:
+        options.deterministic = True  # see `_order`
+    return given.with_options(options)

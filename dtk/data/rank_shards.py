@@ -14,22 +14,24 @@ the rows, so uneven local batches are weighted exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import tf_datasets
+from dtk.compat import keras_data, tf_datasets
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
 from dtk.input.slicing import read_ahead
+from dtk.nests import Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
 
 
 def shard(
-    source: Sequence[str] | tf.data.Dataset,
+    source: Sequence[str] | tf.data.Dataset | keras.utils.PyDataset,
     strategy: DtkStrategy,
-    batch_size: int,
+    batch_size: int | None = None,
     *,
     read: Callable[[tf.Tensor], tf.data.Dataset] | None = None,
     steps: int | None = None,
@@ -40,9 +42,13 @@ def shard(
         source: File names: rank r takes every `size`-th, from the r-th on. Or a dataset of single
             elements: rank r takes elements the same way. With fewer files than ranks every rank
             reads all files and takes every `size`-th element. Every rank runs a dataset's own `map`
-            on all elements, so decode in `read`, or in a `map` on the result.
+            on all elements, so decode in `read`, or in a `map` on the result. Or a
+            `keras.utils.PyDataset`: rank r makes items r, r + size, ..., and the items of all ranks
+            in one step are the global batch. If it shuffles itself when an epoch ends, it must do
+            so alike on all ranks.
         strategy: The strategy whose ranks share the data.
-        batch_size: The global batch; in each step a rank reads the rows of its slice.
+        batch_size: The global batch; in each step a rank reads the rows of its slice. None for a
+            `PyDataset`, which has batches.
         read: Turns a file name (a string tensor) into a dataset of elements, such as
             `tf.data.TFRecordDataset`; only needed for file names.
         steps: Steps of an epoch, the same on all ranks; every rank must have data for them. None:
@@ -55,10 +61,11 @@ def shard(
         A dataset for `model.fit`, which does not cut it again.
 
     Raises:
-        ValueError: The batch is smaller than the number of workers, `read` is missing, or a rank
-            has too few elements for `steps`, or for a single step. If TensorFlow does not know the
-            number of elements, `steps` is not checked, and a rank that runs out of data raises
-            TensorFlow's error in that step.
+        ValueError: The batch is smaller than the number of workers, given for a `PyDataset`, or
+            missing for anything else; `read` is missing; or a rank has too few elements for
+            `steps`, or for a single step. If TensorFlow does not know the number of elements,
+            `steps` is not checked, and a rank that runs out of data raises TensorFlow's error in
+            that step.
 
     Example:
         >>> import dtk, tensorflow as tf
@@ -74,6 +81,16 @@ def shard(
             "shard divides data between processes, and a mirrored strategy has one; give its fit "
             "the whole dataset"
         )
+    if isinstance(source, keras.utils.PyDataset) and batch_size is None:
+        return _shared_items(source, strategy, steps)
+    if isinstance(source, keras.utils.PyDataset) or batch_size is None:
+        raise ValueError(
+            at_rank(
+                rank,
+                f"batch_size={batch_size} of a {type(source).__name__}; give the global "
+                "batch of files and elements, and none for a PyDataset, whose items are batches",
+            )
+        )
     if batch_size < size:
         raise ValueError(
             at_rank(rank, f"batch_size={batch_size} is smaller than {size} workers; use {size} up")
@@ -82,12 +99,66 @@ def shard(
     mine = even_sizes(batch_size, size)[rank]
     local = elements.batch(mine)
     if size > 1 or steps is not None:
-        steps = _agreed_steps(steps, elements, mine, communicator)
+        steps = _agreed_steps(steps, _count(elements, steps), mine, communicator)
+    return _of_this_rank(local, strategy, steps)
+
+
+def _of_this_rank(
+    local: tf.data.Dataset, strategy: DtkStrategy, steps: int | None
+) -> tf.data.Dataset | tf_datasets.PerRankDataset:
+    if steps is not None:
         local = local.take(steps).apply(tf.data.experimental.assert_cardinality(steps))
     ahead = read_ahead(local)
-    if size == 1:
+    if strategy.communicator.size == 1:
         return ahead
     return strategy.distribute_datasets_from_function(lambda context: ahead)
+
+
+class _OwnItems(keras.utils.PyDataset):
+    """The items of a `PyDataset` that one of several ranks makes."""
+
+    def __init__(self, source: keras.utils.PyDataset, rank: int, size: int, steps: int):
+        super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
+        self._source = source
+        self._rank, self._size, self._steps = rank, size, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> Tree:
+        return self._source[index * self._size + self._rank]
+
+    def on_epoch_begin(self) -> None:
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._source.on_epoch_end()
+
+
+def _shared_items(
+    source: keras.utils.PyDataset, strategy: DtkStrategy, steps: int | None
+) -> tf.data.Dataset | tf_datasets.PerRankDataset:
+    communicator = strategy.communicator
+    rank, size = communicator.rank, communicator.size
+    items = source.num_batches
+    count = tf.data.INFINITE_CARDINALITY if items is None else len(range(rank, items, size))
+    steps = _agreed_steps(steps, count, 1, communicator, "batches")
+    own = _OwnItems(source, rank, size, steps)
+    adapter = keras_data.PyDatasetAdapter(own)
+
+    def epoch() -> Iterator[Tree]:
+        own.on_epoch_begin()
+        batches = adapter.get_numpy_iterator()
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        own.on_epoch_end()  # before the last: nobody asks for more
+        yield batch
+
+    spec = adapter.get_tf_dataset().element_spec
+    made = tf.data.Dataset.from_generator(epoch, output_signature=spec)
+    return _of_this_rank(made, strategy, steps)
 
 
 def _elements(
@@ -111,13 +182,17 @@ def _elements(
     return tf.data.Dataset.from_tensor_slices(names[rank::size]).flat_map(read)
 
 
-def _agreed_steps(
-    asked: int | None, elements: tf.data.Dataset, mine: int, communicator: Communicator
-) -> int:
-    """Return the steps that every rank takes; `mine` is this rank's batch size. Raise on all."""
+def _count(elements: tf.data.Dataset, asked: int | None) -> int:
     rows = int(elements.cardinality())
     if asked is None and rows == tf.data.UNKNOWN_CARDINALITY:
         rows = int(elements.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    return rows
+
+
+def _agreed_steps(
+    asked: int | None, rows: int, mine: int, communicator: Communicator, unit: str = "rows"
+) -> int:
+    """Return the steps that every rank takes; `mine` is this rank's batch size. Raise on all."""
     held = communicator.allgather_object((asked, rows, mine))
     wrong = _wrong_steps(asked, [each[0] for each in held], [each[1:] for each in held])
     if wrong:
@@ -129,8 +204,8 @@ def _agreed_steps(
     if left_out and communicator.rank == 0:
         counts = [rows for _, rows, _ in held]
         print(
-            f"shard: {left_out} of {sum(counts)} rows are left out of every epoch, because ranks "
-            f"hold {counts} rows and all take the {steps} steps of the shortest; spread the rows "
+            f"shard: {left_out} of {sum(counts)} {unit} are left out of every epoch, because ranks "
+            f"hold {counts} {unit} and all take the {steps} steps of the shortest; spread the rows "
             "more evenly over files, or give shard a dataset of all of them",
             flush=True,
         )

@@ -23,6 +23,7 @@ class DenseOp(ExchangeOp):
     """
 
     exchange: Dense
+    in_parts = False  # whether each rank gets its part of sums only
 
     def prepare(self) -> None:
         """See `ExchangeOp.prepare`."""
@@ -37,15 +38,28 @@ class DenseOp(ExchangeOp):
         others = [i for i in backwards if i not in products]
         results: list[Gradient] = list(gradients)
         with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
-            for i, total in zip(others, self._whole([gradients[i] for i in others]), strict=True):
-                results[i] = total
-        factored = [gradients[i] for i in products]
-        sums = reduce_products(factored, self.communicator, self._whole)
-        for i, total in zip(products, sums, strict=True):
+            totals = self._sums(others, [gradients[i] for i in others])
+        found = reduce_products(
+            {i: gradients[i] for i in products},
+            self.communicator,
+            self._sums,
+            self._product,
+            self.in_parts,
+        )
+        for i, total in (*zip(others, totals, strict=True), *found.items()):
             results[i] = total
         return results, None
 
-    def _whole(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | tf.IndexedSlices]:
+    def _product(self, place: int, factors: Factored) -> tf.Tensor:
+        """Multiply the factors of all ranks."""
+        del place
+        return factors.product()
+
+    def _sums(
+        self, places: Sequence[int], gradients: Sequence[Gradient]
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Add up gradients, given their places among those of the step."""
+        del places
         dtype = self.exchange.dtype
         narrow = [
             g if dtype is None or isinstance(g, tf.IndexedSlices) else tf.cast(g, dtype)

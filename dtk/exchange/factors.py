@@ -16,8 +16,8 @@ Broadcasting", UAI 2016; layer by layer, where it pays: Zhang et al., "Poseidon"
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -26,10 +26,6 @@ from dtk.communicators.costs import FLOPS_PER_BYTE
 
 # A kernel with fewer entries is sent with the rest.
 _FEW = 1 << 14
-
-
-# Reduces a list of tensors.
-_Whole = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class Factored(NamedTuple):
@@ -61,6 +57,12 @@ class Factored(NamedTuple):
     def product(self) -> tf.Tensor:
         """Return the gradient, of shape (m, n)."""
         return tf.matmul(self.left, self.right, transpose_a=True)
+
+
+# Sums tensors over all ranks, given the places of their gradients.
+_Whole: TypeAlias = Callable[[Sequence[int], list[tf.Tensor]], list[tf.Tensor]]
+# Multiplies the factors of all ranks, given the place of their gradient.
+_Product: TypeAlias = Callable[[int, Factored], tf.Tensor]
 
 
 def factored(
@@ -104,26 +106,38 @@ def _is_row_per_example(factor: tf.Tensor) -> bool:
 
 
 def reduce_products(
-    gradients: list[Factored], communicator: Communicator, whole: _Whole
-) -> list[tf.Tensor]:
-    """Sum gradients over all ranks, as factors if that is faster with this many rows."""
+    gradients: dict[int, Factored],
+    communicator: Communicator,
+    whole: _Whole,
+    product: _Product,
+    in_parts: bool = False,
+) -> dict[int, tf.Tensor]:
+    """Sum gradients over all ranks, as factors if that is faster with this many rows.
+
+    With `in_parts`, `whole` and `product` return only this rank's part of each sum.
+    """
     results: dict[int, tf.Tensor] = {}
-    for dtype in dict.fromkeys(g.left.dtype for g in gradients):  # a message has one dtype
-        places = [i for i, g in enumerate(gradients) if g.left.dtype == dtype]
-        reduced = _reduce_alike([gradients[i] for i in places], communicator, whole)
-        results.update(zip(places, reduced, strict=True))
-    return [results[i] for i in range(len(gradients))]
+    for dtype in dict.fromkeys(g.dtype for g in gradients.values()):  # a message has one dtype
+        alike = {i: g for i, g in gradients.items() if g.dtype == dtype}
+        reduced = _reduce_alike(alike, communicator, whole, product, in_parts)
+        results.update(zip(alike, reduced, strict=True))
+    return results
 
 
 def _reduce_alike(
-    gradients: list[Factored], communicator: Communicator, whole: _Whole
+    gradients: dict[int, Factored],
+    communicator: Communicator,
+    whole: _Whole,
+    product: _Product,
+    in_parts: bool,
 ) -> list[tf.Tensor]:
-    counts = _row_counts(gradients, communicator)
+    places, factors = list(gradients), list(gradients.values())
+    counts = _row_counts(factors, communicator)
     costs = communicator.costs
     return tf.cond(
-        _pays(gradients, counts, costs.flops_per_byte if costs else FLOPS_PER_BYTE),
-        lambda: [g.product() for g in _gathered(gradients, counts, communicator)],
-        lambda: whole([g.product() for g in gradients]),
+        _pays(factors, counts, costs.flops_per_byte if costs else FLOPS_PER_BYTE, in_parts),
+        lambda: list(map(product, places, _gathered(factors, counts, communicator))),
+        lambda: whole(places, [g.product() for g in factors]),
     )
 
 
@@ -134,18 +148,21 @@ def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Ten
         return communicator.allgather(mine[None], [1] * communicator.size)
 
 
-def _pays(gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float) -> tf.Tensor:
-    """Return whether sending factors is faster than an all-reduce; the same on all ranks."""
+def _pays(
+    gradients: list[Factored], counts: tf.Tensor, flops_per_byte: float, in_parts: bool = False
+) -> tf.Tensor:
+    """Return whether sending factors is faster than the sums; the same on all ranks."""
     # An all-gather waits for the rank with the most rows, as if all ranks had as many.
     rows = tf.unstack(counts.shape[0] * tf.cast(tf.reduce_max(counts, 0), tf.float32))
-    # A rank multiplies its own rows either way.
-    others = 1.0 - 1.0 / counts.shape[0]
+    # A rank multiplies its own rows either way; or as much, if it multiplies all for its part.
+    others = 0.0 if in_parts else 1.0 - 1.0 / counts.shape[0]
     factors = [
         n * (g.width * g.left.dtype.size + 2.0 * g.entries * others / flops_per_byte)
         for n, g in zip(rows, gradients, strict=True)
     ]
-    # An all-reduce sends everything twice.
-    whole = [2.0 * g.entries * g.left.dtype.size for g in gradients]
+    # An all-reduce sends everything twice, a reduce-scatter once.
+    times = 1.0 if in_parts else 2.0
+    whole = [times * g.entries * g.left.dtype.size for g in gradients]
     return tf.add_n(factors) < sum(whole)
 
 

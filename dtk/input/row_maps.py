@@ -44,6 +44,7 @@ class RowMaps(NamedTuple):
     # repeats on a dataset of batches the pipeline's operations after `batch`
     behind: Callable[[tf.data.Dataset], tf.data.Dataset]
     salt: int  # hash of the numbers that the functions hold, int64
+    why: str | None = None  # why all ranks map all rows by other functions
 
 
 # Takes the number of a batch and the batch; returns its digest.
@@ -100,37 +101,6 @@ def _own_rows(maps: RowMaps, rank: int, size: int) -> int:
     return end - first
 
 
-# Functions that map rows.
-
-# Ops registered as stateful only because a function they call may be; and Assert, which only fails.
-_CALLS = frozenset({"Assert", "Case", "If", "StatefulPartitionedCall", "While"})
-# A Python function that a script declares stateless; dtk does not rely on that.
-_PYTHON = "PyFuncStateless"
-
-
-def why_not_pure(
-    function: tf.types.experimental.ConcreteFunction, is_stateful: Callable[[str], bool | None]
-) -> str | None:
-    """Return why a function may give different results for the same row; None if it is pure."""
-    held = function.captured_inputs
-    if any(one.dtype in (tf.resource, tf.variant) for one in held):
-        return "holds a variable, a table or another resource"
-    if any(tf.get_static_value(one) is None for one in held):
-        return "holds a tensor of a graph"
-    graph = function.graph.as_graph_def()
-    inner = graph.library.function
-    known = {one.signature.name for one in inner}
-    for node in [*graph.node, *(node for one in inner for node in one.node_def)]:
-        stateful = is_stateful(node.op)
-        if stateful is None or node.op == _PYTHON or (stateful and node.op not in _CALLS):
-            return f"calls {node.op}, which may return another result each time"
-        called = {value.func.name for value in node.attr.values() if value.HasField("func")}
-        called.update(func.name for value in node.attr.values() for func in value.list.func)
-        if not called <= known:
-            return "calls a function that dtk cannot inspect"
-    return None
-
-
 def salt_of(functions: Sequence[tf.types.experimental.ConcreteFunction]) -> int:
     """Hash the numbers that functions hold, to find ranks with different numbers.
 
@@ -143,7 +113,7 @@ def salt_of(functions: Sequence[tf.types.experimental.ConcreteFunction]) -> int:
         inner = sorted(_numbers_of(one.node_def) for one in graph.library.function)
         salt.update(b"".join([_numbers_of(graph.node), *inner]))
         for tensor in function.captured_inputs:
-            if tensor.dtype != tf.string:
+            if tensor.dtype not in (tf.string, tf.resource, tf.variant):
                 salt.update(tf.io.serialize_tensor(tensor).numpy())
     return int.from_bytes(salt.digest(), "big", signed=True)
 

@@ -15,6 +15,7 @@ its results count as zero.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -293,6 +294,14 @@ def in_time(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset) or dataset.options().autotune.enabled is not None:
         return dataset
     return read_ahead(dataset) if _on_one_core() else dataset
+
+
+def seconds_of_batch(dataset: tf.data.Dataset) -> float:
+    """Return how long a batch takes to read, once a pipeline's buffers are filled."""
+    begin, read = time.perf_counter(), 0
+    for read, _ in enumerate(dataset.take(5)):
+        begin = begin if read else time.perf_counter()
+    return (time.perf_counter() - begin) / max(read, 1)
 
 
 def _may_not_read_ahead(dataset: tf.data.Dataset) -> bool:

@@ -145,7 +145,19 @@ def check(
     ps: int = 0,
     evaluator: bool = False,
 ) -> None:
-    """Refuse what cannot be planned on any hosts, before these are asked; see `plan`."""
+    """Refuse what cannot be planned on any hosts, before these are asked.
+
+    Args:
+        command: As for `plan`.
+        workers: As for `plan`.
+        hosts: As for `plan`.
+        communicator: As for `plan`.
+        ps: As for `plan`.
+        evaluator: As for `plan`.
+
+    Raises:
+        ClusterError: The counts do not fit, or the communicator is unknown.
+    """
     if not command:
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
     check_communicator(communicator)

@@ -160,6 +160,7 @@ class JobTrainer(DistributedTrainer):
             return [variable]
         if id(variable) not in self._parts:  # optimizers tell the parts apart by identity
             self._parts[id(variable)] = [
-                keras_variables.VariablePart(variable, index) for index in range(len(shards))
+                keras_variables.VariablePart(variable, shard, f"{variable.name}_part_{index}")
+                for index, shard in enumerate(shards)
             ]
         return self._parts[id(variable)]

@@ -14,7 +14,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.compat import tf_replicas
 from dtk.compat.tf_extended import AllReduceExtended
 from dtk.errors import at_rank
-from dtk.exchange import Auto, parse
+from dtk.exchange import Auto, Dense, parse
 from dtk.exchange.contract import Exchange
 from dtk.nests import Leaf
 from dtk.parameter_server.consistency_models import check_no_exchange
@@ -45,6 +45,10 @@ class AllReduceStrategy(DtkStrategy):
             processes then form a grid: `model_parallel` neighbours train on the same rows, and
             gradients are summed over the `size / model_parallel` processes that hold the same part.
             1 is data parallelism only.
+        shard_optimizer: Whether each process holds a part of the optimizer's state only, 1 / N of
+            it, and updates that part of the weights: gradients are reduce-scattered and new weights
+            gathered, which sends as much as an all-reduce. Sums of gradient accumulation are
+            divided as well. Weights stay whole on every process. Goes with `Dense` exchanges.
         memory_growth: Whether TensorFlow allocates the memory of this rank's GPU as it needs it;
             None keeps TensorFlow's default, which takes most of it at once. On a host with GPUs
             every rank sees only the GPU of its local rank; see `dtk.strategies.devices`.
@@ -79,6 +83,7 @@ class AllReduceStrategy(DtkStrategy):
         exchange: Exchange | str | None = None,
         *,
         model_parallel: int = 1,
+        shard_optimizer: bool = False,
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
         stall_timeout: float | None = None,
@@ -92,11 +97,19 @@ class AllReduceStrategy(DtkStrategy):
         data, model = make_grid(world, model_parallel)
         super().__init__(AllReduceExtended(self, device, data), data, None, world, model)
         self.exchange = parsed
+        self.shard_optimizer = shard_optimizer and world.size > 1
+        if self.shard_optimizer:
+            _check_sharding(parsed, model.size, world.rank)
         if exchange is not None and data.size == 1:
             print(f"dtk: one worker has nobody to exchange gradients with; {parsed} is not used")
         self.shuffle_seed = ShuffleSeed(
             start.agree(
-                world, device, timeout, exchange=repr(parsed), model_parallel=str(model_parallel)
+                world,
+                device,
+                timeout,
+                exchange=repr(parsed),
+                model_parallel=str(model_parallel),
+                shard_optimizer=str(shard_optimizer),
             )
         )
         for group in (data, model):
@@ -141,6 +154,20 @@ def _gathered(rows: Leaf, communicator: Communicator) -> Leaf:
     values = _gathered(rows.values, communicator)
     lengths = communicator.allgather(rows.row_lengths())
     return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+
+
+def _check_sharding(exchange: Exchange, parts: int, rank: int) -> None:
+    """Refuse what does not go with `shard_optimizer=True`."""
+    why = ""
+    if parts > 1:
+        why = f"model_parallel={parts}, which divides layers and their slots already"
+    elif not isinstance(exchange, Dense):
+        why = (
+            f"exchange={exchange}: each rank gets the sum of its own part of gradients only, as "
+            'they are or in half precision; use None, "fp16" or "bf16"'
+        )
+    if why:
+        raise ValueError(at_rank(rank, f"shard_optimizer=True with {why}"))
 
 
 def make_grid(world: Communicator, parts: int) -> tuple[Communicator, Communicator]:

@@ -35,6 +35,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import self_test
 from dtk.trainer.strategy import Strategy
 
@@ -146,6 +147,9 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     in_scope = tf.distribute.has_strategy()
     if strategy is None:
         return
+    if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
+        _check_sharded(optimizer, current)
+        return
     owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
@@ -163,6 +167,19 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
         _refuse_update(optimizer, f"with {replicas} replicas: one would compute all rows", strategy)
     with owner.scope():  # its variables must be made here; `apply` would build it outside
         optimizer.build(list(variables))
+
+
+def _check_sharded(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Refuse an optimizer that should be sharded, and that no model was compiled with."""
+    bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
+    if getattr(strategy, "shard_optimizer", False) and bond is None:
+        told = (
+            f"optimizer {optimizer.name!r} was applied inside strategy.run, and no model was "
+            "compiled with it: every rank would hold all of its state, in spite of "
+            "shard_optimizer=True. Call model.compile(optimizer) inside strategy.scope(), before "
+            "the first step"
+        )
+        raise ValueError(at_rank(strategy.rank, told))
 
 
 def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from dtk.compat import keras_models
+from dtk.compat import keras_models, keras_variables
 from dtk.exchange.contract import SavedItem
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
@@ -49,7 +49,7 @@ class ModelState:
     def equal_variables(self) -> list[keras.Variable]:
         """Return every variable that steps keep equal on all ranks."""
         if not self.has_local_steps:
-            return self.shared_variables()
+            return [v for v in self.shared_variables() if keras_variables.flat_shard_of(v) is None]
         rates = [
             v
             for optimizer in shared_optimizer.optimizers_of(self.model)

@@ -68,6 +68,8 @@ class Strategy(tf.distribute.Strategy):
             step.
         self_test: Whether steps are tried on a few rows first, see `self_test`; "auto": only steps
             with parts that are not Keras's own.
+        shard_optimizer: Whether each process updates a part of the weights only, see
+            `sharded_optimizer`.
         supports_jit: Whether XLA can compile steps under this strategy.
     """
 
@@ -78,6 +80,7 @@ class Strategy(tf.distribute.Strategy):
     has_evaluator = False
     exchange: Exchange | None = None
     self_test: bool | str = "auto"
+    shard_optimizer = False
     supports_jit = True
 
     def __init__(
@@ -114,6 +117,11 @@ class Strategy(tf.distribute.Strategy):
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
+
+    @property
+    def part_communicator(self) -> Communicator:
+        """Between the processes whose optimizers hold parts of the same variables."""
+        return self.communicator if self.shard_optimizer else self.model_communicator
 
     @property
     def processes(self) -> int:

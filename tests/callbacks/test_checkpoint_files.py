@@ -167,7 +167,7 @@ def damaged(directory, examples):
 
 @pytest.mark.worlds(("local", 1))
 def test_the_newest_that_is_whole_is_loaded_or_none(pool, tmp_path):
-    (fallen,) = pool.run(damaged, str(tmp_path), 80, timeout=200)
+    (fallen,) = pool.run(damaged, str(tmp_path), 200, timeout=200)
     assert all(fallen.values()), "every one of the three must have been the newest"
 
 

@@ -206,10 +206,11 @@ def test_a_payload_that_was_cut_is_refused(payload):
 def test_the_constructors_of_records_keep_or_refuse():
     """A record may come from anybody: none of dtk's does anything else when it is made."""
     known = {
-        "bench/setting.py", "cluster/tf_config.py", "communicators/costs.py",
+        "bench/results.py", "cluster/tf_config.py", "communicators/costs.py",
         "communicators/shard.py", "exchange/delayed.py", "exchange/dense.py",
         "exchange/downpour.py", "exchange/local_steps.py", "exchange/quantized.py",
-        "exchange/warm_start.py", "parameter_server/consistency_models.py", "planning/inputs.py",
+        "exchange/warm_start.py", "launch/attempts.py", "parameter_server/consistency_models.py",
+        "parameter_server/job_context.py",
         "search/study.py", "trainer/tracing/traced_step.py",
     }  # fmt: skip
     package = pathlib.Path(dtk.__file__).parent

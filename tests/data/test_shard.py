@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
+import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -143,6 +147,66 @@ def test_training_on_shards_weighs_rows_exactly(world, backend, size, whole_firs
         assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
         for name, values in expected.items():
             np.testing.assert_allclose(logged[name], values, rtol=1e-5)
+
+
+def trained_on_items():
+    """`fit` on shared items, the plain fit on the same rows, and what is said of what is slow."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(30)
+
+    class Items(keras.utils.PyDataset):
+        begin = 0
+
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            rows = np.arange(6) + (self.begin + index * 6) % 30
+            return x[rows], y[rows]
+
+        def on_epoch_end(self):
+            self.begin += 6
+
+    def called(x, y):
+        return tf.ensure_shape(tf.numpy_function(np.copy, [x], x.dtype), x.shape), y
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        model = cases.compiled(strategy)
+        model.fit(dtk.data.shard(Items(), strategy), epochs=2, verbose=0, shuffle=False)
+        plain = cases.compiled(None)
+        with undistributed():
+            order = [*range(24), *range(6, 30)]  # four items of each epoch
+            rows = tf.data.Dataset.from_tensor_slices((x[order], y[order]))
+            plain.fit(rows.batch(12), verbose=0, shuffle=False)
+        weights = [bodies.flat(each.get_weights()) for each in (model, plain)]
+        model.fit(Items(), epochs=4, verbose=0, shuffle=False)
+        os.environ["DTK_SELF_TEST"] = "only"
+        try:
+            next(iter(strategy.experimental_distribute_dataset(rows.map(called).batch(6))))
+        finally:
+            del os.environ["DTK_SELF_TEST"]
+    return weights, told.getvalue()
+
+
+def test_items_are_made_by_one_rank_each_and_slow_ones_are_told_of(world, backend, size):
+    first, second = world(backend, size).run(trained_on_items)
+    for (mine, plain), _ in (first, second):
+        assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
+    lines = [line for line in first[1].splitlines() if line.startswith(("dtk: every", "shard:"))]
+    assert len(lines) == 3
+    assert lines[0].startswith("shard: 1 of 5 batches are left out of every epoch")
+    items = (
+        r"dtk: every worker makes every item of the PyDataset at .*test_shard.py:\d+, 0.02\d s each"
+    )
+    assert re.match(items, lines[1]) and "dtk.data.shard(" in lines[1]
+    rows = (
+        r"dtk: every worker maps all rows of the dataset at .*test_shard.py:\d+, not only its own: "
+    )
+    assert re.match(rows + r"called \(.*test_shard.py:\d+\) calls PyFunc", lines[2])
+    assert re.search(r"dtk.data.shard\(.* saves 0.\d{3} of 0.\d{3} s a step", lines[2])
+    assert "every worker" not in second[1]
 
 
 def no_end_no_start():

@@ -126,8 +126,11 @@ def test_gradients_of_several_dtypes_keep_their_places_and_dtypes():
     ]
     gradients = [factors.Factored(*map(tf.constant, pair)) for pair in pairs]
     # Claims two ranks, both with this one's rows.
-    reduced = factors.reduce_products(gradients, NullCommunicator(0, 2), pytest.fail)
-    for result, (left, right) in zip(reduced, pairs, strict=True):
+    reduced = factors.reduce_products(
+        dict(enumerate(gradients)), NullCommunicator(0, 2), pytest.fail, lambda i, g: g.product()
+    )
+    for i, (left, right) in enumerate(pairs):
+        result = reduced[i]
         assert result.dtype == left.dtype
         np.testing.assert_allclose(result, 2 * left.T @ right, rtol=1e-4, atol=1e-4)
 

@@ -240,10 +240,11 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
         f"mpi_places._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
         f"job = Job(plan([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
         "communicator='mpi'), grace=0.5).start()\n"
-        "print(job.job_id, flush=True)\ntime.sleep(600)"
+        "print('job', job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
-        job = launcher.stdout.readline().decode().strip()
+        lines = (line.decode().split() for line in launcher.stdout)
+        job = next(line[1] for line in lines if line[0] == "job")
         assert job_processes.members(job + job_processes.BESIDE)
         own = set(tmp_path.iterdir())
         assert len(own) == 1

@@ -221,16 +221,16 @@ def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):
         "for one in processes:\n"
         f"    one.env.update(DTK_RANK=str(one.rank), PYTHONPATH={str(ROOT)!r}, {SAVE_GRACE}='1')\n"
         "job = Job(processes, grace=0.5, save_grace=1.0).start()\n"
-        "print(job.job_id, flush=True)\ntime.sleep(600)"
+        "print('job', job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True
     ) as started:
-        assert started.stdout is not None
-        job = started.stdout.readline().strip()
-        assert [started.stdout.readline().split()[-1] for _ in range(2)] == ["up", "up"]
+        lines = sorted(started.stdout.readline().split() for _ in range(3))
         time.sleep(0.5)  # what it said on standard error may be read later
         started.kill()
+        ((*_, first), (*_, second), (_, job)) = lines
+        assert (first, second) == ("up", "up")
         began = time.monotonic()
     while (left := job_processes.members(job)) and time.monotonic() < began + 30:
         time.sleep(0.1)

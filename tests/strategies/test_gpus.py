@@ -28,12 +28,13 @@ class Noted(keras.Model):
         return super().train_step(data)
 
 
-def train(pretended):
+def train(pretended, sharded=False):
     """Train a model with a table and a norm; return weights, messages and copies to the host."""
     bodies.strategy()  # TensorFlow's collectives start before anything else
     pin, devices.pin = devices.pin, lambda place, growth=None: "/gpu:0"
     try:
-        strategy = dtk.strategies.AllReduceStrategy("collective") if pretended else None
+        make = dtk.strategies.AllReduceStrategy
+        strategy = make("collective", shard_optimizer=sharded) if pretended else None
     finally:
         devices.pin = pin
     random = np.random.default_rng(0)
@@ -73,9 +74,10 @@ def train(pretended):
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sharded):
     alone = pool.run(train, False)[0][0]
-    for weights, messages, copies, size in pool.run(train, True):
+    for weights, messages, copies, size in pool.run(train, True, sharded):
         assert size == 2
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
         floats = [one for one in messages if one[1] == "float32"]

@@ -28,6 +28,7 @@ from dtk.callbacks.find_non_finite import non_finite_weights
 from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
+from dtk.compat.keras_variables import flat_shard_of, whole_shape
 from dtk.errors import CheckpointFormatError
 from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import ModelInParts, is_in_parts
@@ -35,6 +36,7 @@ from dtk.nests import Array, Logs
 from dtk.parameter_server import evaluator
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.gradients.sharded_optimizer import ShardedState
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import shared_weights
@@ -167,7 +169,11 @@ def save(
         background.start(name, lambda: files.save(put, packed, copies, keep, note))
         return name
 
-    return on_chief(trainer.strategy, write)
+    try:
+        return on_chief(trainer.strategy, write)
+    finally:
+        if isinstance(parts, ShardedState):
+            parts.forget()
 
 
 def _state(
@@ -202,13 +208,15 @@ def _state(
     }
 
 
-def parts_of(trainer: DistributedTrainer) -> ModelInParts | None:
-    """Return what puts a model together that ranks hold in parts. All ranks call it together.
+def parts_of(trainer: DistributedTrainer) -> ModelInParts | ShardedState | None:
+    """Return what puts together what ranks hold in parts. All ranks call it together.
 
     A checkpoint holds the layers of one device, also where one rank has all parts of each: the same
     script resumes it on any grid, and in one process.
     """
     model, group = trainer.model, trainer.strategy.model_communicator
+    if sharded := shared_optimizer.sharded_of(model):
+        return ShardedState(model, sharded)
     divided = hasattr(model, "operations") and any(map(is_in_parts, keras_models.layers_of(model)))
     return ModelInParts(model, group) if group.size > 1 or divided else None
 
@@ -228,13 +236,14 @@ def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
 def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = trainer.shared_variables()
-    return [(v.path, [int(n) for n in v.shape], str(v.dtype)) for v in variables]
+    return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
 
 
 def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
-    """Return the variables that hold unfinished windows of gradient accumulation."""
+    """Return the variables that hold this rank's part of unfinished accumulation windows."""
     optimizers = shared_optimizer.optimizers_of(trainer.model)
-    return [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+    found = [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
+    return [v for v in found if flat_shard_of(v) is None]  # those hold sums of all ranks
 
 
 def fold_accumulators(trainer: DistributedTrainer) -> None:
@@ -275,7 +284,7 @@ def load_newest(
     files: CheckpointFiles,
     trainer: DistributedTrainer,
     resume: bool = True,
-    parts: ModelInParts | None = None,
+    parts: ModelInParts | ShardedState | None = None,
 ) -> tuple[str, states.CheckpointState] | None:
     """Load the newest readable checkpoint's weights into the model; on rank 0 alone.
 
@@ -401,7 +410,7 @@ def restore(
     state: states.CheckpointState,
     trainer: DistributedTrainer,
     epochs: int,
-    parts: ModelInParts | None,
+    parts: ModelInParts | ShardedState | None,
 ) -> None:
     """Restore everything but the weights, which rank 0 has loaded. All ranks call it together."""
     strategy = trainer.strategy

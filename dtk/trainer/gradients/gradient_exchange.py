@@ -27,6 +27,7 @@ from dtk.exchange.contract import (
 from dtk.exchange.factors import Factored, factored
 from dtk.exchange.local_steps import LocalOp
 from dtk.nests import Array, Gradients
+from dtk.trainer.gradients.sharded_optimizer import ScatterOp, ShardedOptimizer
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups
 
@@ -34,8 +35,15 @@ from dtk.trainer.tracing import lookups
 class GradientExchange:
     """One optimizer's exchange: an `ExchangeOp` for each list of variables it applies."""
 
-    def __init__(self, outer: keras.Optimizer, inner: keras.Optimizer, strategy: Strategy):
+    def __init__(
+        self,
+        outer: keras.Optimizer,
+        inner: keras.Optimizer,
+        strategy: Strategy,
+        sharded: ShardedOptimizer | None = None,
+    ):
         self._outer = outer
+        self._sharded = sharded
         self._inner = inner
         self._strategy = strategy
         alone = strategy.communicator.size == 1
@@ -78,7 +86,8 @@ class GradientExchange:
     ) -> Update:
         """Exchange this replica's gradients; return those for the optimizer to apply.
 
-        A window of accumulated gradients is exchanged as one.
+        Of a sharded optimizer, those of this rank's parts of the variables. A window of accumulated
+        gradients is exchanged as one; a sharded optimizer accumulates exchanged ones.
         """
         updated: Gradients = [None] * len(gradients)
         flags = []
@@ -99,7 +108,10 @@ class GradientExchange:
     ) -> Update:
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         paths = [variables[i].path for i in places]
-        op = self._op(variables)
+        trained = list(variables)
+        if self._sharded is not None:
+            trained = [variables[i] for i in places]
+        op = self._op(trained)
         found = [_with_static_shape(gradients[i], variables[i]) for i in places]
         if op.factors:
             found = [factored(gradient) for gradient in found]
@@ -118,6 +130,8 @@ class GradientExchange:
             found, join = lookups.divided(found, paths, self._strategy.rank, linear)
         found, applied = op.update(found, part)
         found = found if join is None else join(found)
+        if self._sharded is not None:
+            found = self._sharded.parts_of_slices(found, trained)
         if scale is not None:
             found = [_scaled(tf.multiply, gradient, scale) for gradient in found]
         if applied is not None and self.window > 1:
@@ -159,6 +173,9 @@ class GradientExchange:
         if self.local and not self._ops:
             for i, slot in enumerate(_slots_of(self._outer)):
                 self.state.keep(f"slot_{i}", "mean", keras_variables.stored(slot))
+        if self._sharded is not None:
+            assert isinstance(self.exchange, Dense)
+            return ScatterOp(self._sharded, trained, self.state, self.exchange)
         # Each list of variables has its own state; unfreezing layers gives another list.
         places = {id(v): i for i, v in enumerate(keras_optimizers.trained_variables(self._inner))}
         key = str([places.get(id(v)) for v in trained])

@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from dtk.compat import fused_kernels, keras_optimizers, keras_variables
 from dtk.compat.keras_optimizers import Apply
-from dtk.compat.keras_variables import copy_mark, is_of_all, shard_of
+from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, shard_of
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
 from dtk.nests import Gradients, Tree
-from dtk.optimizers.layerwise import LayerwiseOptimizer
 from dtk.placement import outside_graph
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
+from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer, needs_whole
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -50,6 +50,19 @@ def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     """Return the gradient exchanges of a model's optimizers."""
     bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
     return [b.exchange for b in bonds if b is not None and b.exchange is not None]
+
+
+def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
+    """Return what divides a model's optimizers over ranks."""
+    bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
+    return [b.sharded for b in bonds if b is not None and b.sharded is not None]
+
+
+def updated(model: keras.Model, update: Callable[[], Tree]) -> Tree:
+    """Call what updates the weights and slots of a model outside a step."""
+    for one in sharded_of(model):
+        update = functools.partial(one.updated, update)
+    return update()
 
 
 def blocks_of(model: keras.Model) -> list[LocalOp]:
@@ -87,6 +100,8 @@ class Bond:
     strategy: Strategy
     # set for the outermost optimizer only
     exchange: GradientExchange | None = None
+    # what divides the optimizer over ranks; for the outermost only
+    sharded: ShardedOptimizer | None = None
     # the optimizer's own `apply`, where steps only note gradients; for the outermost only
     apply: Apply | None = None
 
@@ -198,9 +213,10 @@ def apply_now(
 
 # Parts of variables: let optimizers update parts of variables as they would update the whole.
 #
-# A large variable is cut by rows over several servers, or a rank of a model-parallel group holds
-# one part of it. An optimizer sees each part as a separate variable. The result is the same if an
-# element's step (on servers: a row's) depends on that element only. The exceptions:
+# A large variable is cut by rows over several servers, a rank of a model-parallel group holds one
+# part of it, or each rank updates one part of it (`sharded_optimizer`). An optimizer sees each part
+# as a separate variable. The result is the same if an element's step (on servers: a row's) depends
+# on that element only. The exceptions:
 #
 #     clipping to a norm          the squares of the parts are summed here; in float64, as ranks may
 #                                 hold parts of different dtypes
@@ -216,7 +232,7 @@ def check_parts(
     if len(parts) == 1:
         return
     for member in keras_optimizers.members(optimizer):
-        reason = _needs_whole(member, variable) if _updates(member, parts) else None
+        reason = needs_whole(member, variable) if _updates(member, parts) else None
         if reason is not None:
             raise ValueError(
                 f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
@@ -239,7 +255,8 @@ def _check_shards(
 ) -> None:
     """Refuse an optimizer that needs a whole variable, of which this rank holds a part."""
     for variable in variables:
-        reason = None if shard_of(variable) is None else _needs_whole(optimizer, variable)
+        in_parts = shard_of(variable) is not None and flat_shard_of(variable) is None
+        reason = needs_whole(optimizer, variable) if in_parts else None
         if reason is not None:
             told = (
                 f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) {reason}, but this "
@@ -255,23 +272,6 @@ def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:
         return True
     known = {id(variable) for variable in keras_optimizers.trained_variables(member)}
     return any(id(part) in known for part in parts)
-
-
-def _needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
-    """Return, in words, why an optimizer needs the whole variable; None if it does not."""
-    if isinstance(member, keras.optimizers.Adafactor):
-        return "scales steps by means over a whole variable"
-    if isinstance(member, LayerwiseOptimizer):  # of which LAMB is a Keras Lamb, too
-        by_norm = not member.skips(variable)
-    else:
-        by_norm = isinstance(member, keras.optimizers.Lamb)
-    if by_norm:
-        return "scales a step by the norm of the whole variable"
-    if isinstance(member, keras.optimizers.Muon) and not keras_optimizers.takes_adamw(
-        member, variable
-    ):
-        return "makes a whole matrix orthogonal"
-    return None
 
 
 def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Variable) -> bool:
@@ -290,7 +290,7 @@ def _is_by_rows(constraint: Callable[[tf.Tensor], tf.Tensor], variable: keras.Va
 
 def take_parts(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Make an optimizer treat parts of variables as it would treat whole ones."""
-    group = strategy.model_communicator
+    group = strategy.part_communicator
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if group.size > 1:
             everywhere = functools.partial(group.allreduce, op="min")
@@ -308,7 +308,7 @@ def _clip(
     clip: keras_optimizers.Clip,
 ) -> Gradients:
     """Clip gradients as the optimizer would clip the gradients of whole variables."""
-    group = strategy.model_communicator
+    group = strategy.part_communicator
     _check_shards(optimizer, variables, strategy)
     # Keras has removed every None already.
     if optimizer.global_clipnorm and not optimizer.clipnorm and group.size > 1:
@@ -319,7 +319,8 @@ def _clip(
         most = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # NaN where the norm is not finite, as in Keras.
         factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
-        return [on_values(gradient, _times(factor)) for gradient in gradients]
+        # Keras's product makes slices dense, too.
+        return [_times(factor)(tf.convert_to_tensor(gradient)) for gradient in gradients]
     clipped = list(clip(gradients))
     wholes: dict[int, list[int]] = {}  # the parts of each variable that is in parts
     for i, variable in enumerate(variables if optimizer.clipnorm else ()):
@@ -353,4 +354,5 @@ def mark_slots(optimizer: keras.Optimizer) -> None:
     for member in keras_optimizers.members(optimizer):
         if member.built and not all(map(is_of_all, keras_optimizers.trained_variables(member))):
             for slot, variable, _ in keras_optimizers.slots_by_variable(member):
-                copy_mark(variable, slot)
+                if is_of_all(slot):
+                    copy_mark(variable, slot)

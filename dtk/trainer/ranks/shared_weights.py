@@ -47,7 +47,11 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differ
     world, places = strategy.world, strategy.model_communicator.size
     mine = [{fingerprint(copy) for copy in components(v.value)} for v in variables]
     shared = [i for i, v in enumerate(variables) if keras_variables.is_of_all(v)]
-    own = [i for i, v in enumerate(variables) if not keras_variables.is_of_all(v)]
+    own = [
+        i
+        for i, v in enumerate(variables)
+        if not keras_variables.is_of_all(v) and keras_variables.flat_shard_of(v) is None
+    ]
     prints = [mine[i] for i in shared], [mine[i] for i in own]
     agreed = all(len(one) == 1 for one in mine)
     numbers = [rank_checks.number_of(one) for one in prints] if agreed else [world.rank] * 2
@@ -94,6 +98,15 @@ def start_from(
     variables = trainer.shared_variables() if variables is None else variables
     strategy = trainer.strategy
     wanted = [variables[index] for index in differing(variables, strategy).mine]
+    if strategy.shard_optimizer and any(v.path.endswith("/iteration") for v in wanted):
+        raise DisagreementError(
+            at_rank(
+                strategy.rank,
+                f"the optimizers of model {trainer.model.name!r} have taken different numbers of "
+                "steps: with shard_optimizer=True each rank holds a part of an optimizer's state, "
+                "so load it on every rank, or use dtk.callbacks.Checkpoint",
+            )
+        )
     parts = [v for v in wanted if not keras_variables.is_of_all(v)]
     _broadcast([v for v in wanted if keras_variables.is_of_all(v)], root, strategy.world)
     _broadcast(parts, root // strategy.model_communicator.size, strategy.communicator)

@@ -24,6 +24,7 @@ from dtk.input import slicing
 from dtk.nests import Gradients, Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
+from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
 from dtk.trainer.gradients.shared_optimizer import Variables
 from dtk.trainer.replica import compiled_step, step_metrics
 from dtk.trainer.strategy import StepFunction, Strategy
@@ -154,14 +155,20 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     if bond.exchange is not None:
         return
     outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
-    bond.exchange = exchange = GradientExchange(outer, inner, strategy)
-    accumulates = bool(inner.gradient_accumulation_steps)
+    sharded = ShardedOptimizer(outer, strategy) if strategy.shard_optimizer else None
+    bond.sharded = sharded
+    if sharded is not None:
+        keras_optimizers.patch_swaps(shared_optimizer.updated)
+    bond.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
+    # The sums of a window are divided over ranks as well, so each step is exchanged.
+    accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
 
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:
             shared_optimizer.build_outside_step(outer, variables, strategy)
-        trained = list(variables or keras_optimizers.trained_variables(inner))
+        known = keras_optimizers.trained_variables(inner) if sharded is None else sharded.variables
+        trained = list(variables or known)
         step = traced_step.current()
         if step is not None:
             grads = step.handed_over(grads)
@@ -179,7 +186,11 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         else:
             found, applied = exchange.update(found, trained, _part_of(step))
         found = [replacing.get(i, g) for i, g in enumerate(found)]
-        result = _apply_if(applied, lambda: apply(found, variables))
+        if sharded is not None:
+            parts = sharded.parts_of(trained)
+            result = sharded.updated(lambda: apply(found, parts), in_step=True)
+        else:
+            result = _apply_if(applied, lambda: apply(found, variables))
         exchange.count(trained, _part_of(step))
         return result
 

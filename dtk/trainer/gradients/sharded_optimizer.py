@@ -1,0 +1,477 @@
+"""Divide an optimizer over ranks: each holds a part of the slots, and updates that part of weights.
+
+    gradients of all ranks      reduce-scatter: each rank gets the sum of its part
+    weights                     each rank cuts its part out of them
+    part of weights             Keras's own apply, with this rank's part of the slots
+    parts of all ranks          all-gather: every rank has all new weights
+
+Variables share buckets, last layers first, and all ranks share each bucket: the first buckets are
+sent during the backward pass, and the first weights while others are still updated.
+
+    a bucket    [ bias | kernel ......................... | table .............. ]
+    its ranks     0000   0000000000000000000001111111111    111111111122222222222
+
+A rank sees a part of each variable as a variable of its own: rows of a matrix, elements of all
+others as one row, none if other ranks have them all. A variable that its optimizer needs whole, or
+that has a constraint, belongs to one rank. Keras does the rest: clipping over parts is in
+`shared_optimizer`.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020; stage 1, and stage 2 for the sums of an accumulation window, which are slots too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtk import placement
+from dtk.communicators import buckets
+from dtk.communicators.base import Communicator
+from dtk.communicators.shard import FlatShard
+from dtk.compat import keras_optimizers
+from dtk.compat.keras_variables import (
+    VariablePart,
+    flat_shard_of,
+    is_of_all,
+    set_shard,
+    stored,
+)
+from dtk.errors import at_rank
+from dtk.exchange import Dense
+from dtk.exchange.contract import ExchangeState, Gradient
+from dtk.exchange.dense import DenseOp
+from dtk.exchange.factors import Factored
+from dtk.nests import Array, Tree
+from dtk.optimizers.layerwise import LayerwiseOptimizer
+from dtk.trainer.strategy import Strategy
+
+# Seconds after which a rank that saves alone is told so.
+_LATE = 15.0
+
+# Which variables are divided.
+
+
+def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
+    """Return, in words, why an optimizer needs the whole variable; None if it does not."""
+    if isinstance(member, keras.optimizers.Adafactor):
+        return "scales steps by means over a whole variable"
+    if isinstance(member, LayerwiseOptimizer):  # of which LAMB is a Keras Lamb, too
+        by_norm = not member.skips(variable)
+    else:
+        by_norm = isinstance(member, keras.optimizers.Lamb)
+    if by_norm:
+        return "scales a step by the norm of the whole variable"
+    if isinstance(member, keras.optimizers.Muon) and not keras_optimizers.takes_adamw(
+        member, variable
+    ):
+        return "makes a whole matrix orthogonal"
+    return None
+
+
+class Division(NamedTuple):
+    """The elements of variables that each rank updates."""
+
+    sizes: list[list[int]]  # of each variable, the elements of each rank, in rank order
+    buckets: list[list[int]]  # indices of variables: in the row of a bucket ranks follow each other
+
+
+def divide(
+    variables: Sequence[tf.Variable], undivided: Sequence[bool], ranks: int, limit: int
+) -> Division:
+    """Divide variables as evenly as can be; an undivided one goes to the rank that has least."""
+    counts = [variable.shape.num_elements() for variable in variables]
+    sizes = [[0] * ranks for _ in variables]
+    loads = [0] * ranks
+    owners = {}
+    for i in sorted((i for i, one in enumerate(undivided) if one), key=lambda i: -counts[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += counts[i]
+        sizes[i][owners[i]] = counts[i]
+    # What is cut fills up what each rank lacks of an even share of everything.
+    room = [max(0, -(-sum(counts) // ranks) - load) for load in loads]
+    found = []
+    for kind in (False, True):
+        places = [i for i in range(len(variables))[::-1] if undivided[i] == kind]
+        dtypes = [variables[i].dtype for i in places]
+        for members in buckets.plan(dtypes, [counts[i] for i in places], limit):
+            bucket = [places[member] for member in members]
+            if kind:
+                bucket.sort(key=owners.__getitem__)
+            else:
+                _cut([variables[i].shape for i in bucket], [sizes[i] for i in bucket], room)
+            found.append(bucket)
+    return Division(sizes, found)
+
+
+def _cut(shapes: Sequence[tf.TensorShape], sizes: Sequence[list[int]], room: Sequence[int]) -> None:
+    """Cut one row of tensors in proportion to ranks' room, matrices between two rows."""
+    total, offset = sum(shape.num_elements() for shape in shapes), 0
+    ends = [total * end // max(1, sum(room)) for end in itertools.accumulate(room)]
+    for shape, of_ranks in zip(shapes, sizes, strict=True):
+        count, begin = shape.num_elements(), 0
+        unit = max(1, shape[1]) if shape.rank == 2 else 1
+        for rank, end_of_rank in enumerate(ends):
+            inside = min(max(end_of_rank - offset, 0), count)
+            end = round(inside / unit) * unit
+            of_ranks[rank], begin = end - begin, end
+        offset += count
+
+
+def _part_shape(shape: Sequence[int], size: int, undivided: bool) -> tuple[int, ...]:
+    """Return the shape in which an optimizer sees so many elements of a variable."""
+    if undivided and len(shape):
+        return tuple(shape) if size == math.prod(shape) else (0,) * len(shape)
+    if len(shape) == 2 and size:
+        return size // shape[1], shape[1]
+    return (size,)
+
+
+def _shard_of(part: VariablePart) -> FlatShard:
+    shard = flat_shard_of(part)
+    assert shard is not None
+    return shard
+
+
+def _rows_of(part: VariablePart) -> range | None:
+    """Return the rows of the whole variable that a part has; None if it is no matrix of rows."""
+    shape, whole = tuple(part.shape), tuple(part.whole.shape)
+    if len(whole) != len(shape) or shape[1:] != whole[1:] or not math.prod(shape):
+        return None
+    first = _shard_of(part).offset // math.prod(whole[1:])
+    return range(first, first + shape[0])
+
+
+def _part_of(whole: tf.Tensor, part: VariablePart) -> tf.Tensor:
+    """Cut this rank's part out of a tensor of the variable's shape."""
+    rows = _rows_of(part)
+    if rows is None:
+        return tf.reshape(_shard_of(part).part(whole), part.shape)
+    return whole if part.shape == whole.shape else whole[rows.start : rows.stop]
+
+
+class ShardedOptimizer:
+    """An optimizer of which this rank holds a part."""
+
+    def __init__(self, optimizer: keras.Optimizer, strategy: Strategy):
+        self._optimizer, self._strategy = optimizer, strategy
+        self.communicator: Communicator = strategy.communicator
+        self.variables: list[keras.Variable] = []  # those that it was built for
+        self.parts: dict[int, VariablePart] = {}  # of this rank, by the variable's id
+        self.buckets: list[list[keras.Variable]] = []
+        # Whole slots by the part's id: gathered for one save, or read from a file on this rank.
+        self.gathered: dict[int, Array] | None = None
+        self.loaded: dict[int, Array] | None = None
+        if optimizer.built:
+            raise ValueError(
+                at_rank(
+                    strategy.rank,
+                    f"optimizer {optimizer.name!r} was built before it was compiled under a "
+                    "strategy with shard_optimizer=True, so it holds whole slots; compile with a "
+                    "new optimizer, or load the model inside `with strategy.scope():`",
+                )
+            )
+        keras_optimizers.patch_build(optimizer, self._divided, self._built)
+        keras_optimizers.patch_finalize(optimizer, self.updated)
+
+    def parts_of(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+        """Return this rank's parts; a variable that its gradient replaces is its own part."""
+        return [self.parts.get(id(variable), variable) for variable in variables]
+
+    # Building.
+
+    def _divided(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+        """Return the parts, which hold this rank's part of the weights until the build ends."""
+        if not self.variables:
+            self.variables = list(variables)
+            replaced = [keras_optimizers.is_replaced(v) for v in variables]
+            self._divide([v for v, one in zip(variables, replaced, strict=True) if not one])
+        self._fill()
+        return self.parts_of(variables)
+
+    def _divide(self, variables: list[keras.Variable]) -> None:
+        tensors = [stored(variable) for variable in variables]
+        undivided = [
+            variable.constraint is not None
+            or any(
+                needs_whole(member, variable)
+                for member in keras_optimizers.members(self._optimizer)
+            )
+            for variable in variables
+        ]
+        communicator = self.communicator
+        limit = buckets.limit_for(tensors, communicator.bucket_bytes, communicator.costs)
+        division = divide(tensors, undivided, communicator.size, limit)
+        self.buckets = [[variables[i] for i in bucket] for bucket in division.buckets]
+        rows = zip(variables, tensors, division.sizes, undivided, strict=True)
+        for variable, tensor, sizes, whole in rows:
+            shard = FlatShard(0, tuple(sizes), communicator, tuple(tensor.shape))
+            shape = _part_shape(shard.shape, shard.size, whole)
+            with tf.device(placement.keeping(self._strategy)):
+                # Keras looks for words in the names of TensorFlow's variables, too.
+                name = tensor.name.partition(":")[0]
+                room = tf.Variable(tf.zeros(shape, tensor.dtype), trainable=False, name=name)
+            part = VariablePart(variable, room, variable.name)
+            set_shard(part, shard)
+            self.parts[id(variable)] = part
+
+    def _built(self, variables: Sequence[keras.Variable]) -> None:
+        """Mark what has been built, and save and load it whole."""
+        self._release()
+        members = keras_optimizers.members(self._optimizer)
+        self._mark_others(members)
+        for member in members:
+            keras_optimizers.exclude_parts(member, self.parts.values())
+            keras_optimizers.patch_state(
+                member, functools.partial(self._save, member), functools.partial(self._load, member)
+            )
+
+    def _mark_others(self, members: Sequence[keras.Optimizer]) -> None:
+        """Mark slots of other shapes than their variable's, which only its owner has.
+
+        Adafactor has the means of rows and columns. All ranks build the same variables in the same
+        order; the owner's alone are not empty.
+        """
+        others = [
+            v for member in members for v in keras_optimizers.own_variables(member) if is_of_all(v)
+        ]
+        if not any(v.shape.rank for v in others):
+            return
+        found = self.communicator.allgather_object([tuple(v.shape) for v in others])
+        for variable, *shapes in zip(others, *found, strict=True):
+            if len(set(shapes)) > 1:
+                sizes = tuple(math.prod(shape) for shape in shapes)
+                whole = max(shapes, key=math.prod)
+                set_shard(variable, FlatShard(0, sizes, self.communicator, whole))
+
+    # A step.
+
+    def updated(self, update: Callable[[], Tree], in_step: bool = False) -> Tree:
+        """Call what updates the parts of weights; then give all ranks all weights."""
+        self._fill()
+        result = update()
+        inner = keras_optimizers.chain(self._optimizer)[-1]
+        # Constraints and averages change weights within an accumulation window.
+        always = inner.ema_overwrite_frequency or any(v.constraint for v in self.variables)
+        if in_step and inner.gradient_accumulation_steps and not always:
+            tf.cond(keras_optimizers.is_between_windows(inner), self._gather, lambda: False)
+        else:
+            self._gather()
+        self._release()
+        return result
+
+    def _fill(self) -> None:
+        """Cut this rank's parts out of the weights."""
+        for variable in self.variables:
+            part = self.parts.get(id(variable))
+            if part is not None and math.prod(part.shape):
+                part.fill(_part_of(tf.convert_to_tensor(stored(variable)), part))
+
+    def _gather(self) -> bool:
+        """Put the parts of all ranks together to weights; all ranks call it."""
+        rows = [
+            tf.concat([tf.reshape(stored(self.parts[id(v)]), [-1]) for v in bucket], 0)
+            for bucket in self.buckets
+        ]
+        gathered = self.communicator.allgather(rows, list(map(self.sizes_of, self.buckets)))
+        for bucket, row in zip(self.buckets, gathered, strict=True):
+            values = tf.split(row, [math.prod(variable.shape) for variable in bucket])
+            for variable, value in zip(bucket, values, strict=True):
+                stored(variable).assign(tf.reshape(value, variable.shape))
+        return True
+
+    def _release(self) -> None:
+        zero = tf.minimum(tf.cast(self._optimizer.iterations, tf.int32), 0)
+        for part in self.parts.values():
+            if math.prod(part.shape):
+                part.release(zero)
+
+    def sizes_of(self, variables: Sequence[keras.Variable]) -> list[int]:
+        """Return how many elements of all these variables each rank updates."""
+        shards = [_shard_of(self.parts[id(variable)]) for variable in variables]
+        return [sum(sizes) for sizes in zip(*(shard.sizes for shard in shards), strict=True)]
+
+    def parts_of_slices(
+        self, gradients: Sequence[Gradient], variables: Sequence[keras.Variable]
+    ) -> list[Gradient]:
+        """Keep, of the slices of whole tables, those of this rank's rows."""
+        return [
+            self._slices_of(gradient, self.parts[id(variable)])
+            if isinstance(gradient, tf.IndexedSlices)
+            else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+    def _slices_of(self, slices: tf.IndexedSlices, part: VariablePart) -> Gradient:
+        rows = _rows_of(part)
+        if rows is None:
+            lines = part.whole.shape[0]
+            table = tf.math.unsorted_segment_sum(slices.values, slices.indices, lines)
+            return _part_of(table, part)
+        mine = (slices.indices >= rows.start) & (slices.indices < rows.stop)
+        indices = tf.boolean_mask(slices.indices, mine) - rows.start
+        shape = tf.constant(tuple(part.shape), indices.dtype)
+        return tf.IndexedSlices(tf.boolean_mask(slices.values, mine), indices, shape)
+
+    # Whole slots.
+
+    def gather(self) -> None:
+        """Gather whole slots for `save` on rank 0; all ranks call it, and `forget` later."""
+        self.gathered = {}
+        for variable in self._optimizer.variables:
+            shard = flat_shard_of(variable)
+            value = None if shard is None else shard.whole(stored(variable))
+            if value is not None and self.communicator.rank == 0:
+                self.gathered[id(variable)] = value.numpy()
+
+    def scatter(self) -> None:
+        """Give all ranks their parts of the slots that rank 0 has loaded; all ranks call it."""
+        loaded = self.loaded or {}
+        for variable in self._optimizer.variables:
+            shard, given = flat_shard_of(variable), loaded.get(id(variable))
+            if shard is None:
+                variable.assign(self.communicator.broadcast(stored(variable), 0))
+                continue
+            given = tf.zeros(shard.shape, variable.dtype) if given is None else given
+            value = self.communicator.broadcast(tf.cast(given, variable.dtype), 0)
+            variable.assign(tf.reshape(shard.part(value), variable.shape))
+
+    def forget(self) -> None:
+        """Free the whole slots."""
+        self.gathered = self.loaded = None
+
+    def _save(self, member: keras.Optimizer, store: dict[str, Array]) -> None:
+        """Save whole variables, in place of Keras's `save_own_variables`."""
+        told = (
+            "the optimizer's state is gathered to be saved, and other ranks do not come: with "
+            "shard_optimizer=True call model.save and its like on every rank"
+        )
+        late = threading.Timer(_LATE, print, [f"dtk: {at_rank(self.communicator.rank, told)}"])
+        late.start()
+        try:
+            for i, variable in enumerate(member.variables):
+                shard = flat_shard_of(variable)
+                if shard is None:
+                    store[str(i)] = variable.numpy()
+                elif self.gathered is None:  # every rank saves
+                    store[str(i)] = shard.whole(stored(variable)).numpy()
+                else:
+                    store[str(i)] = self.gathered[id(variable)]
+        finally:
+            late.cancel()
+
+    def _load(
+        self,
+        member: keras.Optimizer,
+        store: dict[str, Array],
+        load: Callable[[dict[str, Array]], None],
+    ) -> None:
+        """Load this rank's part of whole variables, in place of Keras's `load_own_variables`."""
+        if len(store.keys()) != len(member.variables):
+            load(store)  # Keras warns
+            return
+        for i, variable in enumerate(member.variables):
+            shard, value = flat_shard_of(variable), np.asarray(store[str(i)])
+            if shard is None:
+                variable.assign(value)
+                continue
+            if value.shape != shard.shape:
+                raise ValueError(
+                    at_rank(
+                        self.communicator.rank,
+                        f"optimizer variable {variable.path!r} has shape {shard.shape}, and a "
+                        f"value of shape {value.shape} was loaded for it",
+                    )
+                )
+            if self.loaded is not None:
+                self.loaded[id(variable)] = value
+            variable.assign(tf.reshape(shard.part(value), variable.shape))
+
+
+class ShardedState:
+    """Whole slots of a model's optimizers for a checkpoint; see `layers.whole.ModelInParts`."""
+
+    def __init__(self, model: keras.Model, optimizers: Sequence[ShardedOptimizer]):
+        self.whole = model
+        self._optimizers = optimizers
+
+    def build(self) -> keras.Model:
+        """Return the model; whole slots that are loaded from now on are kept for `scatter`."""
+        for one in self._optimizers:
+            one.loaded = {}
+        return self.whole
+
+    def gather(self) -> None:
+        """Gather whole slots on rank 0; all ranks call it."""
+        for one in self._optimizers:
+            one.gather()
+
+    def scatter(self, world: Communicator) -> None:
+        """Give all ranks the slots that rank 0 has loaded; all ranks call it."""
+        del world
+        for one in self._optimizers:
+            one.scatter()
+            one.forget()
+
+    def forget(self) -> None:
+        """Free the whole slots."""
+        for one in self._optimizers:
+            one.forget()
+
+
+class ScatterOp(DenseOp):
+    """A reduce-scatter: each rank gets the sum of its part of gradients.
+
+    Factors are sent to all ranks if that is faster, of which each multiplies its part. Slices of
+    tables are sent to all ranks: few rows have any.
+    """
+
+    in_parts = True
+
+    def __init__(
+        self,
+        sharded: ShardedOptimizer,
+        variables: Sequence[keras.Variable],
+        state: ExchangeState,
+        exchange: Dense,
+    ):
+        super().__init__(sharded.communicator, state, exchange=exchange)
+        self._sharded, self._variables = sharded, variables
+
+    def _product(self, place: int, factors: Factored) -> tf.Tensor:
+        """Multiply the rows of this rank's part."""
+        part = self._sharded.parts[id(self._variables[place])]
+        rows = _rows_of(part)
+        if rows is None:  # of a matrix: it is empty
+            return tf.zeros(part.shape, factors.dtype)
+        return Factored(factors.left[:, rows.start : rows.stop], factors.right).product()
+
+    def _sums(
+        self, places: Sequence[int], gradients: Sequence[Gradient]
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Return the sums of this rank's parts of gradients, and all slices of tables."""
+        sharded, wire = self._sharded, self.exchange.dtype
+        keys = [id(self._variables[i]) for i in places]
+        given = dict(zip(keys, gradients, strict=True))
+        tables = {key: g for key, g in given.items() if isinstance(g, tf.IndexedSlices)}
+        found = [[v for v in b if id(v) in given and id(v) not in tables] for b in sharded.buckets]
+        found = [bucket for bucket in found if bucket]
+        rows = [tf.concat([tf.reshape(given[id(v)], [-1]) for v in one], 0) for one in found]
+        narrow = [row if wire is None else tf.cast(row, wire) for row in rows]
+        sizes = [sharded.sizes_of(bucket) for bucket in found]
+        summed = self.communicator.reduce_scatter(narrow, "sum", sizes)
+        results = dict(zip(tables, self.communicator.allreduce(list(tables.values())), strict=True))
+        for bucket, row, total in zip(found, rows, summed, strict=True):
+            parts = sharded.parts_of(bucket)
+            values = tf.split(tf.cast(total, row.dtype), [math.prod(p.shape) for p in parts])
+            for variable, one, value in zip(bucket, parts, values, strict=True):
+                results[id(variable)] = tf.reshape(value, one.shape)
+        return [results[key] for key in keys]

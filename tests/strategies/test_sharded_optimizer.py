@@ -1,0 +1,322 @@
+"""Optimizers of which each rank holds a part: equal to one process, with 1/N of the slots."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtk
+from dtk.trainer.gradients.sharded_optimizer import divide
+
+import world
+from once import once
+from strategies import bodies
+
+TOLERANCE = 1e-5
+WORLDS = (("collective", 2), pytest.param(("collective", 3), marks=pytest.mark.full))
+
+
+# The division.
+
+
+def rooms(*shapes):
+    return [tf.Variable(tf.zeros(shape)) for shape in shapes]
+
+
+def test_ranks_share_each_bucket_evenly():
+    found = divide(rooms((5,), (2, 3), (7, 4), ()), [False] * 4, 3, limit=10_000)
+    assert found.buckets == [[3, 2, 1, 0]]
+    # 40 elements: 13, 13, 14, but matrices are cut between rows.
+    assert found.sizes == [[0, 0, 5], [0, 0, 6], [12, 12, 4], [1, 0, 0]]
+
+
+def test_a_large_variable_is_a_bucket_of_its_own():
+    found = divide(rooms((3,), (8, 4), (9,)), [False] * 3, 2, limit=100)
+    assert found.buckets == [[2, 0], [1]]
+    assert found.sizes == [[0, 3], [16, 16], [6, 3]]
+
+
+def test_undivided_variables_go_to_the_rank_that_has_least():
+    found = divide(rooms((2, 2), (9, 2), (3, 2), (4,)), [True, True, True, False], 2, limit=10_000)
+    # What can be cut makes up for it.
+    assert found.sizes == [[0, 4], [18, 0], [0, 6], [0, 4]]
+    assert found.buckets == [[3], [1, 2, 0]]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (1,)])
+def test_hardly_any_elements(shape):
+    (sizes,) = divide(rooms(shape), [False], 3, limit=100).sizes
+    assert sum(sizes) == math.prod(shape)
+
+
+# Training.
+
+
+def excluding(optimizer, *words):
+    optimizer.exclude_from_weight_decay(var_names=list(words))
+    return optimizer
+
+
+def divided_among_two():
+    by_path = {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), by_path)
+    )
+
+
+OPTIMIZERS = {
+    "adam, clipnorm": lambda o: o.Adam(0.01, amsgrad=True, clipnorm=0.05),
+    "adamw, global norm": lambda o: excluding(
+        o.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), "bias"
+    ),
+    "windows": lambda o: o.Adam(
+        0.01, gradient_accumulation_steps=3, global_clipnorm=0.1, use_ema=True, ema_momentum=0.9
+    ),
+    "overflow": lambda o: o.LossScaleOptimizer(
+        o.Adam(0.01, global_clipnorm=0.1), initial_scale=2.0**127, dynamic_growth_steps=4
+    ),
+    "muon": lambda o: o.Muon(0.01, weight_decay=0.1),
+    "adafactor": lambda o: o.Adafactor(0.05),
+    "lars": lambda o: dtk.optimizers.LARS(1.0, weight_decay=0.01),
+}
+OTHERS = {
+    "sgd": lambda o: o.SGD(0.05, momentum=0.9, nesterov=True),
+    "plain sgd": lambda o: o.SGD(0.05, clipnorm=0.1),
+    "rmsprop, clipvalue": lambda o: o.RMSprop(0.01, momentum=0.5, centered=True, clipvalue=0.01),
+    "adagrad": lambda o: o.Adagrad(0.05, clipnorm=0.05),
+    "adadelta": lambda o: o.Adadelta(0.5),
+    "adamax, ema": lambda o: o.Adamax(0.01, use_ema=True, ema_momentum=0.9),
+    "nadam": lambda o: o.Nadam(0.01),
+    "ftrl": lambda o: o.Ftrl(0.05),
+    "lion, overwritten": lambda o: o.Lion(
+        0.001, weight_decay=0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4
+    ),
+    "lamb": lambda o: o.Lamb(0.01),
+    "windows in a loss scale": lambda o: o.LossScaleOptimizer(
+        o.Adam(0.01, gradient_accumulation_steps=2), initial_scale=2.0**10, dynamic_growth_steps=7
+    ),
+    "divided among two": lambda o: divided_among_two(),
+    "layerwise adam": lambda o: dtk.optimizers.LAMB(0.01, weight_decay=0.01),
+    "warm-up": lambda o: dtk.optimizers.RMSpropWarmup(0.01, steps_per_epoch=5),
+}
+NAMES = [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
+
+
+@functools.cache
+def sharded(exchange=None):
+    return dtk.strategies.AllReduceStrategy(world.communicator(), exchange, shard_optimizer=True)
+
+
+def build():
+    """A table, a convolution, matrices, and one matrix under a constraint."""
+    keras.utils.set_random_seed(3)
+    tokens = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(50, 4)(tokens)
+    x = keras.layers.Flatten()(keras.layers.Conv1D(5, 3, activation="relu")(x))
+    most = keras.constraints.MaxNorm(1.0)
+    x = keras.layers.Dense(9, activation="tanh", kernel_constraint=most)(x)
+    return keras.Model(tokens, keras.layers.Dense(7)(x))
+
+
+def compiled(strategy, name):
+    with bodies.scope_of(strategy):
+        model = build()
+        model.compile(
+            optimizer=(OPTIMIZERS | OTHERS)[name](keras.optimizers),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model
+
+
+def fit(model, epochs=2, callbacks=()):
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 50, (75, 6)), random.integers(0, 7, 75)
+    # One batch of 16 rows after the other, the last of 11.
+    return model.fit(
+        x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks)
+    )
+
+
+def outcome(model):
+    slots = [v.numpy().ravel() for v in model.optimizer.variables if v.shape.rank]
+    return bodies.flat(model.get_weights()), sum(one.size for one in slots)
+
+
+def trained(name, strategy=None):
+    model = compiled(strategy, name)
+    loss = fit(model).history["loss"]
+    return *outcome(model), loss
+
+
+def trained_in_parts(name, exchange=None):
+    return trained(name, sharded(exchange))
+
+
+def assert_near(found, expected, tolerance=TOLERANCE):
+    difference = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert difference <= tolerance, f"relative difference {difference:.2e}"
+
+
+@pytest.mark.worlds(*WORLDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_one_process(pool, name):
+    if name == "divided among two" and not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip(f"Keras {keras.__version__} has no MultiOptimizer yet")
+    found = pool.run(trained_in_parts, name, timeout=240, meanwhile=lambda: once(trained, name))
+    weights, slots, loss = once(trained, name)
+    for weights_of_rank, _, loss_of_rank in found:
+        assert_near(weights_of_rank, weights)
+        assert np.array_equal(weights_of_rank, found[0][0]), "ranks have different weights"
+        np.testing.assert_allclose(loss_of_rank, loss, rtol=TOLERANCE)
+    held = [slots_of_rank for _, slots_of_rank, _ in found]
+    assert sum(held) == slots
+    if name == "adam, clipnorm":  # three slots; parts begin and end up to half a row elsewhere
+        assert max(held) <= slots / pool.size + 3 * 9
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_gradients_in_half_precision(pool):
+    name = "adam, clipnorm"
+    found = pool.run(trained_in_parts, name, "fp16", timeout=240)
+    for weights_of_rank, *_ in found:
+        assert_near(weights_of_rank, once(trained, name)[0], tolerance=0.02)
+        assert np.array_equal(weights_of_rank, found[0][0])
+
+
+# Saving.
+
+SAVED = "windows"
+
+
+def resumed(directory, epochs, strategy=None):
+    alone = dtk.strategies.AllReduceStrategy("local", shard_optimizer=True)
+    model = compiled(strategy or alone, SAVED)
+    fit(model, epochs, [dtk.callbacks.Checkpoint(directory)])
+    return outcome(model)
+
+
+def resumed_in_parts(directory, epochs):
+    return resumed(directory, epochs, sharded())
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_checkpoints_hold_the_whole(pool, tmp_path):
+    """Five steps of an epoch leave a window of three open."""
+    weights = once(trained, SAVED)[0]
+    by_ranks, alone = tmp_path / "by ranks", tmp_path / "alone"
+    pool.run(resumed_in_parts, str(by_ranks), 1, timeout=240)
+    assert_near(resumed(by_ranks, 2)[0], weights)
+    resumed(alone, 1)
+    for weights_of_rank, _ in pool.run(resumed_in_parts, str(alone), 2, timeout=240):
+        assert_near(weights_of_rank, weights)
+
+
+def saved_and_loaded(path):
+    strategy = sharded()
+    model = compiled(strategy, SAVED)
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    fit(model, callbacks=[swap])
+    model.save(path)
+    with strategy.scope():
+        loaded = keras.models.load_model(path)
+    both = zip(model.optimizer.variables, loaded.optimizer.variables, strict=True)
+    assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in both)
+    fit(loaded)
+    return bodies.flat(loaded.get_weights())
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_files_hold_the_whole(pool, tmp_path):
+    found = pool.run(saved_and_loaded, str(tmp_path / "model.keras"), timeout=240)
+    model = compiled(None, SAVED)
+    fit(model, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for one, other in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-3, atol=1e-6)
+    fit(loaded)
+    for weights_of_rank in found:
+        assert_near(weights_of_rank, bodies.flat(loaded.get_weights()))
+
+
+# Loops of one's own.
+
+
+def looped(strategy=None):
+    """Train a compiled model by a loop; its first, second ... rows are those of ranks 0, 1 ..."""
+    model = compiled(strategy, "adam, clipnorm")
+    ranks, rank = (strategy.size, strategy.rank) if strategy else (1, 0)
+    random = np.random.default_rng(0)
+    x = tf.constant(random.integers(0, 50, (16, 6))[rank::ranks])
+    y = tf.constant(random.integers(0, 7, 16)[rank::ranks])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            loss = tf.reduce_sum(losses) / 16
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    run = tf.function(lambda *rows: strategy.run(step, rows) if strategy else step(*rows))
+    for _ in range(3):
+        run(x, y)
+    return outcome(model)
+
+
+def looped_in_parts():
+    return looped(sharded())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_of_ones_own(pool):
+    weights, slots = looped()
+    found = pool.run(looped_in_parts, timeout=240)
+    assert sum(slots_of_rank for _, slots_of_rank in found) == slots
+    for weights_of_rank, _ in found:
+        assert_near(weights_of_rank, weights)
+
+
+# What is refused.
+
+
+def refusals():
+    told = []
+
+    def note(make):
+        try:
+            make()
+        except ValueError as error:
+            told.append(str(error))
+
+    communicator, make = world.communicator(), dtk.strategies.AllReduceStrategy
+    note(lambda: make(communicator, "1bit", shard_optimizer=True))
+    note(lambda: make(communicator, shard_optimizer=True, model_parallel=communicator.size))
+    with dtk.strategies.undistributed():
+        model = build()
+        built = keras.optimizers.Adam()
+        built.build(model.trainable_variables)
+    with sharded().scope():
+        note(lambda: model.compile(built, "mse"))
+        model, unknown = build(), keras.optimizers.Adam(name="unknown")
+    gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
+    note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
+    return told
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_what_is_refused(pool):
+    for rank, told in enumerate(pool.run(refusals)):
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 4
+        assert "exchange=Quantized(bits=1)" in told[0]
+        assert "model_parallel=2" in told[1]
+        assert "was built before it was compiled" in told[2]
+        assert "optimizer 'unknown' was applied" in told[3]
+
+
+def test_one_process_is_plain_keras():
+    strategy = dtk.strategies.AllReduceStrategy("local", shard_optimizer=True)
+    assert not strategy.shard_optimizer
