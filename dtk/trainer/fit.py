@@ -253,7 +253,7 @@ class SynchronizeWeights(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and logged numbers that differ."""
-        if self.trainer.same_data and not self.trainer.has_local_steps:
+        if not self.trainer.has_local_steps and self.trainer.same_data:
             return
         self.trainer.synchronize_weights()
         logs = {} if logs is None else logs
