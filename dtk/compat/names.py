@@ -126,10 +126,12 @@ what `fit` reads:
     keras.src.trainers.data_adapters.tf_dataset_adapter  TFDatasetAdapter
 optimizers:
     keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients
+        _exclude_from_weight_decay _iterations
         _accumulated_gradients _learning_rate _trainable_variables
         _trainable_variables_indices _var_key _backend_apply_gradients _get_variable_index
     keras.optimizers.Adam  _momentums _velocities
     keras.optimizers.Muon  _should_use_adamw
+    keras.callbacks.SwapEMAWeights  _swap_variables _finalize_ema_values
 saving:
     keras.src.saving.saving_lib  save_model save_weights_only
     keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
