@@ -127,6 +127,9 @@ ENTRIES = {
         "data",
         after="assert int(optimizer.iterations) == 4 and np.isfinite(float(loss))",
     ),
+    ("docs/strategies.md", "strategy = "): Python(
+        "plain", after="assert strategy.size == 1"
+    ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
     ),

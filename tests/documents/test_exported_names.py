@@ -26,6 +26,8 @@ def methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
     """Return the public methods and properties of a class, where dtk defines them first."""
     for name in dir(cls):
         owners = [owner for owner in cls.__mro__ if name in vars(owner)]
+        if not owners:
+            continue  # of the class's class, such as an enum's
         value = vars(owners[-1])[name]
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         ours = owners[-1].__module__.startswith("dtk.") and isinstance(function, FunctionType)
