@@ -68,8 +68,6 @@ FULL = (
     r"exchange/test_quantized.py::test_gradients_are_quantised_twice\S+\[collective-(2|3-4|3-11)",
     r"exchange/test_blocks.py::test_block_momentum_trains\S+\[collective-3",
     r"exchange/test_factors.py::test_few_rows_send_factors\S+\[horovod",
-    # hung once in three runs: a launcher that gets signal after signal; the cause is not found yet
-    r"cli/test_run.py::test_signals_end_everything\[again and again",
     # dearer worlds and slower ways of what is said besides
     r"communicators/test_contract.py::test_collectives\[(mpi-wheel|horovod-mpi)-2-eager",
     r"communicators/test_contract.py::test_send_and_recv\[(collective-3|horovod-mpi-2)-graph",

@@ -106,7 +106,9 @@ class Job:
         self._starter = Starter(self._state, self._output)
         self._watch = Watch(self._state, self._outcome, self._output, self._starter)
         self._done = threading.Event()
-        self._started = False
+        self._started_by: int | None = None  # a thread
+        self._left_start = threading.Event()
+        self._complete = False  # whether every process was started
         self._culprit: Rank | None = None
         self._code = 0
 
@@ -120,22 +122,24 @@ class Job:
             ClusterError: A process cannot be started, a port is taken, or `output_dir` is unusable.
             CommunicatorError: Horovod or MPI is asked for and not installed, or does not start.
         """
-        if self._started:
+        if self._started_by is not None:
             raise ClusterError("this job was started before; make a new Job")
-        self._started = True
+        # First: signals interrupt the thread that calls this, even while it ends what it started.
+        # They never interrupt the new one.
+        threading.Thread(target=self._supervise, name="dtk job", daemon=True).start()
         try:
+            self._started_by = threading.get_ident()
             self._output.open()
             self._starter.prepare()
             for process in self.processes:
                 self._starter.start(process)
+            if any(rank.remote for rank in self._state.ranks):
+                threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
+            self._complete = True
+            self._left_start.set()
         except BaseException:
-            self._state.stopping = self._state.hurry = True
-            self._end_all()
-            self._done.set()
+            self.stop(hurry=True)
             raise
-        threading.Thread(target=self._supervise, name="dtk job", daemon=True).start()
-        if any(rank.remote for rank in self._state.ranks):
-            threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
         return self
 
     def wait(self, timeout: float | None = None) -> int:
@@ -152,7 +156,7 @@ class Job:
         Raises:
             TimeoutError: Processes still run (and go on running).
         """
-        if not self._started:
+        if self._started_by is None:
             raise ClusterError("this job was not started; call start() first")
         if not self._done.wait(timeout):
             names = ", ".join(rank.process.name for rank in self._state.ranks if rank.code is None)
@@ -170,7 +174,9 @@ class Job:
         while True:
             try:
                 self._state.stop()
-                if self._started:
+                if self._started_by == threading.get_ident():
+                    self._left_start.set()
+                if self._started_by is not None:
                     self._done.wait()
                 break
             except BaseException as error:
@@ -181,7 +187,7 @@ class Job:
             raise interrupt
 
     def __enter__(self) -> Job:
-        return self if self._started else self.start()
+        return self.start() if self._started_by is None else self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
@@ -230,8 +236,12 @@ class Job:
                 rank.beat()
 
     def _supervise(self) -> None:
+        self._left_start.wait()
         try:
-            self._see_to_the_end()
+            if self._complete:
+                self._see_to_the_end()
+            else:
+                self._end_all()
         except Exception as error:
             told = "".join(traceback.format_exception(error))
             with contextlib.suppress(Exception):  # the worst is over

@@ -214,7 +214,7 @@ def test_signals_end_everything(script, patient):
         stderr=subprocess.PIPE,
         text=True,
     )
-    with launcher:
+    try:
         pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
         children = psutil.Process(launcher.pid).children(recursive=True)
         assert set(pids) <= {child.pid for child in children}
@@ -224,6 +224,9 @@ def test_signals_end_everything(script, patient):
             launcher.send_signal(number)
             time.sleep(0.05)
         _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.communicate()
     assert time.monotonic() - began < 10
     assert (launcher.returncode, err) == (
         128 + number,

@@ -307,6 +307,28 @@ def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
         Job([])
 
 
+@pytest.mark.timeout(30)
+def test_two_interrupts_while_a_job_starts_leave_nothing_running():
+    """The second comes while the first one's end has begun: that end waited for ever."""
+    job = Job(plan([sys.executable, "-c", SLEEPS_DEAF], 2), grace=600.0)
+    start, ask_for_the_end = job._starter.start, job._state.stop
+
+    def interrupted(process):
+        start(process)
+        if process.rank == 1:
+            raise KeyboardInterrupt
+
+    def interrupted_once(*given):
+        job._state.stop = ask_for_the_end
+        raise KeyboardInterrupt
+
+    job._starter.start, job._state.stop = interrupted, interrupted_once
+    with pytest.raises(KeyboardInterrupt):
+        job.start()
+    assert not job_processes.members(job.job_id) and len(job.pids) == 2
+    job.stop()
+
+
 def test_a_process_is_found_as_soon_as_it_was_started():
     """It was missed for a moment, and a job that was ended then left it running."""
     missed = 0
