@@ -138,6 +138,7 @@ class Timing:
     milliseconds: float  # of a step, median of some, of the slowest rank
     model: str  # describes the model and the batch
     deterministic: bool  # whether the script has turned op determinism on
+    idle: Sequence[str] = ()  # variables that change nothing for this model
 
 
 def ways(
@@ -149,6 +150,8 @@ def ways(
         "oneDNN on": {_ONEDNN: "1"},
         "oneDNN off": {_ONEDNN: "0"},
         "XLA": {names.JIT_COMPILE: "1"},
+        "fused batch norm": {names.FUSED_BATCH_NORM: "1"},
+        "fused Adam": {names.FUSED_ADAM: "1"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
         **{f"over {name}": {COMMUNICATOR: name} for name in communicators},
@@ -192,6 +195,8 @@ class Tuning:
                 "the script turns op determinism on: what is measured must not decide how it "
                 "computes, so nothing was chosen"
             )
+        idle = set(first.idle)
+        self.ways = {name: way for name, way in self.ways.items() if not way or way.keys() - idle}
         for number in range(self.rounds):
             for name in self.ways:
                 if number or name != AS_IT_COMES:

@@ -1,9 +1,9 @@
 """TensorFlow operations that make one pass over memory where Keras 3 makes many.
 
 SGD                    same bits: always used
-Adam, AdamW            last digits differ: used between several ranks, unless DTK_FUSED_ADAM=0
+Adam, AdamW            last digits differ: used if the user or `dtk tune` has chosen it
 any, under XLA         compiled by XLA, as in Keras
-BatchNormalization     as Adam, unless DTK_FUSED_BATCH_NORM=0
+BatchNormalization     used if chosen, as for Adam
 
     of one optimizer     update_step                 fuse_updates
     while steps trace    BatchNormalization.call     patch_norms
@@ -81,8 +81,7 @@ def fuse_updates(optimizer: keras.Optimizer) -> None:
     Keras's own update runs an operation for each product and sum, and each passes over the memory
     of the variable, the gradient and the slots: for 10.5 M weights SGD takes 13 ms instead of 6,
     with Nesterov's momentum 20 instead of 8. TensorFlow's operations for SGD compute the same bits.
-    Its operation for Adam differs in the last digits, so it is used with DTK_FUSED_ADAM=1 alone,
-    which strategies of several ranks set.
+    Its operation for Adam differs in the last digits, so it is used only with DTK_FUSED_ADAM=1.
     """
     if isinstance(vars(optimizer).get("update_step"), _Update):
         return

@@ -43,8 +43,6 @@ def agree(
         return None
     end_together(communicator)
     _watch(communicator, stall_timeout)
-    for name in (FUSED_ADAM, FUSED_BATCH_NORM):  # sums over ranks differ in the last digits anyway
-        os.environ.setdefault(name, "1")
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     processors = communicator.allgather_object(processor())

@@ -93,6 +93,21 @@ def test_a_way_in_which_the_script_fails_is_left_out():
         tuned(lambda *_: 1.0, deterministic=True)
 
 
+def test_what_changes_nothing_for_a_model_is_not_measured():
+    measured = []
+
+    def measure(variables):
+        measured.append(dict(variables))
+        return Timing(50.0 if variables else 100.0, "a model", False, idle)
+
+    tried = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
+    idle = [FUSED, ADAM]
+    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {}
+    assert measured == [{}, {}]
+    idle = [ADAM]
+    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {FUSED: "1"}
+
+
 def test_ways_are_of_what_the_user_has_not_set_and_of_the_communicators_given():
     assert list(ways(2, DECIDED)) == [AS_IT_COMES]
     assert ways(2, {})["one more thread between operations"] == {INTER: "3"}

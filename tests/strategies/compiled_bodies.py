@@ -228,7 +228,7 @@ def fused_fit(strategy=None):
 def other_norms_on_rank_1():
     """What a strategy says where one rank alone has fused batch normalization."""
     strategy = bodies.strategy()
-    chosen = {FUSED_BATCH_NORM: "0"} if strategy.rank == 1 else {}
+    chosen = {FUSED_BATCH_NORM: "1"} if strategy.rank == 1 else {}
     with mock.patch.dict(os.environ, chosen):
         try:
             start.check_same_program(strategy.communicator)

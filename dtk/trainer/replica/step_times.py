@@ -17,8 +17,9 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
-from dtk.cluster.variables import STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
+from dtk.compat import fused_kernels, keras_models, keras_optimizers
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.replica import self_test
@@ -66,10 +67,22 @@ def _end_after_timing(
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
             "deterministic": determinism.is_asked_for(),
+            "idle": _idle(model),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
             json.dump(found, file)
     self_test.end_script()
+
+
+def _idle(model: keras.Model) -> list[str]:
+    """Return the settings that change nothing for a model, since it lacks their layer or Adam."""
+    layers = keras_models.layers_of(model)
+    optimizers = keras_optimizers.members(model.optimizer)
+    has = {
+        FUSED_BATCH_NORM: any(isinstance(x, keras.layers.BatchNormalization) for x in layers),
+        FUSED_ADAM: any(map(fused_kernels.has_fused_adam, optimizers)),
+    }
+    return [name for name, it_has in has.items() if not it_has]
 
 
 def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strategy) -> None:
