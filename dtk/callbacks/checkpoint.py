@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
@@ -279,9 +280,12 @@ class Checkpoint(StrategyCallback):
             note = {"epoch": progress.epoch, "monitor": self.monitor, "value": better}
         try:
             keep, background = self.max_to_keep, self._background
-            return self.directory / contents.save(
+            began = time.monotonic()
+            path = self.directory / contents.save(
                 self.trainer, self.files, progress, keep, self.best, note, background
             )
+            self.trainer.recorder.saved(str(path), time.monotonic() - began)
+            return path
         except contents.NotFiniteError as error:
             self.best = self._best_before
             newest = self.files.newest()

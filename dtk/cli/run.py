@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from dtk.cluster import Host, progress
+from dtk.cluster import Host, progress, recording
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import (
@@ -25,6 +25,7 @@ from dtk.launch import (
     plan,
     screen,
     step_settings,
+    views,
 )
 from dtk.launch.attempts import Attempt, Attempts
 
@@ -89,6 +90,9 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "nothing outside. On this machine only.",
 )
 @click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
+@click.option("--events", metavar="FILE", help="Write what happens to a file, as JSON lines.")
+@click.option("--timeline", metavar="FILE", help="Write a timeline for https://ui.perfetto.dev.")
+@click.option("--report", metavar="FILE", help="Write a report of the job, a page of HTML.")
 @job_options.remote_shell
 @click.option(
     "--timeout-grace",
@@ -131,6 +135,9 @@ def run(
     bind: bool,
     isolate: bool,
     output_dir: str | None,
+    events: str | None,
+    timeline: str | None,
+    report: str | None,
     remote_shell: str,
     timeout_grace: float,
     save_grace: float,
@@ -198,7 +205,11 @@ def run(
                 processes = make(communicator=best)
         for notice in machines.compare(facts):
             screen.say(notice)
+        workers = sum(one.role == "worker" for one in processes) * (not ps)
+        places = {one.name: one.host for one in processes}
+        watched.events.begin_attempt(attempt.number, places, workers)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
+        told[recording.VARIABLE] = watched.wanted
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
@@ -219,6 +230,7 @@ def run(
             max_restarts=max_restarts,
             stall_timeout=stall_timeout,
             append=attempt.number > 0,
+            events=watched.events,
         )
 
     def answers(host: str) -> bool:
@@ -229,7 +241,12 @@ def run(
 
     restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
     attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
-    sys.exit(job_options.interruptible(attempts.run, "run", attempts.jobs))
+    files = views.Files(events, timeline, report)
+    settings = click.get_current_context().params
+    with views.watching(files, attempts.jobs, settings, [*command[1:]], screen.say) as watched:
+        attempts.events = watched.events
+        watched.code = job_options.interruptible(attempts.run, "run", attempts.jobs)
+    sys.exit(watched.code)
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:

@@ -74,7 +74,7 @@ class _Position(NamedTuple):
 class _Reporter:
     """Reports the position of this process's main thread."""
 
-    def __init__(self, timeout: float, send: Callable[[RankReport], None]) -> None:
+    def __init__(self, timeout: float, send: Callable[[RankReport], object]) -> None:
         self.position = _Position(since=time.monotonic())
         self.held: Callable[[], dict[int, float]] = dict
         self.loops = 0
@@ -168,7 +168,7 @@ def start(serves: bool = False) -> None:
         _reporter.position = _Position(0, 1, "service", time.monotonic())
 
 
-def report_to(send: Callable[[RankReport], None], timeout: float) -> None:
+def report_to(send: Callable[[RankReport], object], timeout: float) -> None:
     """Begin to report to others than a launcher."""
     global _reporter
     _reporter = _Reporter(timeout, send)

@@ -19,6 +19,7 @@ import os
 import select
 import socket
 import stat
+import time
 from collections.abc import Mapping
 from typing import IO
 
@@ -94,18 +95,24 @@ def keep() -> None:
         os.register_at_fork(after_in_child=_close)
 
 
-def tell(message: Mapping[str, object]) -> None:
-    """Send a report; nobody may be there to read it."""
+def tell(message: Mapping[str, object], patience: int = _PATIENCE) -> bool:
+    """Send a report with the time of this process's clock; nobody may be there to read it.
+
+    Returns whether it was taken, within so many milliseconds.
+    """
     end = _end()
     if end is None or os.getsid(0) != os.getpid():  # a process that the rank has started
-        return
+        return False
     with contextlib.suppress(OSError):
-        takes_more(end, _PATIENCE)
+        takes_more(end, patience)
         sending = socket.socket(fileno=end)
         try:
-            sending.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            text = json.dumps({**message, "sent": time.monotonic()}).encode()
+            sending.send(text, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return True
         finally:
             sending.detach()
+    return False
 
 
 @functools.cache

@@ -63,6 +63,12 @@ def io(pid: int | str = "self") -> int:
     return int(told["read_bytes"]) + int(told["write_bytes"])
 
 
+def memory() -> int:
+    """Return the bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class MemoryKills:
     """Says whether the kernel's out-of-memory killer has ended processes since this was made.
 

@@ -197,6 +197,12 @@ class Communicator(abc.ABC):
         cards = 0.0 if self.cards is None else self.cards.seconds_communicating
         return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
 
+    @property
+    def eager_seconds_communicating(self) -> float:
+        """The part of `seconds_communicating` that was spent outside of graphs."""
+        cards = 0.0 if self.cards is None else self.cards.eager_seconds_communicating
+        return cards + (self._sequencers[""].eager_seconds if "" in self._sequencers else 0.0)
+
     @functools.cached_property
     def watched(self) -> tf.Variable:
         """A scalar zero that gradient tapes watch because it is a variable.

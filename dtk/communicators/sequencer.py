@@ -58,6 +58,11 @@ class CollectiveSequencer:
         return self._eager_bytes + self._counted(0)
 
     @property
+    def eager_seconds(self) -> float:
+        """Seconds in collectives outside of graphs so far."""
+        return self._eager_seconds
+
+    @property
     def seconds(self) -> float:
         """Seconds in collectives so far, from when this rank's values were ready."""
         return self._eager_seconds + self._counted(1) / 1e6

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
+from dtk.launch.events import EventLog
 from dtk.launch.job import Job
 from dtk.launch.starter import PortTakenError
 
@@ -54,6 +55,7 @@ class Attempts:
     max_restarts: int
     probe_every: float = 30.0  # seconds between two looks at a host that a running job does without
     jobs: list[Job] = dataclasses.field(default_factory=list)
+    events: EventLog = dataclasses.field(default_factory=EventLog)
     _restarts: int = 0
     _code: int = 0
 
@@ -134,6 +136,7 @@ class Attempts:
         seconds = min(LONGEST_WAIT, 2.0 ** (self._restarts - 1))
         count = f"restart {self._restarts} of {self.max_restarts}"
         self.say(f"starting the job again in {seconds:g} s ({count})")
+        self.events.record("restart", number=self._restarts, code=code)
         time.sleep(seconds)
         return True
 

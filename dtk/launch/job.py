@@ -29,6 +29,7 @@ from typing import TextIO
 
 from dtk.errors import ClusterError
 from dtk.launch import job_processes, machines
+from dtk.launch.events import EventLog
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
@@ -36,6 +37,7 @@ from dtk.launch.rank import JobState, Rank
 from dtk.launch.starter import Starter
 from dtk.launch.watch import Watch
 
+_TOLD = 60  # lines of a failure's report that its event has
 _FAILED = 70  # exit code where the launcher itself fails, as of sysexits(3)
 
 
@@ -56,6 +58,7 @@ class Job:
         stall_timeout: Seconds without progress of any rank after which the job is ended, see
             `dtk.cluster.stall`; 0 for never.
         append: Whether files in `output_dir` are continued, as of a job that is started again.
+        events: What takes the events of the job; none are kept where it is None.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
@@ -81,6 +84,7 @@ class Job:
         max_restarts: int = 3,
         stall_timeout: float = 0.0,
         append: bool = False,
+        events: EventLog | None = None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
@@ -98,6 +102,7 @@ class Job:
             save_grace,
             max_restarts,
             stall_timeout,
+            events or EventLog(),
         )
         self._outcome = JobOutcome(self.processes, self._state.ranks)
         self._output = JobOutput(
@@ -225,6 +230,17 @@ class Job:
         )
 
     @property
+    def states(self) -> dict[int | str, tuple[str, str]]:
+        """Host of every process, and where it is in its script, or how it ended."""
+        return {
+            rank.process.rank_name: (
+                rank.process.host,
+                rank.status.where if rank.code is None else f"ended {rank.how}",
+            )
+            for rank in list(self._state.ranks)
+        }
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process id by name (the remote shell's for a process on another host)."""
         return {rank.process.name: rank.popen.pid for rank in self._state.ranks}
@@ -275,10 +291,17 @@ class Job:
         if culprit is not None and not report:
             may_restart = state.max_restarts > 0
             report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
+        if culprit is not None or self._watch.gone:
+            self._record_failure(culprit, report)
         if report:
             self._output.write_error(report)
         if state.error is not None:
             raise state.error
+
+    def _record_failure(self, culprit: Rank | None, report: str) -> None:
+        who = None if culprit is None or self._watch.gone else culprit.process.rank_name
+        text = "\n".join(report.strip().splitlines()[-_TOLD:])
+        self._state.events.record("failure", who, text=text)
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""

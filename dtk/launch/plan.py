@@ -66,6 +66,11 @@ class Process:
         """Prefix of its output: the bare number for a rank."""
         return self.name.removeprefix("rank ")
 
+    @property
+    def rank_name(self) -> int | str:
+        """Its number where it is a rank, else its name."""
+        return self.rank if self.name == f"rank {self.rank}" else self.name
+
 
 def plan(
     command: Sequence[str],

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from dtk.cluster import usage
 from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
 from dtk.launch import agent, job_processes
+from dtk.launch.events import EventLog
 from dtk.launch.machines import Guard
 from dtk.launch.plan import Process
 from dtk.launch.screen import Sink
@@ -58,6 +60,7 @@ class JobState:
     save_grace: float = 0.0
     max_restarts: int = 0
     stall_timeout: float = 0.0
+    events: EventLog = dataclasses.field(default_factory=EventLog)
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     stopping: bool = False
@@ -96,8 +99,10 @@ class Rank:
         remote: bool,
         popen: subprocess.Popen[bytes],
         guard: Guard | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.process, self.env, self.remote, self.guard = process, env, remote, guard
+        self._events = events or EventLog()
         self.file: Sink | None = None
         self.readers: list[threading.Thread] = []
         self.restarts = 0
@@ -121,6 +126,12 @@ class Rank:
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
         self.saving: str = "over"
+        # Seconds that its clock is behind this process's, and a message was under way: the least.
+        self._lag = math.inf if self.remote else 0.0
+        self._record("rank start", host=self.process.host, pid=popen.pid)
+
+    def _record(self, kind: str, **facts: object) -> None:
+        self._events.record(kind, self.process.rank_name, **facts)
 
     def new_status(self) -> RankStatus:
         """Return the status of a rank of which nothing is known."""
@@ -132,7 +143,11 @@ class Rank:
         """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
             told = json.loads(message)
-            if "progress" in told:
+            if self.remote and "sent" in told:
+                self._lag = min(self._lag, time.monotonic() - float(told["sent"]))
+            if "event" in told:
+                self._events.hear(self.process.rank_name, told["event"], self._lag)
+            elif "progress" in told:
                 self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
                 if self.saving != (saving := str(told["saving"])):
@@ -244,6 +259,7 @@ class Rank:
             self.signal = signal.SIGKILL
         elif self.signal == signal.SIGKILL and not self.remote:
             self.was_short_of_memory = self._kills.are_more()
+        self._record("rank end", code=self.code, how=self.how)
 
     @property
     def failed(self) -> bool:

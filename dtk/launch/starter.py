@@ -98,7 +98,7 @@ class Starter:
         env = {**self._output.variables(process), **given}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
-        rank = Rank(process, env, remote, popen, self._guard)
+        rank = Rank(process, env, remote, popen, self._guard, self._state.events)
         self._state.ranks.append(rank)
         self._output.open_file(rank)
         self._attend(rank, reports)

@@ -86,7 +86,9 @@ class Watch:
         if self.gone:
             return f"\ndtk: {self.gone.how}; every rank needs it. The job was ended.\n", ""
         if self._stall:
-            return stall.describe(self._stall, statuses), ""
+            told = stall.describe(self._stall, statuses)
+            self._state.events.record("stall", text=told.strip())
+            return told, ""
         if short:
             return "", stall.describe_cause(short, statuses)
         # The rank that left first, where others have failed as it was gone.
@@ -273,10 +275,12 @@ class Watch:
         self._end(rank)
         rank.read_out(2.0)
         say, lost, most = self._output.say, rank.how_lost, self._state.max_restarts
+        self._state.events.record("failure", rank.process.rank_name, text=lost)
         # One that failed by itself would do so again.
         if rank.signal and rank.restarts < most:
             rank.restarts += 1
             say(f"{lost}; starting it again ({rank.restarts} of {most})")
+            self._state.events.record("restart", rank.process.rank_name, number=rank.restarts)
             try:
                 self._starter.start_again(rank)
                 return

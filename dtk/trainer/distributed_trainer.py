@@ -31,6 +31,7 @@ from dtk.trainer.replica import (
     step_times,
     step_trial,
 )
+from dtk.trainer.step_recorder import StepRecorder
 from dtk.trainer.strategy import Loop, StepFunction, Strategy, tell
 
 
@@ -40,6 +41,7 @@ class DistributedTrainer(ModelState):
     def __init__(self, model: keras.Model, strategy: Strategy):
         super().__init__(model, strategy)
         self.feed = keras_data.Feed(model, strategy, self.cut if self.takes_over else None)
+        self.recorder = StepRecorder(model, strategy, self.feed)
         self.callbacks: keras.callbacks.CallbackList = None
         self.kinds: dict[str, dict[str, str]] = {}
         self.tried: set[str] = set()
@@ -130,6 +132,8 @@ class DistributedTrainer(ModelState):
         def step(batch: slicing.Slices) -> Tree:
             if not isinstance(batch.digest, tuple):
                 read.assign(digests.add(read, batch.digest))
+            if name == "train":
+                self.recorder.note_arrival(batch)
             with strategy.sequence(sequence):
                 kinds, tried = self.kinds_of(name), name in self.tried
                 return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)

@@ -215,10 +215,14 @@ def _on_batch(
         trainer.synchronize_weights()
     if calls == 1 and trainer.model.built:
         shared_weights.agree_on_weights(trainer)
+    if trains:
+        trainer.recorder.begin()
     try:
         result = method(*args, **kwargs)
     finally:
         trainer.end_call()
+    if trains:
+        trainer.recorder.end()
     trainer.calls[name] = calls
     if looks and trainer.strategy.num_replicas_in_sync > 1 and not trainer.has_local_steps:
         shared_weights.check_same_weights(trainer, f"after call {calls} of {name}")
@@ -251,8 +255,19 @@ class SynchronizeWeights(keras.callbacks.Callback):
         super().__init__()
         self.trainer = trainer
 
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Note that a step has ended, before other callbacks take their time."""
+        self.trainer.recorder.end(batch, logs)
+        if batch + 1 == self.params.get("steps"):
+            self.trainer.recorder.end_steps()
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Note that validation begins."""
+        self.trainer.recorder.end_steps()
+
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and logged numbers that differ."""
+        self.trainer.recorder.end_steps()
         if not self.trainer.has_local_steps and self.trainer.same_data:
             return
         self.trainer.synchronize_weights()
@@ -307,10 +322,12 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
+        self.trainer.recorder.begin_epoch(epoch, self.params["epochs"])
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Read the clocks after all other callbacks, to leave their time out."""
         self._selection.begin_step(batch)
+        self.trainer.recorder.begin(batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Check after the first step that all ranks have the same weights; agree on stopping."""
@@ -333,6 +350,7 @@ class RankChecks(keras.callbacks.Callback):
         self._check(f"after epoch {epoch + 1}")
         self._agree_on_stopping()
         self._selection.end_epoch()
+        self.trainer.recorder.end_epoch(logs)
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:

@@ -1,0 +1,93 @@
+"""What a rank tells `dtk run` of its steps and files, about once a second: see docs/seeing.md.
+
+Times are of this process's monotonic clock; `dtk.launch.events` puts those of all ranks on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Mapping
+
+from dtk.cluster import progress, report_channel, usage
+
+# In a rank: "summary", or "steps" where somebody asked for each of them.
+VARIABLE = "DTK_EVENTS"
+_PERIOD = 1.0
+# Steps of a summary that tells of each: as text they fit into a message of less than PIPE_BUF.
+_MOST = 160
+
+
+class Recorder:
+    """Counts the steps of this process, and tells of them and of other events."""
+
+    def __init__(self, tells_each: bool) -> None:
+        self.tells_each = tells_each
+        self.steps = 0
+        self.is_paused = True  # the time until the next step belongs to none
+        self._begin = self._last = time.monotonic()
+        self._renew()
+
+    def _renew(self) -> None:
+        self._first, self._since, self.seconds = self.steps, self._last, 0.0
+        self.calls = 0
+        self.begun = 0.0  # the sum of the times at which they began, by the system's clock
+        self._begins: list[float] = []
+        self._took: list[float] = []
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        if self.tells_each:
+            self.calls += 1
+            self.begun += time.time()
+        self._begin = time.monotonic()
+        if self.is_paused:
+            self.is_paused, self._since = False, self._begin
+
+    def end(self, count: int = 1) -> bool:
+        """Note that steps have ended; return whether it is time to tell of them."""
+        self._last = time.monotonic()
+        took = self._last - self._begin
+        self.steps += count
+        self.seconds += took
+        if self.tells_each and len(self._begins) < _MOST:
+            self._begins.append(round(1000 * (self._begin - self._since), 1))
+            self._took.append(round(1000 * took, 1))
+        return self._last - self._since >= _PERIOD or len(self._begins) >= _MOST
+
+    @property
+    def untold(self) -> int:
+        """How many steps are still to be told of."""
+        return self.steps - self._first
+
+    def tell_steps(self, facts: Mapping[str, object]) -> bool:
+        """Tell of the steps since the last time, and begin anew if that was taken."""
+        now = time.monotonic()
+        told = self.tell(
+            "steps",
+            since=self._since,
+            until=now,
+            first=self._first + 1,
+            last=self.steps,
+            seconds=round(self.seconds, 6),
+            memory=usage.memory(),
+            begins=self._begins,
+            took=self._took,
+            **facts,
+        )
+        if told:
+            self._last = now
+            self._renew()
+        return told
+
+    def tell(self, kind: str, **facts: object) -> bool:
+        """Tell of an event; never waits for the launcher."""
+        return report_channel.tell({"event": {"kind": kind, **facts}}, patience=0)
+
+
+@functools.cache
+def recorder() -> Recorder | None:
+    """Return this process's recorder; None where no launcher wants to know."""
+    wanted = os.environ.get(VARIABLE, "")
+    return Recorder(wanted == "steps") if wanted and progress.is_launched() else None

@@ -1,0 +1,146 @@
+"""What `dtk run` is told of a model's training: its steps, about once a second, and its epochs."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dtk.cluster import recording
+from dtk.communicators import determinism
+from dtk.compat.keras_data import Feed
+from dtk.input import slicing
+from dtk.nests import Logs
+from dtk.trainer.strategy import Strategy
+
+_MOST = 40  # metrics that are told of, so that the message stays short
+
+
+class _Counts(NamedTuple):
+    """What has been counted since the process began."""
+
+    bytes: int
+    communicating: float
+    eagerly: float
+    arrived: float
+
+
+class StepRecorder:
+    """Tells of the steps and epochs of one model; costs nothing where no launcher wants to know."""
+
+    def __init__(self, model: keras.Model, strategy: Strategy, feed: Feed):
+        self._model, self._strategy, self._feed = model, strategy, feed
+        self._recorder = recording.recorder()
+        self._epoch = self._epochs = 0
+        self._first = self._begun = self._ended = 0  # batches of the epoch
+        self._logs: Logs | None = None
+        self._before = _Counts(0, 0.0, 0.0, 0.0)
+        self._base = time.time()
+        self._arrived: tf.Variable | None = None
+        self._is_traced = False
+
+    def begin(self, batch: int | None = None) -> None:
+        """Note that a step begins, of a batch of `fit`'s or one that a script gave."""
+        if self._recorder is None:
+            return
+        self._begun = batch or 0
+        if not self._recorder.untold:
+            self._first = self._begun
+        if self._recorder.is_paused:
+            self._before = self._counts()
+        self._recorder.begin()
+
+    def end(self, batch: int | None = None, logs: Logs | None = None) -> None:
+        """Note that steps have ended, the last of them that of a batch."""
+        if self._recorder is None:
+            return
+        self._ended, self._logs = 0 if batch is None else batch + 1, logs
+        if self._recorder.end(max(1, self._ended - self._begun)):
+            self.tell()
+
+    def begin_epoch(self, epoch: int, epochs: int) -> None:
+        """Note which epoch the next steps belong to."""
+        self._epoch, self._epochs = epoch + 1, epochs
+
+    def end_steps(self) -> None:
+        """Tell of the epoch's last steps: what follows is none, such as validation."""
+        if self._recorder is not None:
+            self.tell()
+            self._recorder.is_paused = True
+
+    def end_epoch(self, logs: Logs | None) -> None:
+        """Tell of the epoch's numbers."""
+        if self._recorder is not None and self._strategy.is_chief:
+            numbers = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, float | int)}
+            self._recorder.tell(
+                "epoch",
+                epoch=self._epoch,
+                epochs=self._epochs,
+                metrics=dict(list(numbers.items())[:_MOST]),
+                **self._settings(),
+            )
+
+    def saved(self, path: str, seconds: float) -> None:
+        """Tell that rank 0 has written a file, or has begun to write it beside the training."""
+        if self._recorder is not None and self._strategy.is_chief:
+            self._recorder.tell("save", path=path, seconds=round(seconds, 3))
+
+    def tell(self) -> None:
+        """Tell of the steps since the last time."""
+        recorder = self._recorder
+        if recorder is None or not recorder.untold:
+            return
+        now, before = self._counts(), self._before
+        facts: dict[str, object] = {
+            "epoch": self._epoch,
+            "bytes": now.bytes - before.bytes,
+            "communicating": round(now.communicating - before.communicating, 6),
+        }
+        if not self._model.run_eagerly:
+            facts["between"] = round(now.eagerly - before.eagerly, 6)
+        if self._ended:
+            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
+            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
+                facts["samples"] = rows[1] - rows[0]
+        if self._arrived is not None and recorder.calls == recorder.untold and not self._is_traced:
+            waited = now.arrived - before.arrived - recorder.begun + recorder.calls * self._base
+            facts["input"] = round(min(max(0.0, waited), recorder.seconds), 6)
+        if self._strategy.is_chief:
+            loss = (self._logs or {}).get("loss")
+            facts |= {"loss": float(loss)} if isinstance(loss, float | int) else {}
+            facts |= self._settings()
+        if recorder.tell_steps(facts):
+            self._before, self._is_traced = now, False
+
+    def note_arrival(self, batch: slicing.Slices) -> None:
+        """Add the time at which a batch is there to a sum; this is traced with the step."""
+        asked = self._recorder is not None and self._recorder.tells_each
+        if not asked or determinism.is_asked_for() or len(self._strategy.local_ranks()) > 1:
+            return
+        self._is_traced = True  # before it arrives: so the first time is no waiting
+        if self._arrived is None:
+            with tf.init_scope():
+                self._arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        with tf.control_dependencies(tf.nest.flatten(batch.counts)):
+            self._arrived.assign_add(tf.timestamp() - self._base)
+
+    def _counts(self) -> _Counts:
+        groups = (self._strategy.communicator, self._strategy.model_communicator)
+        arrived = 0.0 if self._arrived is None else float(self._arrived.numpy())
+        return _Counts(
+            sum(group.bytes_sent for group in groups),
+            sum(group.seconds_communicating for group in groups),
+            sum(group.eager_seconds_communicating for group in groups),
+            arrived,
+        )
+
+    def _settings(self) -> dict[str, object]:
+        """Return what of the training changes while it runs: rate, and rows of a batch."""
+        found: dict[str, object] = {}
+        if (optimizer := getattr(self._model, "optimizer", None)) is not None:
+            found["rate"] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        if self._ended and (rows := self._feed.batch_size()) is not None:
+            found["batch"] = rows
+        return found

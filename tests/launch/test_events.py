@@ -1,0 +1,281 @@
+"""A run can be seen: its events, timeline, report, and `dtk top` tell of the same job."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+
+from dtk.cli.main import main
+from dtk.launch import events, monitor
+from dtk.launch.events import EventLog, Steps
+
+from launched import DTK_RUN, dtk_run, until
+
+# Rank 1 sleeps after each step, so rank 0 waits for it: in the next step, in a graph.
+TRAIN = """
+import os, time
+import dtk, keras, numpy as np
+strategy = dtk.strategies.AllReduceStrategy()
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if strategy.rank == 1: time.sleep(0.2)
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            open(f"there-{strategy.rank}", "w").close()
+            while not os.path.exists("seen"): time.sleep(0.05)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, epochs=2, verbose=0, shuffle=False,
+    callbacks=[Sleeps(), dtk.callbacks.Checkpoint("ckpt", resume=False)])
+"""
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def of(kind, found):
+    return [one for one in found if one["kind"] == kind]
+
+
+class _Page(HTMLParser):
+    """The text of a page, and what it would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.loaded, self.tags = "", [], []
+        self.feed(text)
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        while self.tags.pop() != tag:
+            pass
+
+
+@pytest.fixture
+def started(tmp_path):
+    """`dtk run` in a folder of its own, with all views, and what `dtk top` says meanwhile."""
+    jobs = []
+
+    def start(script, *options):
+        (tmp_path / "train.py").write_text(script)
+        views = ("--events", "e.jsonl", "--timeline", "t.json", "--report", "r.html")
+        jobs.append(
+            subprocess.Popen(
+                [*DTK_RUN, "-n", "2", "--save-grace", "1", *views, *options, "train.py"],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.getcwd(), "XDG_RUNTIME_DIR": str(tmp_path)},
+            )
+        )
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+def whole(folder):
+    """The views of a job that has ended, each read to its end."""
+    page = _Page((folder / "r.html").read_text())
+    assert page.tags == [] and page.loaded == []
+    trace = json.loads((folder / "t.json").read_text())["traceEvents"]
+    return lines(folder / "e.jsonl"), trace, page.text
+
+
+def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monkeypatch):
+    job = started(TRAIN)
+    until(lambda: all((tmp_path / f"there-{rank}").exists() for rank in range(2)), 90)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    dead = tmp_path / "dtk" / "1-dead.sock"
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(dead))
+    top = CliRunner().invoke(main, ["top", str(job.pid)])
+    assert "rank 1 is the slowest" in top.output and top.exit_code == 0
+    row = re.search(r"^0 .* 2 +8 +\d+ +(\d+)% +\d+ MB .*after collective", top.output, re.M)
+    assert row and int(row[1]) > 20, top.output
+    assert not dead.exists() and (tmp_path / "dtk").stat().st_mode & 0o77 == 0
+    (tmp_path / "seen").touch()
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, out + err
+    found, trace, page = whole(tmp_path)
+    assert CliRunner().invoke(main, ["top", str(job.pid)]).exit_code == 1
+
+    assert {one["slowest"] for one in of("waiting", found)[1:]} == {1}
+    assert sum(one["seconds"]["0"] for one in of("waiting", found)[1:]) > 0.6
+    for rank in range(2):
+        steps = [one for one in of("steps", found) if one["rank"] == rank]
+        assert [one["first"] for one in steps][1:] == [one["last"] + 1 for one in steps][:-1]
+        assert steps[-1]["last"] == 8 and sum(one["samples"] for one in steps) == 64
+        assert all(one["bytes"] > 20 and one["memory"] > 1e8 for one in steps)
+        took = [ms for one in steps for ms in one["took"]]
+        assert sum(took) / 1000 == pytest.approx(sum(one["seconds"] for one in steps), abs=0.01)
+    assert [one["epoch"] for one in of("epoch", found)] == [1, 2]
+    assert "loss" in of("epoch", found)[0]["metrics"]
+    assert "ckpt" in of("save", found)[0]["path"]
+    assert (found[0]["kind"], found[-1]["kind"], found[-1]["code"]) == ("job start", "job end", 0)
+    assert "keras" in found[0]["versions"] and found[0]["settings"]["workers"] == 2
+
+    bars = [one for one in trace if one["ph"] == "X" and one["name"].startswith("step ")]
+    assert sorted((one["pid"], int(one["name"][5:])) for one in bars) == [
+        (rank, step) for rank in range(2) for step in range(1, 9)
+    ]
+    # Some steps begin together: ranks have compared something in between.
+    begun = {(one["pid"], int(one["name"][5:])): one["ts"] for one in bars}
+    late = [begun[1, step] - begun[0, step] for step in range(2, 9)]
+    assert max(late) > 100_000
+    shares = [
+        sum(one["args"]["value"] for one in trace if one["pid"] == rank and "coll" in one["name"])
+        for rank in range(2)
+    ]
+    assert shares[0] > 2 * shares[1]
+    assert "Rank 1 was the slowest" in page and "succeeded" in page
+
+
+ENDLESS = """
+import os, sys, time
+open("there", "w").close()
+if "FAIL" in os.environ and os.environ["DTK_EVENTS"] and '"index": 1' in os.environ["TF_CONFIG"]:
+    raise ValueError("boom")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_ended_has_whole_views(started, tmp_path, number):
+    job = started(ENDLESS)
+    until(lambda: (tmp_path / "there").exists())
+    job.send_signal(number)
+    job.communicate(timeout=30)
+    found, trace, page = whole(tmp_path)
+    assert found[-1]["code"] == job.returncode == 128 + number
+    assert f"ended with {128 + number}" in page
+    assert "job end" in {one["name"] for one in trace}
+
+
+def test_a_job_that_fails_is_told_with_its_words_and_restarts(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAIL", "1")
+    job = started(ENDLESS, "--max-restarts", "1", "--stall-timeout", "0", "--timeout-grace", "1")
+    out, err = job.communicate(timeout=60)
+    found, _, page = whole(tmp_path)
+    assert job.returncode == found[-1]["code"] == 1
+    failures = of("failure", found)
+    assert [(one["attempt"], one["rank"]) for one in failures] == [(0, 1), (1, 1)], out + err
+    assert all("ValueError: boom" in one["text"] for one in failures)
+    assert [one["number"] for one in of("restart", found)] == [1]
+    assert page.count("ValueError: boom") >= 2 and "ended with 1" in page
+
+
+@pytest.mark.parametrize("option", ["--events", "--timeline", "--report"])
+def test_a_file_that_cannot_be_written_is_refused(option, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    gone = str(tmp_path / "gone" / "file")
+    done = CliRunner().invoke(main, ["run", "-n", "1", option, gone, str(tmp_path / "train.py")])
+    assert done.exit_code == 2
+    assert f"{option} {gone} cannot be written: there is no directory" in done.stderr
+
+
+def test_a_full_disk_is_told_once_and_the_job_goes_on(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')")
+    done = dtk_run("-n", "2", "--events", "/dev/full", "train.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("trained") == 2
+    assert done.stderr.count("No space left on device") == 1
+
+
+def told(first, last, communicating, since=0.0, begins=(), **facts):
+    return {
+        "kind": "steps",
+        "since": since,
+        "until": since + 1.0,
+        "first": first,
+        "last": last,
+        "seconds": 0.5,
+        "communicating": communicating,
+        "bytes": 1,
+        "memory": 1,
+        "epoch": 1,
+        "begins": list(begins),
+        "took": [1.0] * len(begins),
+        **facts,
+    }
+
+
+def test_steps_are_compared_where_all_ranks_have_told_of_them():
+    log = EventLog()
+    log.begin_attempt(0, {}, 2)
+    log.hear(0, told(1, 10, 0.5), 0.0)
+    log.hear(1, told(1, 5, 0.05), 0.0)  # so rank 0 was in collectives for 0.25 s meanwhile
+    log.hear(1, told(6, 15, 0.1), 0.0)
+    first, second = log.waiting[0]
+    assert (first.first, first.last, first.seconds) == (1, 5, {0: 0.2, 1: 0.0})
+    assert (second.first, second.last, second.seconds) == (6, 10, {0: 0.2, 1: 0.0})
+    assert log.slowest() == 1
+
+
+def test_without_clocks_in_graphs_the_rank_that_begins_last_is_the_slowest():
+    log = EventLog()
+    log.begin_attempt(0, {}, 2)
+    log.hear(0, told(1, 2, 0.0, begins=[300.0, 600.0]), 0.0)
+    log.hear(1, told(1, 2, 0.0, since=-7.0, begins=[0.0, 550.0]), 7.0)  # its clock is 7 s behind
+    assert log.waiting[0][0].seconds == {0: 0.0, 1: 0.35}
+
+
+def test_what_is_kept_has_a_bound(monkeypatch):
+    monkeypatch.setattr(events, "_MOST", 8)
+    log = EventLog()
+    for step in range(1, 101):
+        log.hear(0, told(step, step, 0.1, samples=8), 0.0)
+    kept = log.steps[0, 0]
+    assert len(kept) <= 8 and sum(one.samples for one in kept) == 800
+    assert [one.first for one in kept][1:] == [one.last + 1 for one in kept][:-1]
+    assert isinstance(kept[0], Steps)
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    log = EventLog()
+    log.write_to(str(tmp_path / "e"), print)
+    log.hear(0, told(1, 1, 0.1, loss=float("nan")), 0.0)
+    log.close()
+    assert lines(tmp_path / "e")[0]["loss"] is None
+
+
+def test_no_job_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "folders", lambda: [tmp_path])
+    done = CliRunner().invoke(main, ["top"])
+    assert done.exit_code == 1 and "no job of `dtk run` runs here" in done.stderr
+
+
+def test_messages_of_ranks_fit_into_a_pipe(monkeypatch):
+    """What an agent passes on is never torn, however short or long the steps are."""
+    from dtk.cluster import recording
+
+    sent = []
+    monkeypatch.setattr(
+        recording.report_channel, "tell", lambda told, patience: not sent.append(told)
+    )
+    clock = iter(range(10**9))
+    for seconds in (1e-3, 7.123456, 0.11111):
+        monkeypatch.setattr(recording.time, "monotonic", lambda s=seconds: next(clock) * s)
+        recorder = recording.Recorder(tells_each=True)
+        for _ in range(400):
+            recorder.begin()
+            if recorder.end():
+                recorder.tell_steps({"samples": 10**9, "loss": 0.123456789012345})
+    assert len(sent) > 100
+    assert max(len(json.dumps(one)) for one in sent) < 3500
