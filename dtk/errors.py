@@ -11,7 +11,8 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 
 class DtkError(Exception):
@@ -62,6 +63,10 @@ class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
 
 
+class UnwritableError(DtkError, ValueError):
+    """A file that was asked for cannot be written."""
+
+
 def script_line() -> str:
     """Return the place in the script, file:line, from which dtk was called."""
     library = os.path.dirname(__file__) + os.sep, "site-packages"
@@ -82,6 +87,20 @@ def check_number(name: str, value: object, expected: str, fits: Callable[[float]
         if math.isfinite(number) and fits(number):
             return
     raise ValueError(f"{name}={value!r}; expected {expected}")
+
+
+def check_writable(files: Mapping[str, object]) -> None:
+    """Refuse, before anything is done, a file that could not be written; by its option."""
+    for option, file in files.items():
+        path, why = Path(str(file or os.devnull)), ""
+        if path.is_dir():
+            why = f" is a directory; name a file, e.g. `{path / 'file'}`"
+        elif not path.parent.is_dir():
+            why = f": there is no directory {path.parent}; make it first"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = ": this user may not write there; name another file"
+        if why:
+            raise UnwritableError(f"{option} {file}{why}")
 
 
 def at_rank(rank: int, message: str) -> str:

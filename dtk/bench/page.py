@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import rich.console
 import rich.table
 
-from dtk.errors import DtkError
-
 Table = Sequence[Sequence[str]]  # a header, then rows
 Titled = tuple[str, Table]
 
 _WIDTH = 140  # of a table that goes to no terminal
-
-
-class UnwritableError(DtkError, ValueError):
-    """A file that could not be written."""
-
-
-def check_writable(json: str | None, markdown: str | None, plot: str | None) -> None:
-    """Refuse, before anything is measured, a file that could not be written."""
-    for option, file in {"--json": json, "--markdown": markdown, "--plot": plot}.items():
-        path, why = Path(file or os.devnull), ""
-        if path.is_dir():
-            why = f" is a directory; name a file, e.g. `{path / 'bench'}`"
-        elif not path.parent.is_dir():
-            why = f": there is no directory {path.parent}; make it first"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = ": this user may not write there; name another file"
-        if why:
-            raise UnwritableError(f"{option} {file}{why}")
 
 
 def show(tables: Sequence[Titled], notes: Sequence[str], file: str | None = None) -> None:

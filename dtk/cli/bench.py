@@ -11,7 +11,7 @@ from dtk.bench import bench_jobs, page, report, results
 from dtk.bench.results import BenchError, Setting
 from dtk.bench.turns import BenchRun
 from dtk.cluster import Host
-from dtk.errors import ClusterError
+from dtk.errors import ClusterError, check_writable
 from dtk.launch import job_options
 
 _T = TypeVar("_T")
@@ -149,7 +149,7 @@ def bench(
     communicators = _once(communicators) or (job_options.installed()[0],)
     chosen = bench_jobs.choose(_once(peers), _BASELINES)
     saved = None if compare is None else results.read(compare)
-    page.check_writable(json_file, markdown_file, plot_file)
+    check_writable({"--json": json_file, "--markdown": markdown_file, "--plot": plot_file})
     for name in communicators:
         bench_jobs.check(name, where)
     if plot_file is not None:

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 
 from dtk.bench import page
 from dtk.bench.results import read
+from dtk.errors import check_writable
 from dtk.launch import agent, job_processes
 from dtk.launch import job_options as jobs
 from dtk.planning import inputs, tables
@@ -170,7 +171,7 @@ def plan(
     model's layers on this machine, and searches for the fastest way to divide rows, channels,
     images and stages among -n workers.
     """
-    page.check_writable(json_file, markdown_file, plot)
+    check_writable({"--json": json_file, "--markdown": markdown_file, "--plot": plot})
     divided = model is not None and (model.endswith(_SAVED) or ":" in model)
     chosen = {"--model": None if divided else model, "--communicator": communicator}
     for option, name in chosen.items():

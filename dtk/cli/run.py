@@ -207,9 +207,9 @@ def run(
             screen.say(notice)
         workers = sum(one.role == "worker" for one in processes) * (not ps)
         places = {one.name: one.host for one in processes}
-        watched.events.begin_attempt(attempt.number, places, workers)
+        log.begin_attempt(attempt.number, places, workers)
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
-        told[recording.VARIABLE] = watched.wanted
+        told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         if not ps:
@@ -230,7 +230,7 @@ def run(
             max_restarts=max_restarts,
             stall_timeout=stall_timeout,
             append=attempt.number > 0,
-            events=watched.events,
+            events=log,
         )
 
     def answers(host: str) -> bool:
@@ -241,12 +241,12 @@ def run(
 
     restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
     attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
-    files = views.Files(events, timeline, report)
     settings = click.get_current_context().params
-    with views.watching(files, attempts.jobs, settings, [*command[1:]], screen.say) as watched:
-        attempts.events = watched.events
-        watched.code = job_options.interruptible(attempts.run, "run", attempts.jobs)
-    sys.exit(watched.code)
+    with views.watching(settings, attempts.jobs, command[1:], screen.say) as log:
+        attempts.events = log
+        code = job_options.interruptible(attempts.run, "run", attempts.jobs)
+        log.record("job end", code=code)
+    sys.exit(code)
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:

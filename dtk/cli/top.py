@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
 
 import click
 import rich.console
@@ -13,7 +13,7 @@ import rich.table
 import rich.text
 
 from dtk.launch import job_options, monitor
-from dtk.launch.events import Event
+from dtk.launch.monitor import Snapshot
 
 _PERIOD = 1.0
 _WIDTH = 140  # of what goes to no terminal
@@ -38,61 +38,35 @@ def top(job: int | None) -> None:
     console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    found = _jobs(job)
-    if not found:
+    if (shown := _shown(job)) is None:
         which = "no job" if job is None else f"no job {job}"
         click.echo(f"dtk top: {which} of `dtk run` runs here as this user", err=True)
         sys.exit(1)
     if not console.is_terminal:
-        console.print(_tables(found))
+        console.print(shown)
         return
-    try:
-        with rich.live.Live(_tables(found), console=console, auto_refresh=False) as live:
-            while found := _jobs(job):
-                live.update(_tables(found), refresh=True)
-                time.sleep(_PERIOD)
-    except KeyboardInterrupt:
-        return
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        rich.live.Live(shown, console=console, auto_refresh=False) as live,
+    ):
+        while (shown := _shown(job)) is not None:
+            live.update(shown, refresh=True)
+            time.sleep(_PERIOD)
 
 
-def _jobs(wanted: int | None) -> list[Event]:
-    return [one for one in monitor.jobs() if wanted in (None, one["pid"])]
+def _shown(job: int | None) -> rich.console.Group | None:
+    found = [one for one in monitor.jobs() if job in (None, one["pid"])]
+    return rich.console.Group(*map(_of_job, found)) if found else None
 
 
-def _tables(jobs: Sequence[Event]) -> rich.console.Group:
-    return rich.console.Group(*(part for job in jobs for part in _of_job(job)))
-
-
-def _of_job(job: Event) -> list[rich.console.RenderableType]:
+def _of_job(job: Snapshot) -> rich.console.Group:
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("rank", "host", "epoch", "step", "samples/s", "waiting", "memory", "sent/s"):
-        table.add_column(name, justify="left" if name in ("rank", "host") else "right")
-    table.add_column("state", no_wrap=True)
-    rows, command = job["ranks"], job["command"]
-    assert isinstance(rows, list) and isinstance(command, list)
-    for row in rows:
-        table.add_row(*_cells(row), style="bold red" if row["rank"] == job["slowest"] else "")
-    title = f"job {job['pid']}: {' '.join(map(str, command))}"
-    title += f" (restarts: {job['restarts']})" if job["restarts"] else ""
-    parts: list[rich.console.RenderableType] = [rich.text.Text(title, style="bold"), table]
-    if job["slowest"] is not None:
-        parts.append(rich.text.Text(f"rank {job['slowest']} is the slowest: others wait for it"))
-    return [*parts, rich.text.Text()]
-
-
-def _cells(row: Mapping[str, object]) -> list[str]:
-    def cell(name: str, style: str, unit: float = 1.0) -> str:
-        value = row.get(name)
-        return "-" if value is None else format(float(str(value)) / unit, style)
-
-    return [
-        str(row["rank"]),
-        str(row["host"]),
-        cell("epoch", ".0f"),
-        cell("step", ".0f"),
-        cell("samples", ",.0f"),
-        cell("waiting", ".0%"),
-        cell("memory", ",.0f", 1e6) + " MB",
-        cell("bytes", ",.1f", 1e3) + " kB",
-        str(row["state"]),
-    ]
+    for name in job["rows"][0] if job["rows"] else ():
+        left = name in ("rank", "host", "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in job["rows"]:
+        is_slowest = row["rank"] == str(job["slowest"])
+        table.add_row(*row.values(), style="bold red" if is_slowest else "")
+    slowest = f"rank {job['slowest']} is the slowest: others wait for it\n"
+    told = rich.text.Text("" if job["slowest"] is None else slowest)
+    return rich.console.Group(rich.text.Text(job["title"], style="bold"), table, told)

@@ -1,8 +1,7 @@
 """What happens in a job, as one stream of events on one clock: see docs/seeing.md.
 
     ranks ── report_channel ──> hear ──┐
-    launcher ─────────────────> record ┴─> JSON lines, written by a thread of their own
-                                         └> kept: for `dtk top`, --timeline and --report
+    launcher ─────────────────> record ┴─> JSON lines; and kept, for the other views
 
 Who waited for whom is found here, from what the ranks tell of the same steps. A rank is in a
 collective from when its own values are ready, so the one that is ready last is there for the
@@ -12,26 +11,25 @@ shortest time: what others are there longer, they wait for it.
 from __future__ import annotations
 
 import collections
-import errno
 import functools
 import json
 import math
-import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from dtk.errors import ClusterError
+from dtk.errors import UnwritableError
+from dtk.launch.screen import Sink
 
 RankName: TypeAlias = int | str  # of processes without a rank: "ps 0"
 Event: TypeAlias = dict[str, object]
 _T = TypeVar("_T")
 
-LITTLE = 0.02  # part of the time that ranks may wait without one of them being called slow
-_CLOSES = 10.0  # seconds in which a slow disk takes the last lines
+# Part of the time that ranks may wait without one of them being called slow.
+LITTLE = 0.02
 _MOST = 4000  # summaries of a rank, or of waiting, after which each two become one
+_ADDED = ("seconds", "communicating", "bytes", "between", "input", "samples")
 
 
 class Steps(NamedTuple):
@@ -39,16 +37,16 @@ class Steps(NamedTuple):
 
     since: float
     until: float
-    first: int
-    last: int
+    first: float
+    last: float
     seconds: float  # in steps; the rest went to callbacks and the script
     communicating: float  # in collectives, waiting for others included
-    bytes: int
-    memory: int
-    epoch: int
-    between: float = 0.0  # of those in collectives, between steps
+    bytes: float
+    memory: float
+    epoch: float
+    between: float | None = None  # of those in collectives, between steps
     input: float | None = None  # waiting for a batch
-    samples: int | None = None  # of all ranks
+    samples: float | None = None  # of all ranks
     loss: float | None = None
     rate: float | None = None
     batch: float | None = None
@@ -56,81 +54,84 @@ class Steps(NamedTuple):
     took: tuple[float, ...] = ()
 
     @property
-    def number(self) -> int:
+    def number(self) -> float:
         """How many steps they are."""
         return self.last - self.first + 1
 
-    def share(self, first: int, last: int) -> float:
+    @property
+    def elapsed(self) -> float:
+        """Seconds from their beginning to their end."""
+        return max(self.until - self.since, 1e-9)
+
+    @property
+    def speed(self) -> float | None:
+        """Samples of all ranks in a second."""
+        return None if self.samples is None else self.samples / self.elapsed
+
+    def share(self, first: float, last: float) -> float:
         """Return which part of them has numbers in a range."""
         return max(0, min(last, self.last) - max(first, self.first) + 1) / self.number
+
+    def begun(self, first: float, last: float) -> list[float]:
+        """Return when those in a range began, where that is known."""
+        times = enumerate(self.begins, int(self.first))
+        return [self.since + begin / 1000 for step, begin in times if first <= step <= last]
+
+    def join(self, after: Steps) -> Steps:
+        """Return these and those that follow as one."""
+        mine, both = self._asdict(), after._asdict()
+        for name in _ADDED:
+            values = (mine[name], both[name])
+            both[name] = None if None in values else sum(values)
+        return Steps(**{**both, "since": self.since, "first": self.first, "begins": (), "took": ()})
 
 
 class Waiting(NamedTuple):
     """How long each rank waited for others in a range of steps."""
 
     time: float
-    first: int
-    last: int
+    first: float
+    last: float
     elapsed: float
     seconds: dict[int, float]
 
-    @property
-    def slowest(self) -> int:
-        """The rank that the others waited for."""
-        return min(self.seconds, key=lambda rank: self.seconds[rank])
+    def join(self, after: Waiting) -> Waiting:
+        """Return this and what follows as one."""
+        seconds = {rank: self.seconds[rank] + more for rank, more in after.seconds.items()}
+        elapsed = self.elapsed + after.elapsed
+        return after._replace(first=self.first, elapsed=elapsed, seconds=seconds)
 
 
 class _Comparison:
     """Compares what the ranks of one attempt tell of the same steps."""
 
     def __init__(self, ranks: int) -> None:
-        self._untold: list[collections.deque[Steps]] = [collections.deque() for _ in range(ranks)]
-        self._next = 1
+        self._told: list[collections.deque[Steps]] = [collections.deque() for _ in range(ranks)]
+        self._next = 1.0
 
-    def add(self, rank: int, steps: Steps) -> Waiting | None:
-        """Take what a rank tells; return who waited, for steps that all have told of."""
-        if rank >= len(self._untold) or len(self._untold) == 1:
+    def add(self, rank: RankName, steps: Steps) -> Waiting | None:
+        """Take what a rank tells; return who waited, in steps that all have told of by now."""
+        if len(self._told) < 2 or not isinstance(rank, int):
             return None
-        self._untold[rank].append(steps)
-        if not all(self._untold):
-            return None
-        first, last = self._next, min(told[-1].last for told in self._untold)
+        self._told[rank].append(steps)
+        first, last = self._next, min(told[-1].last if told else 0 for told in self._told)
         if last < first:
             return None
-        within = {
-            rank: sum(one.communicating * one.share(first, last) for one in told)
-            for rank, told in enumerate(self._untold)
-        }
-        if not any(within.values()):  # TensorFlow has no clock in deterministic graphs
-            within = self._early(first, last)
-        least = min(within.values(), default=0.0)
-        elapsed = max(
-            sum((one.until - one.since) * one.share(first, last) for one in told)
-            for told in self._untold
-        )
-        for told in self._untold:
+
+        def of_all(value: Callable[[Steps], float]) -> list[float]:
+            return [sum(value(one) * one.share(first, last) for one in t) for t in self._told]
+
+        inside = of_all(lambda one: one.communicating)
+        begun = [[when for one in t for when in one.begun(first, last)] for t in self._told]
+        if not any(inside) and len(set(map(len, begun))) == 1:
+            inside = [-sum(times) for times in begun]  # deterministic graphs have no clock
+        elapsed = max(of_all(lambda one: one.elapsed))
+        for told in self._told:
             while len(told) > 1 and told[0].last <= last:
                 told.popleft()
         self._next = last + 1
-        seconds = {rank: round(value - least, 4) for rank, value in within.items()}
+        seconds = {rank: round(one - min(inside), 4) for rank, one in enumerate(inside)}
         return Waiting(steps.until, first, last, round(elapsed, 4), seconds)
-
-    def _early(self, first: int, last: int) -> dict[int, float]:
-        """Return how much earlier ranks began these steps than the last rank, in all."""
-        begun = [
-            {
-                step: one.since + begin / 1000
-                for one in told
-                for step, begin in zip(range(one.first, one.last + 1), one.begins, strict=False)
-                if first <= step <= last
-            }
-            for told in self._untold
-        ]
-        common = set.intersection(*map(set, begun))
-        latest = {step: max(one[step] for one in begun) for step in common}
-        return {
-            rank: sum(latest[step] - one[step] for step in common) for rank, one in enumerate(begun)
-        }
 
 
 class EventLog:
@@ -151,11 +152,21 @@ class EventLog:
         self._comparison = _Comparison(0)
         self._zero = time.time() - time.monotonic()
         self._lock = threading.Lock()
-        self._writer: _Writer | None = None
+        self._file: Sink | None = None
 
     def write_to(self, file: str, say: Callable[[str], None]) -> None:
         """Write all events to a file, from now on."""
-        self._writer = _Writer(file, say)
+        try:
+            stream = open(file, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the job
+        except OSError as error:
+            raise UnwritableError(f"--events {file}: {error.strerror}; name another file") from None
+        told = f"--events {file} takes nothing: {{}}. The job goes on without"
+        self._file = Sink(stream, file, lambda why: say(told.format(why)))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def begin_attempt(self, number: int, hosts: Mapping[str, str], ranks: int) -> None:
         """Note that processes are started on hosts; so many ranks will train together."""
@@ -164,10 +175,8 @@ class EventLog:
 
     def record(self, kind: str, rank: RankName | None = None, **facts: object) -> None:
         """Note what happens now."""
-        event = {**self._head(self._zero + time.monotonic(), rank, kind), **facts}
         with self._lock:
-            self.kept.append(event)
-            self._write(event)
+            self.kept.append(self._write(self._zero + time.monotonic(), rank, kind, facts))
 
     def hear(self, rank: RankName, told: Mapping[str, object], lag: float) -> None:
         """Take an event of a rank, whose clock is so many seconds behind this process's."""
@@ -177,130 +186,59 @@ class EventLog:
             self.record(kind, rank, **facts)
             return
         steps = _steps(facts, self._zero + lag)
+        facts = {name: value for name, value in steps._asdict().items() if value is not None}
         with self._lock:
-            where = (self.attempt, rank)
-            _keep(self.steps.setdefault(where, []), steps, _together)
-            facts = {name: value for name, value in steps._asdict().items() if value is not None}
-            self._write({**self._head(steps.until, rank, kind), **facts})
-            waited = self._comparison.add(rank, steps) if isinstance(rank, int) else None
-            if waited is not None:
-                _keep(self.waiting.setdefault(self.attempt, []), waited, _both)
-                facts = {**waited._asdict(), "slowest": waited.slowest}
-                self._write({**self._head(waited.time, None, "waiting"), **facts})
+            _keep(self.steps.setdefault((self.attempt, rank), []), steps, Steps.join)
+            self._write(steps.until, rank, kind, facts)
+            if (waited := self._comparison.add(rank, steps)) is not None:
+                _keep(self.waiting.setdefault(self.attempt, []), waited, Waiting.join)
+                facts = {**waited._asdict(), "slowest": _least(waited.seconds)}
+                self._write(waited.time, None, "waiting", facts)
 
-    def _head(self, when: float, rank: RankName | None, kind: str) -> Event:
-        return {"time": round(when, 4), "attempt": self.attempt, "rank": rank, "kind": kind}
+    def _write(
+        self, when: float, rank: RankName | None, kind: str, facts: Mapping[str, object]
+    ) -> Event:
+        head = {"time": round(when, 4), "attempt": self.attempt, "rank": rank, "kind": kind}
+        if self._file is not None:
+            self._file.write(json.dumps(_finite({**head, **facts})) + "\n")
+        return {**head, **facts}
 
-    def _write(self, event: Event) -> None:
-        if self._writer is not None:
-            self._writer.put(json.dumps(_finite(event)))
-
-    def recent(self, attempt: int, rank: RankName, seconds: float) -> Steps | None:
+    def recent(self, rank: RankName, seconds: float) -> Steps | None:
         """Return the steps of a rank in the last seconds in which it told of some, as one."""
         with self._lock:
-            told = list(self.steps.get((attempt, rank), ()))
-        if not told:
-            return None
-        return functools.reduce(
-            _together, (one for one in told if one.until > told[-1].until - seconds)
-        )
+            told = list(self.steps.get((self.attempt, rank), ()))
+        late = [one for one in told if one.until > told[-1].until - seconds]
+        return functools.reduce(Steps.join, late) if late else None
 
     def waited(self, attempt: int, seconds: float = math.inf) -> dict[int, float]:
         """Return which part of the time each rank of an attempt has waited for others."""
         with self._lock:
             told = list(self.waiting.get(attempt, ()))
-        recent = [one for one in told if one.time > told[-1].time - seconds]
-        if not recent:
+        late = [one for one in told if one.time > told[-1].time - seconds]
+        if not late:
             return {}
-        whole = functools.reduce(_both, recent)
+        whole = functools.reduce(Waiting.join, late)
         return {rank: waited / (whole.elapsed or 1.0) for rank, waited in whole.seconds.items()}
 
-    def slowest(self, attempt: int | None = None) -> int | None:
+    def slowest(self, attempt: int) -> int | None:
         """Return the rank of an attempt that others have waited for; None if hardly for any."""
-        waited = self.waited(self.attempt if attempt is None else attempt)
-        if max(waited.values(), default=0.0) < LITTLE:
-            return None
-        return min(waited, key=lambda rank: waited[rank])
-
-    def close(self) -> None:
-        """Wait until all is written."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class _Writer:
-    """Writes lines beside all else: a disk that hangs keeps nobody from hearing the ranks."""
-
-    def __init__(self, file: str, say: Callable[[str], None]) -> None:
-        self._name, self._say = file, say
-        try:
-            self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ClusterError(
-                f"--events {file} cannot be written: {error.strerror}; name another file"
-            ) from None
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="dtk events", daemon=True)
-        self._thread.start()
-
-    def put(self, line: str) -> None:
-        self._lines.put(line)
-
-    def close(self) -> None:
-        self._lines.put(None)
-        self._thread.join(_CLOSES)
-
-    def _run(self) -> None:
-        told, torn = False, b""
-        while (line := self._lines.get()) is not None:
-            data = torn + line.encode() + b"\n"
-            try:
-                written = os.write(self._file, data)
-                torn = b"" if written == len(data) else b"\n"  # the next line is whole again
-                why = "" if written == len(data) else os.strerror(errno.ENOSPC)
-            except OSError as error:
-                why = error.strerror or str(error)
-            if why and not told:
-                told = True
-                self._say(f"--events {self._name} takes nothing: {why}. The job goes on without")
-        os.close(self._file)
+        waited = self.waited(attempt)
+        return _least(waited) if max(waited.values(), default=0.0) >= LITTLE else None
 
 
 def _steps(told: Mapping[str, object], zero: float) -> Steps:
     """Read what a rank tells of its steps; fails with what it cannot be."""
 
-    def number(name: str) -> float:
-        return float(str(told[name]))
+    def read(name: str) -> object:
+        value = told.get(name, Steps._field_defaults.get(name))
+        if isinstance(value, list):
+            return tuple(map(float, value))
+        if name in Steps._field_defaults or isinstance(value, int | float):
+            return value
+        raise ValueError(f"{name}={value!r} of steps")
 
-    def maybe(name: str) -> float | None:
-        return number(name) if name in told else None
-
-    def list_of(name: str) -> tuple[float, ...]:
-        values = told[name]
-        return tuple(map(float, values)) if isinstance(values, list) else ()
-
-    steps = Steps(
-        round(zero + number("since"), 4),
-        round(zero + number("until"), 4),
-        int(number("first")),
-        int(number("last")),
-        number("seconds"),
-        number("communicating"),
-        int(number("bytes")),
-        int(number("memory")),
-        int(number("epoch")),
-        maybe("between") or 0.0,
-        maybe("input"),
-        int(number("samples")) if "samples" in told else None,
-        maybe("loss"),
-        maybe("rate"),
-        maybe("batch"),
-        list_of("begins"),
-        list_of("took"),
-    )
-    if steps.last < steps.first:
-        raise ValueError("no steps")
-    return steps
+    steps = Steps._make(map(read, Steps._fields))
+    return steps._replace(since=round(zero + steps.since, 4), until=round(zero + steps.until, 4))
 
 
 def _keep(kept: list[_T], new: _T, join: Callable[[_T, _T], _T]) -> None:
@@ -311,33 +249,12 @@ def _keep(kept: list[_T], new: _T, join: Callable[[_T, _T], _T]) -> None:
         kept[:] = [*map(join, kept[0:whole:2], kept[1:whole:2]), *kept[whole:]]
 
 
-def _together(one: Steps, two: Steps) -> Steps:
-    return two._replace(
-        since=one.since,
-        first=one.first,
-        seconds=one.seconds + two.seconds,
-        communicating=one.communicating + two.communicating,
-        between=one.between + two.between,
-        bytes=one.bytes + two.bytes,
-        input=None if one.input is None or two.input is None else one.input + two.input,
-        samples=None if one.samples is None or two.samples is None else one.samples + two.samples,
-        begins=(),
-        took=(),
-    )
-
-
-def _both(one: Waiting, two: Waiting) -> Waiting:
-    return two._replace(
-        first=one.first,
-        elapsed=one.elapsed + two.elapsed,
-        seconds={rank: one.seconds.get(rank, 0.0) + s for rank, s in two.seconds.items()},
-    )
+def _least(seconds: Mapping[int, float]) -> int:
+    return min(seconds, key=lambda rank: seconds[rank])
 
 
 def _finite(value: object) -> object:
     """Replace numbers that JSON does not have by null."""
     if isinstance(value, Mapping):
         return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,20 +14,26 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from dtk.launch.events import Event
+from typing import TypedDict
 
 _PATIENCE = 5.0  # seconds for an answer, and for its reader
+
+
+class Snapshot(TypedDict):
+    """What a launcher tells of its job."""
+
+    pid: int
+    title: str
+    rows: list[dict[str, str]]  # of a table, one for each process, by column
+    slowest: int | None
 
 
 def folders() -> list[Path]:
     """Return where sockets may be, the best place first; a shell by ssh may lack the variable."""
     user = os.getuid()
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    system = [Path(given)] if os.path.isabs(given) else []
-    system.append(Path(f"/run/user/{user}"))
-    own = [place / "dtk" for place in dict.fromkeys(system) if place.is_dir()]
-    return [*own, Path(f"/tmp/dtk-{user}")]
+    given, system = os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"
+    own = [Path(given, "dtk")] if os.path.isabs(given) else []
+    return [*own, Path(system, "dtk"), Path(f"/tmp/dtk-{user}")]
 
 
 def _is_mine(folder: Path) -> bool:
@@ -38,52 +44,55 @@ def _is_mine(folder: Path) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def serving(snapshot: Callable[[], Event]) -> Iterator[None]:
-    """Answer with snapshots as long as the block runs, if a folder for the socket can be had."""
-    with contextlib.ExitStack() as held:
-        for folder in folders():
-            with contextlib.suppress(OSError):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                if not _is_mine(folder):
-                    continue
+def _listen() -> socket.socket | None:
+    for folder in folders():
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_mine(folder):
+                listener = socket.socket(socket.AF_UNIX)
                 # Processes of two containers may have one number.
-                path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
-                listener = held.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(str(path))
-                held.callback(path.unlink, missing_ok=True)
+                listener.bind(str(folder / f"{os.getpid()}-{secrets.token_hex(4)}.sock"))
                 listener.listen()
-                held.callback(listener.shutdown, socket.SHUT_RDWR)
-                serve = threading.Thread(target=_serve, args=(listener, snapshot), daemon=True)
-                serve.start()
-                break
+                return listener
+    return None
+
+
+@contextlib.contextmanager
+def serving(snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+    """Answer with snapshots as long as the block runs, if a folder for the socket can be had."""
+    if (listener := _listen()) is None:
         yield
+        return
 
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # it is shut down
+            while True:
+                end, _ = listener.accept()
+                with end, contextlib.suppress(OSError):
+                    end.settimeout(_PATIENCE)
+                    end.sendall(json.dumps(snapshot()).encode())
 
-def _serve(listener: socket.socket, snapshot: Callable[[], Event]) -> None:
-    while True:
+    threading.Thread(target=serve, name="dtk top", daemon=True).start()
+    with listener:
         try:
-            end, _ = listener.accept()
-        except OSError:  # it is closed
-            return
-        with end, contextlib.suppress(OSError):
-            end.settimeout(_PATIENCE)
-            end.sendall(json.dumps(snapshot()).encode())
+            yield
+        finally:
+            os.unlink(listener.getsockname())
+            listener.shutdown(socket.SHUT_RDWR)
 
 
-def jobs() -> list[Event]:
+def jobs() -> list[Snapshot]:
     """Ask all launchers of this user's on this machine; remove the sockets of dead ones."""
     found = []
-    for folder in filter(_is_mine, folders()):
-        for path in sorted(folder.glob("*.sock")):
-            with socket.socket(socket.AF_UNIX) as end, contextlib.suppress(OSError, ValueError):
-                end.settimeout(_PATIENCE)
-                try:
-                    end.connect(str(path))
-                except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
-                    path.unlink(missing_ok=True)
-                    continue
-                with end.makefile("rb") as reading:
-                    told = json.loads(reading.read())
-                found.append(told)
+    mine = filter(_is_mine, dict.fromkeys(folders()))
+    for path in (path for folder in mine for path in sorted(folder.glob("*.sock"))):
+        with socket.socket(socket.AF_UNIX) as end, contextlib.suppress(OSError, ValueError):
+            end.settimeout(_PATIENCE)
+            try:
+                end.connect(str(path))
+            except ConnectionRefusedError:  # nobody listens
+                path.unlink(missing_ok=True)
+                continue
+            with end.makefile("rb") as reading:
+                found.append(json.loads(reading.read()))
     return found

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+import datetime
 import html
+import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from dtk.launch.events import Event, EventLog, Steps
 
-Line: TypeAlias = Sequence[tuple[float, float]]  # seconds since the job's start, value
-_COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
+Line: TypeAlias = list[tuple[float, float]]  # seconds since the job's start, value
+_COLORS = ("#2563eb", "#ea580c", "#059669")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560, 220, 58, 10, 24
-_POINTS = 600  # of a line; a screen has no more
-_LINES = 8  # of a chart
-_DOTS = 100  # on a line
+_POINTS, _DOTS = 600, 100  # of a line, and of one whose points are marked
+_ROWS = 100  # of what happened
+_HEAD = ("time", "attempt", "rank", "kind")
 _PARTS = {  # of a rank's time
     "computing": "#2563eb",
     "reading input": "#ca8a04",
@@ -24,133 +25,92 @@ _PARTS = {  # of a rank's time
     "waiting for others": "#dc2626",
     "outside of steps": "#94a3b8",
 }
-_TOLD = ("attempt start", "save", "failure", "stall", "restart", "rank end", "job end")
-_ROWS = 60  # of what happened, the last ones
 _STYLE = """
-:root { color-scheme: light dark; --fg: #0f172a; --bg: #f8fafc; --card: #fff; --dim: #64748b;
-  --line: #e2e8f0 }
-@media (prefers-color-scheme: dark) { :root { --fg: #e2e8f0; --bg: #0f172a; --card: #1e293b;
-  --dim: #94a3b8; --line: #334155 } }
-body { margin: 0 auto; max-width: 1240px; padding: 24px; background: var(--bg); color: var(--fg);
+body { margin: 0 auto; max-width: 1240px; padding: 24px; background: #f8fafc; color: #0f172a;
   font: 14px/1.5 system-ui, sans-serif }
-h1 { font-size: 20px; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 14px; margin: 0 0 8px; font-weight: 600 }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 16px;
-  margin: 16px 0 }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px;
-  min-width: 0 }
-.wide { grid-column: 1 / -1 }
-.facts { display: flex; flex-wrap: wrap; gap: 8px 40px; margin-top: 16px }
-.facts b { display: block; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums }
-.dim, .facts span { color: var(--dim) }
-.bad { color: #dc2626 } .good { color: #059669 }
-svg { width: 100%; height: auto; display: block }
-svg text { font: 11px system-ui, sans-serif; fill: var(--dim) }
-.key i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px }
-.key span { margin-right: 16px; white-space: nowrap }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top;
-  border-bottom: 1px solid var(--line); font-weight: normal }
-th { color: var(--dim); white-space: nowrap }
-td.num { white-space: nowrap } td { overflow-wrap: anywhere }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px }
+h1 { font-size: 20px; margin: 0; overflow-wrap: anywhere } h2 { font-size: 14px; margin: 0 0 8px }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 16px }
+section { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; padding: 14px }
+.wide { grid-column: 1 / -1 } .bad { color: #dc2626 } .good { color: #059669 }
+.facts { display: flex; flex-wrap: wrap; gap: 8px 40px; margin: 16px 0; color: #64748b }
+.facts b { display: block; font-size: 20px } .facts b:not([class]) { color: #0f172a }
+svg { width: 100%; height: auto; display: block } svg text { font-size: 11px; fill: #64748b }
+i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin: 0 5px 0 12px }
+table { border-collapse: collapse; width: 100% } .bar { width: 45% }
+td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; font-weight: normal;
+  border-bottom: 1px solid #e2e8f0; overflow-wrap: anywhere }
+th { color: #64748b; white-space: nowrap } th i { margin-left: 0 }
+.bar span { display: inline-block; height: 14px; vertical-align: middle }
+pre { margin: 0; white-space: pre-wrap; font-size: 12px }
 """
 
 
 def page(log: EventLog) -> str:
     """Return the page."""
-    begun = min(_number(one, "time") for one in log.kept)
-    start = next((one for one in log.kept if one["kind"] == "job start"), {})
-    command = " ".join(["dtk run", *_words(start.get("command"))])
-    cards = [_where_time_goes(log), *_charts(log, begun)]
-    cards += [_failures(log, begun), _happened(log, begun)]
-    cards += [_table(name.title(), start.get(name)) for name in ("settings", "versions")]
+    begun, start = _number(log.kept[0], "time"), log.kept[0]
+    command = html.escape(f"dtk run {start['command']}")
+    tables = [(name, start[name]) for name in ("settings", "versions")]
+    rest = [_card(name.title(), _table(facts)) for name, facts in tables]
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(command)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(command)}</h1>{_facts(log, begun)}"
-        f'<div class="grid">{"".join(cards)}</div></body></html>\n'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{command}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{command}</h1>{_facts(log, begun)}<main>"
+        f"{_where_time_goes(log)}{''.join(_charts(log, begun))}{_happened(log, begun)}"
+        f"{''.join(rest)}</main></body></html>\n"
     )
-
-
-def slowest_told(log: EventLog) -> str:
-    """Return a sentence about the rank that others waited for, in the last attempt with steps."""
-    attempt = max(log.waiting, default=0)
-    waited, slowest = log.waited(attempt), log.slowest(attempt)
-    if not waited:
-        return ""
-    most = max(waited.values())
-    if slowest is None:
-        return f"No rank was slow: none waited for more than {most:.1%} of the time."
-    return f"Rank {slowest} was the slowest: others waited for it up to {most:.0%} of the time."
 
 
 def _facts(log: EventLog, begun: float) -> str:
-    end = next((one for one in reversed(log.kept) if one["kind"] == "job end"), {})
-    code, last = end.get("code"), max(_number(one, "time") for one in log.kept)
-    result = (
-        '<b class="good">succeeded</b>'
-        if code == 0
-        else (f'<b class="bad">ended with {"an error" if code is None else code}</b>')
-    )
-    told = [of_rank[-1] for of_rank in log.steps.values()]
-    firsts = [steps for (_, rank), steps in log.steps.items() if rank == 0]
-    everything = [one for steps in firsts for one in steps]
-    seconds = sum(one.until - one.since for one in everything if one.samples is not None)
-    samples = sum(one.samples or 0 for one in everything)
-    count = sum(one.number for one in everything)
+    end = log.kept[-1]
+    code = "an error" if end["code"] is None else end["code"]
+    bad = f'<b class="bad">ended with {code}</b>'
+    told = [steps for (_, rank), line in log.steps.items() if rank == 0 for steps in line]
+    number, sent = sum(one.number for one in told), sum(one.bytes for one in told)
+    seconds = sum(one.elapsed for one in told) or 1.0
+    held = max((one.memory for line in log.steps.values() for one in line), default=0)
     facts = {
-        "in all": _clock(last - begun),
-        "ranks": str(len({rank for _, rank in log.steps}) or "-"),
-        "steps of rank 0": f"{count:,}",
-        "samples/s of all ranks": f"{samples / seconds:,.0f}" if seconds else "-",
-        "sent by a rank in a step": _bytes(sum(one.bytes for one in everything) / (count or 1)),
-        "most memory of a rank": _bytes(max((one.memory for one in told), default=0)),
-        "restarts": str(sum(one["kind"] == "restart" for one in log.kept)),
+        f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(begun))}": "",
+        "in all": _clock(_number(end, "time") - begun),
+        "ranks with steps": f"{len({rank for _, rank in log.steps})}",
+        "steps": f"{number:,.0f}",
+        "samples/s of all ranks": f"{sum(one.samples or 0 for one in told) / seconds:,.0f}",
+        "sent by rank 0 in a step": f"{sent / (number or 1) / 1e3:,.1f} kB",
+        "most memory of a rank": f"{held / 1e6:,.0f} MB",
+        "restarts": f"{sum(one['kind'] == 'restart' for one in log.kept)}",
     }
-    rest = "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in facts.items())
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun))
-    return f'<div class="facts"><div>{result}<span>started {when}</span></div>{rest}</div>'
+    result = '<b class="good">succeeded</b>' if end["code"] == 0 else bad
+    shown = (f"<div>{f'<b>{v}</b>' if v else result}{name}</div>" for name, v in facts.items())
+    return f'<div class="facts">{"".join(shown)}</div>'
 
 
 def _where_time_goes(log: EventLog) -> str:
-    """Return a bar for each rank of the last attempt, of what its time went to."""
+    """Return a bar for each rank of the last attempt with steps, of what its time went to."""
     attempt = max((one for one, _ in log.steps), default=0)
-    waited, rows = log.waited(attempt), ""
-    for (number, rank), told in sorted(log.steps.items(), key=lambda one: str(one[0][1]).zfill(9)):
-        if number == attempt:
-            share = waited.get(rank, 0.0) if isinstance(rank, int) else 0.0
-            parts = _parts(told, share)
-            spans = "".join(
-                f'<span title="{name}: {part:.1%}" style="width:{100 * part:.2f}%;'
-                f'background:{_PARTS[name]}"></span>'
-                for name, part in parts.items()
-            )
-            rows += f'<tr><th>rank {rank}</th><td class="bar">{spans}</td>' + "".join(
-                f'<td class="num">{part:.1%}</td>' for part in parts.values()
-            )
-    if not rows:
-        return ""
-    heads = "".join(
-        f'<th class="key"><i style="background:{color}"></i>{name}</th>'
-        for name, color in _PARTS.items()
-    )
-    style = (
-        "<style>.bar { width: 45% } .bar span { display: inline-block; height: 14px; "
-        "vertical-align: middle }</style>"
-    )
-    told_of = f"<p><b>{slowest_told(log)}</b></p>" if slowest_told(log) else ""
-    return (
-        f'<div class="card wide">{style}<h2>Where the time of each rank goes</h2>{told_of}'
-        f"<table><tr><th></th><th></th>{heads}</tr>{rows}</table></div>"
-    )
+    waited, slowest = log.waited(attempt), log.slowest(attempt)
+    ranks = {rank: line for (one, rank), line in log.steps.items() if one == attempt}
+    heads = "".join(f"<th>{_key(color)}{name}</th>" for name, color in _PARTS.items())
+    rows = ""
+    for rank in sorted(ranks, key=lambda one: (isinstance(one, str), one)):
+        parts = _parts(ranks[rank], waited.get(rank, 0.0) if isinstance(rank, int) else 0.0)
+        bar = "".join(
+            f'<span style="width:{100 * part:.2f}%;background:{_PARTS[name]}"></span>'
+            for name, part in parts.items()
+        )
+        cells = "".join(f"<td>{part:.1%}</td>" for part in parts.values())
+        rows += f'<tr><th>rank {rank}</th><td class="bar">{bar}</td>{cells}</tr>'
+    told, most = "", max(waited.values(), default=0.0)
+    if slowest is not None:
+        told = f"Rank {slowest} was the slowest: others waited for it up to {most:.0%} of the time."
+    elif waited:
+        told = f"No rank was slow: none waited for more than {most:.1%} of the time."
+    table = f"<p><b>{told}</b></p><table><tr><th></th><th></th>{heads}</tr>{rows}</table>"
+    return _card("Where the time of each rank goes", table if rows else "")
 
 
 def _parts(told: Sequence[Steps], waiting: float) -> dict[str, float]:
     """Return the parts of a rank's time: its collectives may run while it computes."""
-    elapsed = sum(one.until - one.since for one in told) or 1.0
+    elapsed = sum(one.elapsed for one in told)
     inside = sum(one.seconds for one in told) / elapsed
-    between = sum(one.between for one in told) / elapsed
+    between = sum(one.between or 0.0 for one in told) / elapsed
     parts = {
         "waiting for others": waiting,
         "sending": sum(one.communicating for one in told) / elapsed - waiting,
@@ -161,180 +121,122 @@ def _parts(told: Sequence[Steps], waiting: float) -> dict[str, float]:
     for name, part in parts.items():
         found[name] = min(left, max(0.0, part))
         left -= found[name]
-    found["computing"] = left
-    return {name: found[name] for name in _PARTS}
+    return {name: found.get(name, left) for name in _PARTS}
 
 
-def _charts(log: EventLog, begun: float) -> Iterable[str]:
+def _charts(log: EventLog, begun: float) -> Iterator[str]:
     """Return the charts over time, of what there is."""
     restarts = [_number(one, "time") - begun for one in log.kept if one["kind"] == "restart"]
-    first = min((told[0].since - begun for told in log.steps.values()), default=0.0)
-    draw = functools.partial(_chart, marks=restarts, left=first)
-    of_rank: dict[str, list[Line]] = {}
-    for (_, rank), told in log.steps.items():
-        of_rank.setdefault(f"rank {rank}", []).append(
-            [(one.until - begun, one.memory / 1e6) for one in told]
-        )
-    firsts = [told for (_, rank), told in log.steps.items() if rank == 0]
+    attempts = [line for (_, rank), line in log.steps.items() if rank == 0]
 
     def lines(value: str) -> list[Line]:
-        values = [[(one, getattr(one, value)) for one in told] for told in firsts]
-        return [[(o.until - begun, v) for o, v in told if v is not None] for told in values]
+        found = [[(one.until - begun, getattr(one, value)) for one in line] for line in attempts]
+        return [[(x, float(y)) for x, y in line if y is not None] for line in found]
 
-    metrics: dict[str, dict[str, list[Line]]] = {"loss": {"of the steps so far": lines("loss")}}
+    metrics: dict[str, dict[str, list[Line]]] = {"loss": {"while training": lines("loss")}}
     for event in log.kept:
-        if event["kind"] == "epoch" and isinstance(told_of := event["metrics"], Mapping):
-            for name, value in told_of.items():
-                base, series = str(name).removeprefix("val_"), "after epochs"
-                series = "validation" if base != name else series
-                found = metrics.setdefault(base, {}).setdefault(series, [[]])
-                found[0] = [*found[0], (_number(event, "time") - begun, float(str(value)))]
-    for name, series_of in metrics.items():
-        yield draw(name, series_of, zero=False)
-    yield draw("learning rate", {"": lines("rate")})
-    yield draw("global batch (rows)", {"": lines("batch")})
-    rates = [[(one.until - begun, _rate(one)) for one in told] for told in firsts]
-    speeds = [[(x, rate) for x, rate in told if rate is not None] for told in rates]
-    yield draw("samples/s of all ranks", {"": speeds})
-    sent = [[(one.until - begun, one.bytes / one.number / 1e3) for one in told] for told in firsts]
-    yield draw("kB sent by rank 0 in a step", {"": sent})
-    if len(of_rank) > _LINES:  # those that hold most
-        held = {name: max(y for line in lines for _, y in line) for name, lines in of_rank.items()}
-        of_rank = {name: of_rank[name] for name in sorted(held, key=lambda name: -held[name])}
-        of_rank = dict(list(of_rank.items())[:_LINES])
-    yield draw("memory (MB)", of_rank)
-
-
-def _rate(steps: Steps) -> float | None:
-    elapsed = steps.until - steps.since
-    return None if steps.samples is None or elapsed <= 0 else steps.samples / elapsed
+        values = event["metrics"] if event["kind"] == "epoch" else None
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            base = str(name).removeprefix("val_")
+            series = "after epochs" if base == name else "validation"
+            line = metrics.setdefault(base, {}).setdefault(series, [[]])[0]
+            line.append((_number(event, "time") - begun, float(str(value))))
+    for name, of_metric in metrics.items():
+        yield _chart(name, of_metric, restarts, zero=False)
+    yield _chart("learning rate", {"": lines("rate")}, restarts)
+    yield _chart("global batch (rows)", {"": lines("batch")}, restarts)
+    yield _chart("samples/s of all ranks", {"": lines("speed")}, restarts)
 
 
 def _chart(
-    title: str,
-    series: Mapping[str, Sequence[Line]],
-    marks: Sequence[float],
-    left: float,
-    zero: bool = True,
+    title: str, series: Mapping[str, list[Line]], marks: Sequence[float], zero: bool = True
 ) -> str:
     """Draw lines over time; "" where there is nothing to draw."""
-    finite = {
-        name: [[(x, y) for x, y in line if math.isfinite(y)] for line in lines]
-        for name, lines in series.items()
-    }
-    points = [point for lines in finite.values() for line in lines for point in line]
+    points = [p for lines in series.values() for line in lines for p in line if math.isfinite(p[1])]
     if not points:
         return ""
-    ys = [y for _, y in points]
-    low, high = min([0.0] * zero + ys), max(ys)
-    if high <= low:
-        low, high = low - (abs(low) or 1.0) * 0.1, high + (abs(high) or 1.0) * 0.1
-    ticks = _ticks(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
-    right = max([x for x, _ in points])
-    right = right if right > left else left + 1.0
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    left, right = (left, right) if left < right else (left - 1.0, right + 1.0)
+    ys = [y for _, y in points] + [0.0] * zero
+    ticks = _ticks(min(ys), max(ys) if min(ys) < max(ys) else min(ys) + 1.0)
+    low, high = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        inner = _HEIGHT - _TOP - _BOTTOM
-        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
-        return round(across, 1), round(_TOP + (high - y) / (high - low) * inner, 1)
+        across = (x - left) / (right - left) * (_WIDTH - _LEFT - 12)
+        return _LEFT + across, _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    drawn = ""
+    drawn, keys = "", ""
     for tick in ticks:
-        _, y = place(left, tick)
-        drawn += f'<path d="M{_LEFT} {y}H{_WIDTH}" stroke="var(--line)"/>'
-        drawn += f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:.4g}</text>'
-    for tick in (one for one in _ticks(left, right, 6) if left <= one <= right):
-        x, _ = place(tick, low)
-        drawn += f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{_clock(tick)}</text>'
-    for mark in (one for one in marks if left <= one <= right):
-        x, _ = place(mark, low)
+        y = place(left, tick)[1]
+        drawn += f'<path d="M{_LEFT} {y:.1f}H{_WIDTH}" stroke="#e2e8f0"/>'
+        drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
+    for tick in (one for one in _ticks(left, right) if left <= one <= right):
+        x, y = place(tick, low)[0], _HEIGHT - 6
+        drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick)}</text>'
+    for x in (place(mark, low)[0] for mark in marks if left <= mark <= right):
+        way = f"M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
         drawn += (
-            f'<path d="M{x} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#dc2626" stroke-dasharray="4 3">'
-            "<title>restart</title></path>"
+            f'<path d="{way}" stroke="#dc2626" stroke-dasharray="4"><title>restart</title></path>'
         )
-    for color, (name, lines) in zip(_COLORS * len(finite), finite.items(), strict=False):
+    for color, (name, lines) in zip(_COLORS, series.items(), strict=False):
+        keys += f"{_key(color)}{html.escape(name)}" if name else ""
         for line in lines:
-            shown = line[:: max(1, len(line) // _POINTS)]
-            path = " ".join(f"{x},{y}" for x, y in (place(*point) for point in shown))
+            shown = [p for p in line[:: max(1, len(line) // _POINTS)] if math.isfinite(p[1])]
+            path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in shown)
             drawn += f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>'
             for point in shown if len(shown) <= _DOTS else ():
                 x, y = place(*point)
-                label = html.escape(f"{name} {point[1]:.5g} at {_clock(point[0])}".strip())
-                drawn += f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}">'
-                drawn += f"<title>{label}</title></circle>"
-    keys = "".join(
-        f'<span><i style="background:{color}"></i>{html.escape(name)}</span>'
-        for color, name in zip(_COLORS * len(finite), finite, strict=False)
-        if name
-    )
-    return (
-        f'<div class="card"><h2>{html.escape(title)}</h2>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{drawn}</svg>'
-        f'<div class="key dim">{keys}</div></div>'
-    )
+                drawn += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"><title>'
+                drawn += f"{point[1]:.5g} after {_clock(point[0])}</title></circle>"
+    return _card(title, f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{drawn}</svg>{keys}', wide=False)
 
 
-def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers that span a range.
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers that span a range.
 
     >>> _ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    raw = (high - low) / about
-    scale = 10.0 ** math.floor(math.log10(raw))
-    step = next(scale * one for one in (1, 2, 5, 10) if scale * one >= raw)
-    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
+    scale = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(scale * one for one in (1, 2, 5, 10) if scale * one >= (high - low) / 5 * 0.99)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(step * i, 12) for i in range(first, last + 1)]
 
 
-def _failures(log: EventLog, begun: float) -> str:
-    found = ""
-    for event in log.kept:
-        if event["kind"] in ("failure", "stall"):
-            when = _clock(_number(event, "time") - begun)
-            head = f"{event['kind']} after {when}, attempt {event['attempt']}"
-            text = html.escape(str(event["text"]))
-            found += f'<h2 class="bad">{html.escape(head)}</h2><pre>{text}</pre>'
-    return f'<div class="card wide">{found}</div>' if found else ""
-
-
 def _happened(log: EventLog, begun: float) -> str:
-    rows = []
-    for event in log.kept:
-        if event["kind"] in _TOLD:
-            when, rank = _clock(_number(event, "time") - begun), event["rank"]
-            facts = {k: v for k, v in event.items() if k not in ("time", "attempt", "rank", "kind")}
-            told = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
-            told = str(facts.get("text", told))
-            who = "" if rank is None else f"rank {rank}" if isinstance(rank, int) else rank
-            cells = [when, who, str(event["kind"]), told.splitlines()[0] if told else ""]
-            rows.append("".join(f"<td>{html.escape(str(one))}</td>" for one in cells))
-    shown = "".join(f"<tr>{row}</tr>" for row in rows[-_ROWS:])
-    return f'<div class="card wide"><h2>What happened</h2><table>{shown}</table></div>'
+    """Return a table of the events but for epochs, which charts show, and starts of ranks."""
+    rows = ""
+    shown = [one for one in log.kept[1:] if one["kind"] not in ("epoch", "rank start")]
+    for event in shown[-_ROWS:]:
+        facts = {name: value for name, value in event.items() if name not in _HEAD}
+        told = "\n".join(f"{name}: {_short(value)}" for name, value in facts.items())
+        told = html.escape(str(facts.get("text", told)))
+        style = ' class="bad"' if "text" in facts else ""
+        rows += f"<tr><th>{_clock(_number(event, 'time') - begun)}</th><td{style}>{event['kind']}"
+        rows += f"</td><td>{_short(event['rank'])}</td><td><pre>{told}</pre></td></tr>"
+    heads = "<tr><th>after</th><th>what</th><th>rank</th></tr>"
+    return _card("What happened", f"<table>{heads}{rows}</table>")
 
 
-def _table(title: str, facts: object) -> str:
-    if not isinstance(facts, Mapping) or not facts:
-        return ""
-    rows = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(_short(value))}</td></tr>"
-        for name, value in facts.items()
-        if value not in (None, "", ())
+def _card(title: str, inner: str, wide: bool = True) -> str:
+    style = ' class="wide"' if wide else ""
+    return f"<section{style}><h2>{html.escape(title)}</h2>{inner}</section>" if inner else ""
+
+
+def _table(facts: object) -> str:
+    named = facts.items() if isinstance(facts, Mapping) else ()
+    rows = (
+        f"<tr><th>{name}</th><td>{html.escape(_short(value))}</td></tr>" for name, value in named
     )
-    return f'<div class="card"><h2>{html.escape(title)}</h2><table>{rows}</table></div>'
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _key(color: str) -> str:
+    return f'<i style="background:{color}"></i>'
 
 
 def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
-    return " ".join(_words(value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _words(value: object) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list | tuple) else []
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def _number(event: Event, name: str) -> float:
@@ -342,26 +244,4 @@ def _number(event: Event, name: str) -> float:
 
 
 def _clock(seconds: float) -> str:
-    """Write a time.
-
-    >>> _clock(0.25), _clock(75), _clock(4000)
-    ('0.25 s', '1:15', '1:06:40')
-    """
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _bytes(count: float) -> str:
-    """Write a size.
-
-    >>> _bytes(0), _bytes(19_200), _bytes(2.5e9)
-    ('0 B', '19.2 kB', '2.5 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+    return str(datetime.timedelta(seconds=round(seconds)))

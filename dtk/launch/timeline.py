@@ -1,8 +1,7 @@
 """A job as a trace for Perfetto and chrome://tracing: https://ui.perfetto.dev opens it.
 
-One process of the trace is one rank, with a track for each attempt's steps, and one for input.
-Inside a step nothing is shown: its graph is one call. How long a rank was in collectives, its
-memory and its samples per second are counters.
+One process of the trace is one rank. Inside a step nothing is shown: its graph is one call. How
+long a rank was in collectives, its memory and its samples per second are counters.
 """
 
 from __future__ import annotations
@@ -12,73 +11,66 @@ import json
 from dtk.launch.events import Event, EventLog, RankName, Steps
 
 _LAUNCHER = -1
-_MARKS = {"epoch", "stall", "failure", "restart", "attempt start", "rank end", "job end"}
-_MOST = 1_000_000  # events: more take a browser's memory
+_MARKS = ("epoch", "stall", "failure", "restart", "attempt start", "rank end", "job end")
 
 
 def trace(log: EventLog) -> str:
     """Return the trace's JSON."""
-    begun = min((float(str(one["time"])) for one in log.kept), default=0.0)
-    numbers: dict[RankName, int] = {}
-    for _, rank in log.steps:
-        numbers.setdefault(rank, rank if isinstance(rank, int) else 10_000 + len(numbers))
-    found: list[Event] = [_name(_LAUNCHER, "dtk run")]
-    found += [_name(pid, f"rank {rank}") for rank, pid in numbers.items()]
-    for event in log.kept:
-        found += _mark(event, begun, numbers)
+    begun = float(str(log.kept[0]["time"]))
+    ranks = dict.fromkeys(rank for _, rank in log.steps)
+    numbers = {r: r if isinstance(r, int) else 10_000 + i for i, r in enumerate(ranks)}
+    names = {_LAUNCHER: "dtk run", **{pid: f"rank {rank}" for rank, pid in numbers.items()}}
+    found: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in names.items()
+    ]
+    found += [_mark(one, begun, numbers) for one in log.kept if one["kind"] in (*_MARKS, "save")]
     for (_, rank), told in log.steps.items():
         for steps in told:
-            if len(found) < _MOST:
-                found += _slices(steps, begun, numbers[rank])
+            found += _slices(steps, begun, numbers[rank])
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
 
 
-def _name(pid: int, name: str) -> Event:
-    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-
-
-def _mark(event: Event, begun: float, numbers: dict[RankName, int]) -> list[Event]:
+def _mark(event: Event, begun: float, numbers: dict[RankName, int]) -> Event:
     """Return a save as a slice, and what else has no length as an instant."""
-    kind, when, rank = str(event["kind"]), float(str(event["time"])), event["rank"]
+    rank, when = event["rank"], float(str(event["time"])) - begun
     pid = numbers.get(rank, _LAUNCHER) if isinstance(rank, int | str) else _LAUNCHER
-    args = {name: value for name, value in event.items() if name not in ("time", "kind", "rank")}
-    mark: Event = {"name": kind, "pid": pid, "tid": 1, "ts": _micro(when - begun), "args": args}
-    if kind == "save":
-        seconds = float(str(event["seconds"]))
-        start = _micro(when - begun - seconds)
-        return [{**mark, "ph": "X", "ts": start, "dur": _micro(seconds)}]
-    return [{**mark, "ph": "i", "s": "p" if rank is not None else "g"}] if kind in _MARKS else []
+    mark = {"name": event["kind"], "pid": pid, "tid": 1, "args": event}
+    if event["kind"] != "save":
+        return {**mark, "ph": "i", "s": "p" if pid != _LAUNCHER else "g", "ts": _micro(when)}
+    took = float(str(event["seconds"]))
+    return {**mark, "ph": "X", "ts": _micro(when - took), "dur": _micro(took)}
 
 
 def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
-    since, span = steps.since - begun, steps.until - steps.since
-    args = {"epoch": steps.epoch, "loss": steps.loss}
-    own = {"pid": pid, "tid": 0, "ph": "X", "cat": "step"}
+    since = steps.since - begun
+    bars = [(f"steps {steps.first} to {steps.last}", 0.0, 1000 * steps.elapsed)]
     if len(steps.begins) == steps.number:
-        found: list[Event] = [
-            {
-                **own,
-                "name": f"step {number}",
-                "ts": _micro(since + begin / 1000),
-                "dur": round(1000 * took),
-                "args": args,
-            }
-            for number, begin, took in zip(
-                range(steps.first, steps.last + 1), steps.begins, steps.took, strict=True
-            )
-        ]
-    else:
-        name = f"steps {steps.first} to {steps.last}"
-        found = [{**own, "name": name, "ts": _micro(since), "dur": _micro(span), "args": args}]
-    counts = {"in collectives %": 100 * steps.communicating, "bytes sent per s": steps.bytes}
-    if steps.input is not None:
-        counts["reading input %"] = 100 * steps.input
-    if steps.samples is not None:
-        counts["samples per s"] = steps.samples
-    counters = {name: count / span for name, count in counts.items() if span > 0}
-    for name, value in {**counters, "memory MB": steps.memory / 1e6}.items():
-        args_of: Event = {"value": round(value, 3)}
-        found.append({"ph": "C", "name": name, "pid": pid, "ts": _micro(since), "args": args_of})
+        numbered = zip(steps.begins, steps.took, strict=True)
+        bars = [(f"step {n}", *one) for n, one in enumerate(numbered, int(steps.first))]
+    args: Event = {"epoch": steps.epoch, "loss": steps.loss}
+    found: list[Event] = [
+        {
+            "ph": "X",
+            "cat": "step",
+            "name": name,
+            "pid": pid,
+            "tid": 0,
+            "ts": _micro(since + begin / 1000),
+            "dur": round(1000 * took),
+            "args": args,
+        }
+        for name, begin, took in bars
+    ]
+    counters = {
+        "in collectives %": 100 * steps.communicating / steps.elapsed,
+        "reading input %": 100 * (steps.input or 0.0) / steps.elapsed,
+        "samples per s": (steps.samples or 0) / steps.elapsed,
+        "memory MB": steps.memory / 1e6,
+    }
+    for name, value in counters.items():
+        counted: Event = {"value": round(value, 3)}
+        found.append({"ph": "C", "name": name, "pid": pid, "ts": _micro(since), "args": counted})
     return found
 
 

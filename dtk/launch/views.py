@@ -4,136 +4,76 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from dtk.errors import ClusterError
+from dtk.errors import check_writable
 from dtk.files import written
 from dtk.launch import agent, monitor, report_page, timeline
-from dtk.launch.events import Event, EventLog, Steps
+from dtk.launch.events import EventLog
 from dtk.launch.job import Job
 
 _RECENT = 5.0  # seconds of which `dtk top` tells the rates
 
 
-class Files(NamedTuple):
-    """Where the views go; None for those that nobody asked for."""
-
-    events: str | None = None
-    timeline: str | None = None
-    report: str | None = None
-
-
-class Watched:
-    """A job that can be seen: its events, and what becomes of it.
-
-    Attributes:
-        code: The exit code, once it is known.
-    """
-
-    def __init__(self, files: Files, jobs: Sequence[Job]) -> None:
-        self.events = EventLog()
-        self.code: int | None = None
-        self.wanted = "steps" if any(files) else "summary"
-        self._jobs = jobs
-
-    def snapshot(self, command: Sequence[str]) -> Event:
-        """Return what `dtk top` shows of the job."""
-        log, states = self.events, self._jobs[-1].states if self._jobs else {}
-        waited = log.waited(log.attempt, _RECENT)
-        rows = [
-            {
-                "rank": rank,
-                "host": host,
-                "state": state,
-                **_rates(log.recent(log.attempt, rank, _RECENT)),
-                "waiting": waited.get(rank) if isinstance(rank, int) else None,
-            }
-            for rank, (host, state) in states.items()
-        ]
-        return {
-            "pid": os.getpid(),
-            "command": list(command),
-            "restarts": log.attempt,
-            "ranks": rows,
-            "slowest": log.slowest(),
-        }
-
-
 @contextlib.contextmanager
 def watching(
-    files: Files,
+    settings: Mapping[str, object],  # "events", "timeline" and "report" are files
     jobs: Sequence[Job],
-    settings: Mapping[str, object],
     command: Sequence[str],
     say: Callable[[str], None],
-) -> Iterator[Watched]:
-    """Return a context in which a job runs; the views are written whatever becomes of it.
-
-    Raises:
-        ClusterError: Before anything is started, if a file could not be written.
-    """
-    for option, file in files._asdict().items():
-        _check(f"--{option}", file)
-    watched = Watched(files, jobs)
-    log = watched.events
-    if files.events is not None:
-        log.write_to(files.events, say)
-    told: Event = {"command": list(command), "settings": dict(settings)}
-    if any(files):
-        told["versions"] = agent.versions()
-    log.record("job start", None, **told)
+) -> Iterator[EventLog]:
+    """Return a context in which a job runs; its views are written whatever becomes of it."""
+    files = {f"--{name}": settings[name] for name in ("events", "timeline", "report")}
+    events, *others = (None if file is None else str(file) for file in files.values())
+    check_writable({option: file for option, file in files.items() if file})
+    log = EventLog()
+    if events is not None:
+        log.write_to(events, say)
+    versions = agent.versions() if any(files.values()) else {}
+    log.record("job start", command=shlex.join(command), settings={**settings}, versions=versions)
     try:
-        with monitor.serving(lambda: watched.snapshot(command)):
-            yield watched
+        with monitor.serving(lambda: _snapshot(log, jobs, command)):
+            yield log
     except Exception as error:
         log.record("failure", text=str(error))
         raise
     finally:
-        log.record("job end", code=watched.code)
-        for file, make in ((files.timeline, timeline.trace), (files.report, report_page.page)):
-            if file is not None:
-                _write(file, make, log, say)
+        if log.kept[-1]["kind"] != "job end":
+            log.record("job end", code=None)
         log.close()
+        for file, make in zip(others, (timeline.trace, report_page.page), strict=True):
+            if file is not None:
+                _write(Path(file), make(log), say)
 
 
-def _check(option: str, file: str | None) -> None:
-    """Refuse, before anything is started, a file that could not be written."""
-    if file is None:
-        return
-    path, why = Path(file), ""
-    if path.is_dir():
-        why = "it is a directory; name a file"
-    elif path.exists() and not path.is_file() and option != "--events":
-        why = "it is no file; name another one"
-    elif not path.parent.is_dir():
-        why = f"there is no directory {path.parent}; make it first"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "this user may not write there; name another file"
-    if why:
-        raise ClusterError(f"{option} {file} cannot be written: {why}")
-
-
-def _write(
-    file: str, make: Callable[[EventLog], str], log: EventLog, say: Callable[[str], None]
-) -> None:
+def _write(file: Path, text: str, say: Callable[[str], None]) -> None:
     try:
-        with written(Path(file)) as draft:
-            draft.write_text(make(log), encoding="utf-8")
+        with written(file) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         say(f"{file} could not be written: {error.strerror}")
 
 
-def _rates(recent: Steps | None) -> Event:
-    if recent is None or recent.until <= recent.since:
-        return {}
-    elapsed = recent.until - recent.since
-    return {
-        "step": recent.last,
-        "epoch": recent.epoch,
-        "samples": None if recent.samples is None else recent.samples / elapsed,
-        "bytes": recent.bytes / elapsed,
-        "memory": recent.memory,
-        "loss": recent.loss,
-    }
+def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.Snapshot:
+    """Return what `dtk top` shows: the columns of a table, as text."""
+    waited, slowest = log.waited(log.attempt, _RECENT), log.slowest(log.attempt)
+    rows = []
+    for rank, (host, state) in jobs[-1].states.items() if jobs else ():
+        row = dict.fromkeys(("epoch", "step", "samples/s", "waiting", "memory", "sent/s"), "-")
+        if steps := log.recent(rank, _RECENT):
+            row |= {
+                "epoch": f"{steps.epoch}",
+                "step": f"{steps.last}",
+                "memory": f"{steps.memory / 1e6:,.0f} MB",
+                "sent/s": f"{steps.bytes / steps.elapsed / 1e3:,.1f} kB",
+            }
+            if steps.samples is not None:
+                row["samples/s"] = f"{steps.samples / steps.elapsed:,.0f}"
+            if isinstance(rank, int) and rank in waited:
+                row["waiting"] = f"{waited[rank]:.0%}"
+        rows.append({"rank": f"{rank}", "host": host, **row, "state": state})
+    told = f"job {os.getpid()}: {shlex.join(command)}"
+    told += f" (restarts: {log.attempt})" if log.attempt else ""
+    return {"pid": os.getpid(), "title": told, "rows": rows, "slowest": slowest}

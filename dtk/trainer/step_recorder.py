@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,15 +15,7 @@ from dtk.nests import Logs
 from dtk.trainer.strategy import Strategy
 
 _MOST = 40  # metrics that are told of, so that the message stays short
-
-
-class _Counts(NamedTuple):
-    """What has been counted since the process began."""
-
-    bytes: int
-    communicating: float
-    eagerly: float
-    arrived: float
+_COUNTED = ("bytes", "communicating", "between", "input")
 
 
 class StepRecorder:
@@ -36,29 +27,29 @@ class StepRecorder:
         self._epoch = self._epochs = 0
         self._first = self._begun = self._ended = 0  # batches of the epoch
         self._logs: Logs | None = None
-        self._before = _Counts(0, 0.0, 0.0, 0.0)
+        self._before = [0.0, 0.0, 0.0, 0.0]
         self._base = time.time()
         self._arrived: tf.Variable | None = None
         self._is_traced = False
 
-    def begin(self, batch: int | None = None) -> None:
+    def begin(self, batch: int = 0) -> None:
         """Note that a step begins, of a batch of `fit`'s or one that a script gave."""
         if self._recorder is None:
             return
-        self._begun = batch or 0
+        self._begun = batch
         if not self._recorder.untold:
-            self._first = self._begun
+            self._first = batch
         if self._recorder.is_paused:
             self._before = self._counts()
         self._recorder.begin()
 
-    def end(self, batch: int | None = None, logs: Logs | None = None) -> None:
-        """Note that steps have ended, the last of them that of a batch."""
+    def end(self, batch: int = -1, logs: Logs | None = None) -> None:
+        """Note that steps have ended, the last of them that of a batch of `fit`'s."""
         if self._recorder is None:
             return
-        self._ended, self._logs = 0 if batch is None else batch + 1, logs
+        self._ended, self._logs = batch + 1, logs
         if self._recorder.end(max(1, self._ended - self._begun)):
-            self.tell()
+            self._tell()
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
         """Note which epoch the next steps belong to."""
@@ -67,52 +58,21 @@ class StepRecorder:
     def end_steps(self) -> None:
         """Tell of the epoch's last steps: what follows is none, such as validation."""
         if self._recorder is not None:
-            self.tell()
+            self._tell()
             self._recorder.is_paused = True
 
     def end_epoch(self, logs: Logs | None) -> None:
         """Tell of the epoch's numbers."""
         if self._recorder is not None and self._strategy.is_chief:
             numbers = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, float | int)}
-            self._recorder.tell(
-                "epoch",
-                epoch=self._epoch,
-                epochs=self._epochs,
-                metrics=dict(list(numbers.items())[:_MOST]),
-                **self._settings(),
-            )
+            metrics = dict(list(numbers.items())[:_MOST])
+            where = {"epoch": self._epoch, "epochs": self._epochs}
+            self._recorder.tell("epoch", **where, metrics=metrics, **self._settings())
 
     def saved(self, path: str, seconds: float) -> None:
         """Tell that rank 0 has written a file, or has begun to write it beside the training."""
         if self._recorder is not None and self._strategy.is_chief:
             self._recorder.tell("save", path=path, seconds=round(seconds, 3))
-
-    def tell(self) -> None:
-        """Tell of the steps since the last time."""
-        recorder = self._recorder
-        if recorder is None or not recorder.untold:
-            return
-        now, before = self._counts(), self._before
-        facts: dict[str, object] = {
-            "epoch": self._epoch,
-            "bytes": now.bytes - before.bytes,
-            "communicating": round(now.communicating - before.communicating, 6),
-        }
-        if not self._model.run_eagerly:
-            facts["between"] = round(now.eagerly - before.eagerly, 6)
-        if self._ended:
-            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
-            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
-                facts["samples"] = rows[1] - rows[0]
-        if self._arrived is not None and recorder.calls == recorder.untold and not self._is_traced:
-            waited = now.arrived - before.arrived - recorder.begun + recorder.calls * self._base
-            facts["input"] = round(min(max(0.0, waited), recorder.seconds), 6)
-        if self._strategy.is_chief:
-            loss = (self._logs or {}).get("loss")
-            facts |= {"loss": float(loss)} if isinstance(loss, float | int) else {}
-            facts |= self._settings()
-        if recorder.tell_steps(facts):
-            self._before, self._is_traced = now, False
 
     def note_arrival(self, batch: slicing.Slices) -> None:
         """Add the time at which a batch is there to a sum; this is traced with the step."""
@@ -126,21 +86,45 @@ class StepRecorder:
         with tf.control_dependencies(tf.nest.flatten(batch.counts)):
             self._arrived.assign_add(tf.timestamp() - self._base)
 
-    def _counts(self) -> _Counts:
+    def _tell(self) -> None:
+        """Tell of the steps since the last time."""
+        recorder = self._recorder
+        if recorder is None or not recorder.untold:
+            return
+        now = self._counts()
+        counted = [after - before for after, before in zip(now, self._before, strict=True)]
+        # What was added up are the times at which batches arrived; take off those of the steps.
+        counted[-1] += recorder.calls * self._base - recorder.begun
+        facts: dict[str, object] = {"epoch": self._epoch}
+        facts |= {name: round(value, 6) for name, value in zip(_COUNTED, counted, strict=True)}
+        if self._arrived is None or self._is_traced or recorder.calls != recorder.untold:
+            del facts["input"]
+        if self._ended:
+            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
+            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
+                facts["samples"] = rows[1] - rows[0]
+        if self._strategy.is_chief:
+            loss = (self._logs or {}).get("loss")
+            facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}
+        if recorder.tell_steps(facts):
+            self._before, self._is_traced = now, False
+
+    def _counts(self) -> list[float]:
+        """Return what has been counted since the process began, in the order of `_COUNTED`."""
         groups = (self._strategy.communicator, self._strategy.model_communicator)
-        arrived = 0.0 if self._arrived is None else float(self._arrived.numpy())
-        return _Counts(
+        between = sum(group.eager_seconds_communicating for group in groups)
+        return [
             sum(group.bytes_sent for group in groups),
             sum(group.seconds_communicating for group in groups),
-            sum(group.eager_seconds_communicating for group in groups),
-            arrived,
-        )
+            0.0 if self._model.run_eagerly else between,
+            0.0 if self._arrived is None else float(self._arrived.numpy()),
+        ]
 
     def _settings(self) -> dict[str, object]:
         """Return what of the training changes while it runs: rate, and rows of a batch."""
         found: dict[str, object] = {}
         if (optimizer := getattr(self._model, "optimizer", None)) is not None:
             found["rate"] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-        if self._ended and (rows := self._feed.batch_size()) is not None:
-            found["batch"] = rows
+        if self._ended:
+            found["batch"] = self._feed.batch_size()
         return found
