@@ -64,19 +64,10 @@ class Recorder:
     def tell_steps(self, facts: Mapping[str, object]) -> bool:
         """Tell of the steps since the last time, and begin anew if that was taken."""
         now = time.monotonic()
-        told = self.tell(
-            "steps",
-            since=self._since,
-            until=now,
-            first=self._first + 1,
-            last=self.steps,
-            seconds=round(self.seconds, 6),
-            memory=usage.memory(),
-            begins=self._begins,
-            took=self._took,
-            **facts,
-        )
-        if told:
+        where = {"since": self._since, "until": now, "first": self._first + 1, "last": self.steps}
+        each = {"begins": self._begins, "took": self._took}
+        held = {"seconds": round(self.seconds, 6), "memory": usage.memory()}
+        if told := self.tell("steps", **where, **held, **each, **facts):
             self._last = now
             self._renew()
         return told

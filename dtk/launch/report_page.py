@@ -32,7 +32,7 @@ h1 { font-size: 20px; margin: 0; overflow-wrap: anywhere } h2 { font-size: 14px;
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 16px }
 section { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; padding: 14px }
 .wide { grid-column: 1 / -1 } .bad { color: #dc2626 } .good { color: #059669 }
-.facts { display: flex; flex-wrap: wrap; gap: 8px 40px; margin: 16px 0; color: #64748b }
+.facts { display: flex; flex-wrap: wrap; gap: 8px 30px; margin: 16px 0; color: #64748b }
 .facts b { display: block; font-size: 20px } .facts b:not([class]) { color: #0f172a }
 svg { width: 100%; height: auto; display: block } svg text { font-size: 11px; fill: #64748b }
 i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin: 0 5px 0 12px }
@@ -41,7 +41,7 @@ td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; font-we
   border-bottom: 1px solid #e2e8f0; overflow-wrap: anywhere }
 th { color: #64748b; white-space: nowrap } th i { margin-left: 0 }
 .bar span { display: inline-block; height: 14px; vertical-align: middle }
-pre { margin: 0; white-space: pre-wrap; font-size: 12px }
+pre { margin: 0; white-space: pre-wrap; font-size: 12px } td:nth-child(-n+3) { white-space: nowrap }
 """
 
 
@@ -133,7 +133,7 @@ def _charts(log: EventLog, begun: float) -> Iterator[str]:
         found = [[(one.until - begun, getattr(one, value)) for one in line] for line in attempts]
         return [[(x, float(y)) for x, y in line if y is not None] for line in found]
 
-    metrics: dict[str, dict[str, list[Line]]] = {"loss": {"while training": lines("loss")}}
+    metrics: dict[str, dict[str, list[Line]]] = {"loss": {"after epochs": [[]]}}
     for event in log.kept:
         values = event["metrics"] if event["kind"] == "epoch" else None
         for name, value in values.items() if isinstance(values, Mapping) else ():
@@ -141,6 +141,7 @@ def _charts(log: EventLog, begun: float) -> Iterator[str]:
             series = "after epochs" if base == name else "validation"
             line = metrics.setdefault(base, {}).setdefault(series, [[]])[0]
             line.append((_number(event, "time") - begun, float(str(value))))
+    metrics["loss"]["while training"] = lines("loss")
     for name, of_metric in metrics.items():
         yield _chart(name, of_metric, restarts, zero=False)
     yield _chart("learning rate", {"": lines("rate")}, restarts)
@@ -170,7 +171,7 @@ def _chart(
         y = place(left, tick)[1]
         drawn += f'<path d="M{_LEFT} {y:.1f}H{_WIDTH}" stroke="#e2e8f0"/>'
         drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
-    for tick in (one for one in _ticks(left, right) if left <= one <= right):
+    for tick in (one for one in _ticks(left, right, 8) if left <= one <= right):
         x, y = place(tick, low)[0], _HEIGHT - 6
         drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick)}</text>'
     for x in (place(mark, low)[0] for mark in marks if left <= mark <= right):
@@ -191,14 +192,15 @@ def _chart(
     return _card(title, f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{drawn}</svg>{keys}', wide=False)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers that span a range.
+def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Return round numbers that span a range.
 
     >>> _ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    scale = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = next(scale * one for one in (1, 2, 5, 10) if scale * one >= (high - low) / 5 * 0.99)
+    least = (high - low) / about * 0.99
+    scale = 10.0 ** math.floor(math.log10(least))
+    step = next(scale * one for one in (1, 2, 5, 10) if scale * one >= least)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(step * i, 12) for i in range(first, last + 1)]
 
@@ -209,7 +211,7 @@ def _happened(log: EventLog, begun: float) -> str:
     shown = [one for one in log.kept[1:] if one["kind"] not in ("epoch", "rank start")]
     for event in shown[-_ROWS:]:
         facts = {name: value for name, value in event.items() if name not in _HEAD}
-        told = "\n".join(f"{name}: {_short(value)}" for name, value in facts.items())
+        told = ", ".join(f"{name}: {_short(value)}" for name, value in facts.items())
         told = html.escape(str(facts.get("text", told)))
         style = ' class="bad"' if "text" in facts else ""
         rows += f"<tr><th>{_clock(_number(event, 'time') - begun)}</th><td{style}>{event['kind']}"
@@ -225,10 +227,8 @@ def _card(title: str, inner: str, wide: bool = True) -> str:
 
 def _table(facts: object) -> str:
     named = facts.items() if isinstance(facts, Mapping) else ()
-    rows = (
-        f"<tr><th>{name}</th><td>{html.escape(_short(value))}</td></tr>" for name, value in named
-    )
-    return f"<table>{''.join(rows)}</table>"
+    cells = (f"<th>{name}</th><td>{html.escape(_short(value))}</td>" for name, value in named)
+    return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
 
 def _key(color: str) -> str:

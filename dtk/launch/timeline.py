@@ -48,20 +48,12 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
     if len(steps.begins) == steps.number:
         numbered = zip(steps.begins, steps.took, strict=True)
         bars = [(f"step {n}", *one) for n, one in enumerate(numbered, int(steps.first))]
-    args: Event = {"epoch": steps.epoch, "loss": steps.loss}
-    found: list[Event] = [
-        {
-            "ph": "X",
-            "cat": "step",
-            "name": name,
-            "pid": pid,
-            "tid": 0,
-            "ts": _micro(since + begin / 1000),
-            "dur": round(1000 * took),
-            "args": args,
-        }
-        for name, begin, took in bars
-    ]
+    own: Event = {"ph": "X", "cat": "step", "pid": pid, "tid": 0}
+    own["args"] = {"epoch": steps.epoch, "loss": steps.loss}
+    found = []
+    for name, begin, took in bars:
+        start = _micro(since + begin / 1000)
+        found.append({**own, "name": name, "ts": start, "dur": round(1000 * took)})
     counters = {
         "in collectives %": 100 * steps.communicating / steps.elapsed,
         "reading input %": 100 * (steps.input or 0.0) / steps.elapsed,

@@ -63,12 +63,9 @@ def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> mon
     for rank, (host, state) in jobs[-1].states.items() if jobs else ():
         row = dict.fromkeys(("epoch", "step", "samples/s", "waiting", "memory", "sent/s"), "-")
         if steps := log.recent(rank, _RECENT):
-            row |= {
-                "epoch": f"{steps.epoch}",
-                "step": f"{steps.last}",
-                "memory": f"{steps.memory / 1e6:,.0f} MB",
-                "sent/s": f"{steps.bytes / steps.elapsed / 1e3:,.1f} kB",
-            }
+            row |= {"epoch": f"{steps.epoch}", "step": f"{steps.last}"}
+            row["memory"] = f"{steps.memory / 1e6:,.0f} MB"
+            row["sent/s"] = f"{steps.bytes / steps.elapsed / 1e3:,.1f} kB"
             if steps.samples is not None:
                 row["samples/s"] = f"{steps.samples / steps.elapsed:,.0f}"
             if isinstance(rank, int) and rank in waited:

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -15,7 +16,7 @@ from dtk.cli.main import main
 from dtk.launch import events, monitor
 from dtk.launch.events import EventLog, Steps
 
-from launched import DTK_RUN, dtk_run, until
+from launched import DTK_RUN, dtk_run, ranks, until
 
 # Rank 1 sleeps after each step, so rank 0 waits for it: in the next step, in a graph.
 TRAIN = """
@@ -196,6 +197,31 @@ def test_a_full_disk_is_told_once_and_the_job_goes_on(tmp_path):
     done = dtk_run("-n", "2", "--events", "/dev/full", "train.py", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("trained") == 2
     assert done.stderr.count("No space left on device") == 1
+
+
+REMOTE = """
+import time
+import dtk
+from dtk.cluster import recording
+time.monotonic, clock = lambda: clock() - 500.0, time.monotonic  # of a host that began later
+recorder = recording.recorder()
+for _ in range(300):
+    recorder.begin()
+    time.sleep(0.002)
+    if recorder.end():
+        recorder.tell_steps({"epoch": 1, "bytes": 1, "communicating": 0.0})
+"""
+
+
+def test_another_hosts_clock_is_put_right(run, shell):
+    log, began = EventLog(), time.time()
+    env = {"DTK_RUN": "1", "DTK_EVENTS": "steps", "PYTHONPATH": os.getcwd()}
+    code, _, err, _ = run(ranks(REMOTE, 1, "node", **env), remote_shell=shell, events=log)
+    assert code == 0, err
+    (steps,) = log.steps[0, 0]  # whole, though it went through a pipe
+    assert steps.number == len(steps.begins) == 160
+    assert began < steps.since < steps.until < time.time()
+    assert 0.32 < steps.elapsed < 5.0
 
 
 def told(first, last, communicating, since=0.0, begins=(), **facts):
