@@ -26,6 +26,10 @@ class Recorder:
         self.tells_each = tells_each
         self.steps = 0
         self.is_paused = True  # the time until the next step belongs to none
+        # What a model's recorder had counted before the first of these steps, and after the last
+        # where that is known: models that take turns share it.
+        self.counted: list[float] = []
+        self.counted_now: list[float] | None = None
         self._begin = self._last = time.monotonic()
         self._renew()
 
@@ -63,12 +67,11 @@ class Recorder:
 
     def tell_steps(self, facts: Mapping[str, object]) -> bool:
         """Tell of the steps since the last time, and begin anew if that was taken."""
-        now = time.monotonic()
-        where = {"since": self._since, "until": now, "first": self._first + 1, "last": self.steps}
+        where = {"since": self._since, "until": self._last}
+        where |= {"first": self._first + 1, "last": self.steps}
         each = {"begins": self._begins, "took": self._took}
         held = {"seconds": round(self.seconds, 6), "memory": usage.memory()}
         if told := self.tell("steps", **where, **held, **each, **facts):
-            self._last = now
             self._renew()
         return told
 

@@ -27,7 +27,6 @@ class StepRecorder:
         self._epoch = self._epochs = 0
         self._first = self._begun = self._ended = 0  # batches of the epoch
         self._logs: Logs | None = None
-        self._before = [0.0, 0.0, 0.0, 0.0]
         self._base = time.time()
         self._arrived: tf.Variable | None = None
         self._is_traced = False
@@ -40,7 +39,7 @@ class StepRecorder:
         if not self._recorder.untold:
             self._first = batch
         if self._recorder.is_paused:
-            self._before = self._counts()
+            self._recorder.counted = self._counts()
         self._recorder.begin()
 
     def end(self, batch: int = -1, logs: Logs | None = None) -> None:
@@ -48,11 +47,14 @@ class StepRecorder:
         if self._recorder is None:
             return
         self._ended, self._logs = batch + 1, logs
+        # After a step of a script's own loop, anything may follow before the next is told of.
+        self._recorder.counted_now = None if self._ended else self._counts()
         if self._recorder.end(max(1, self._ended - self._begun)):
             self._tell()
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
         """Note which epoch the next steps belong to."""
+        self.end_steps()
         self._epoch, self._epochs = epoch + 1, epochs
 
     def end_steps(self) -> None:
@@ -91,13 +93,14 @@ class StepRecorder:
         recorder = self._recorder
         if recorder is None or not recorder.untold:
             return
-        now = self._counts()
-        counted = [after - before for after, before in zip(now, self._before, strict=True)]
+        now = recorder.counted_now or self._counts()
+        counted = [after - before for after, before in zip(now, recorder.counted, strict=True)]
         # What was added up are the times at which batches arrived; take off those of the steps.
         counted[-1] += recorder.calls * self._base - recorder.begun
         facts: dict[str, object] = {"epoch": self._epoch}
         facts |= {name: round(value, 6) for name, value in zip(_COUNTED, counted, strict=True)}
-        if self._arrived is None or self._is_traced or recorder.calls != recorder.untold:
+        is_known = self._arrived is not None and not self._is_traced and self._ended
+        if not is_known or recorder.calls != recorder.untold:
             del facts["input"]
         if self._ended:
             rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
@@ -107,7 +110,7 @@ class StepRecorder:
             loss = (self._logs or {}).get("loss")
             facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}
         if recorder.tell_steps(facts):
-            self._before, self._is_traced = now, False
+            recorder.counted, self._is_traced = now, False
 
     def _counts(self) -> list[float]:
         """Return what has been counted since the process began, in the order of `_COUNTED`."""
