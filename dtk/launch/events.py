@@ -14,6 +14,7 @@ import collections
 import functools
 import json
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,8 @@ _T = TypeVar("_T")
 
 # Part of the time that ranks may wait without one of them being called slow.
 LITTLE = 0.02
-_MOST = 4000  # summaries of a rank, or of waiting, after which each two become one
+_CLOSES = 10.0  # seconds in which a slow disk takes the last lines
+_MOST = 1000  # summaries of a rank, or of waiting, after which each two become one
 _ADDED = ("seconds", "communicating", "bytes", "between", "input", "samples")
 
 
@@ -153,21 +155,31 @@ class EventLog:
         self._comparison = _Comparison(0)
         self._zero = time.time() - time.monotonic()
         self._lock = threading.Lock()
-        self._file: Sink | None = None
+        self._lines: queue.SimpleQueue[str] | None = None
 
     def write_to(self, file: str, say: Callable[[str], None]) -> None:
-        """Write all events to a file, from now on."""
+        """Write all events to a file, by a thread: a disk that hangs keeps nobody waiting."""
         try:
             stream = open(file, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the job
         except OSError as error:
             raise UnwritableError(f"--events {file}: {error.strerror}; name another file") from None
         told = f"--events {file} takes nothing: {{}}. The job goes on without"
-        self._file = Sink(stream, file, lambda why: say(told.format(why)))
+        sink = Sink(stream, file, lambda why: say(told.format(why)))
+        self._lines = lines = queue.SimpleQueue[str]()
+
+        def write() -> None:
+            while line := lines.get():
+                sink.write(line)
+            sink.close()
+
+        self._writer = threading.Thread(target=write, name="dtk events", daemon=True)
+        self._writer.start()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Wait until all is written."""
+        if self._lines is not None:
+            self._lines.put("")
+            self._writer.join(_CLOSES)
 
     def begin_attempt(self, number: int, hosts: Mapping[str, str], ranks: int) -> None:
         """Note that processes are started on hosts; so many ranks will train together."""
@@ -200,8 +212,8 @@ class EventLog:
         self, when: float, rank: RankName | None, kind: str, facts: Mapping[str, object]
     ) -> Event:
         head = {"time": round(when, 4), "attempt": self.attempt, "rank": rank, "kind": kind}
-        if self._file is not None:
-            self._file.write(json.dumps(_finite({**head, **facts})) + "\n")
+        if self._lines is not None:
+            self._lines.put(json.dumps(_finite({**head, **facts})) + "\n")
         return {**head, **facts}
 
     def recent(self, rank: RankName, seconds: float) -> Steps | None:

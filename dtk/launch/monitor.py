@@ -77,7 +77,7 @@ def serving(snapshot: Callable[[], Snapshot]) -> Iterator[None]:
         try:
             yield
         finally:
-            os.unlink(listener.getsockname())
+            Path(listener.getsockname()).unlink(missing_ok=True)
             listener.shutdown(socket.SHUT_RDWR)
 
 

@@ -50,7 +50,7 @@ def page(log: EventLog) -> str:
     begun, start = _number(log.kept[0], "time"), log.kept[0]
     command = html.escape(f"dtk run {start['command']}")
     tables = [(name, start[name]) for name in ("settings", "versions")]
-    rest = [_card(name.title(), _table(facts)) for name, facts in tables]
+    rest = [_card(name.title(), _table(facts), wide=False) for name, facts in tables]
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{command}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{command}</h1>{_facts(log, begun)}<main>"
@@ -153,13 +153,13 @@ def _chart(
     title: str, series: Mapping[str, list[Line]], marks: Sequence[float], zero: bool = True
 ) -> str:
     """Draw lines over time; "" where there is nothing to draw."""
-    points = [p for lines in series.values() for line in lines for p in line if math.isfinite(p[1])]
+    points = [p for lines in series.values() for line in lines for p in line if _is_drawn(p)]
     if not points:
         return ""
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     left, right = (left, right) if left < right else (left - 1.0, right + 1.0)
     ys = [y for _, y in points] + [0.0] * zero
-    ticks = _ticks(min(ys), max(ys) if min(ys) < max(ys) else min(ys) + 1.0)
+    ticks = _ticks(min(ys), max(*ys, min(ys) + 1e-3 * abs(min(ys)) + 1e-9))
     low, high = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -182,7 +182,7 @@ def _chart(
     for color, (name, lines) in zip(_COLORS, series.items(), strict=False):
         keys += f"{_key(color)}{html.escape(name)}" if name else ""
         for line in lines:
-            shown = [p for p in line[:: max(1, len(line) // _POINTS)] if math.isfinite(p[1])]
+            shown = list(filter(_is_drawn, line[:: max(1, len(line) // _POINTS)]))
             path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in shown)
             drawn += f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>'
             for point in shown if len(shown) <= _DOTS else ():
@@ -190,6 +190,10 @@ def _chart(
                 drawn += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"><title>'
                 drawn += f"{point[1]:.5g} after {_clock(point[0])}</title></circle>"
     return _card(title, f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{drawn}</svg>{keys}', wide=False)
+
+
+def _is_drawn(point: tuple[float, float]) -> bool:
+    return abs(point[1]) < 1e30  # neither infinite nor NaN
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -226,8 +230,9 @@ def _card(title: str, inner: str, wide: bool = True) -> str:
 
 
 def _table(facts: object) -> str:
-    named = facts.items() if isinstance(facts, Mapping) else ()
-    cells = (f"<th>{name}</th><td>{html.escape(_short(value))}</td>" for name, value in named)
+    given = facts.items() if isinstance(facts, Mapping) else ()
+    named = ((name, html.escape(_short(value))) for name, value in given)
+    cells = (f"<th>{name}</th><td>{value}</td>" for name, value in named if value)
     return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
 
