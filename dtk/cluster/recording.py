@@ -35,41 +35,46 @@ class Recorder:
 
     def _renew(self) -> None:
         self._first, self._since, self.seconds = self.steps, self._last, 0.0
-        self.calls = 0
-        self.begun = 0.0  # the sum of the times at which they began, by the system's clock
         self._begins: list[float] = []
-        self._took: list[float] = []
+        self._ends: list[float] = []
 
     def begin(self) -> None:
         """Note that a step begins."""
-        if self.tells_each:
-            self.calls += 1
-            self.begun += time.time()
         self._begin = time.monotonic()
         if self.is_paused:
             self.is_paused, self._since = False, self._begin
 
     def end(self, count: int = 1) -> bool:
         """Note that steps have ended; return whether it is time to tell of them."""
-        self._last = time.monotonic()
-        took = self._last - self._begin
+        self._last = last = time.monotonic()
         self.steps += count
-        self.seconds += took
+        self.seconds += last - self._begin
         if self.tells_each and len(self._begins) < _MOST:
-            self._begins.append(round(1000 * (self._begin - self._since), 1))
-            self._took.append(round(1000 * took, 1))
-        return self._last - self._since >= _PERIOD or len(self._begins) >= _MOST
+            self._begins.append(self._begin)
+            self._ends.append(last)
+        return last - self._since >= _PERIOD or len(self._begins) >= _MOST
 
     @property
     def untold(self) -> int:
         """How many steps are still to be told of."""
         return self.steps - self._first
 
+    @property
+    def begun(self) -> float | None:
+        """The sum of the times, by the system's clock, at which these steps were called for."""
+        if len(self._begins) != self.untold:
+            return None
+        return sum(self._begins) + self.untold * (time.time() - time.monotonic())
+
     def tell_steps(self, facts: Mapping[str, object]) -> bool:
         """Tell of the steps since the last time, and begin anew if that was taken."""
         where = {"since": self._since, "until": self._last}
         where |= {"first": self._first + 1, "last": self.steps}
-        each = {"begins": self._begins, "took": self._took}
+        spans = zip(self._begins, self._ends, strict=True)
+        each = {
+            "begins": [round(1000 * (begin - self._since), 1) for begin in self._begins],
+            "took": [round(1000 * (end - begin), 1) for begin, end in spans],
+        }
         held = {"seconds": round(self.seconds, 6), "memory": usage.memory()}
         if told := self.tell("steps", **where, **held, **each, **facts):
             self._renew()

@@ -39,9 +39,10 @@ i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin
 table { border-collapse: collapse; width: 100% } .bar { width: 45% }
 td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; font-weight: normal;
   border-bottom: 1px solid #e2e8f0; overflow-wrap: anywhere }
-th { color: #64748b; white-space: nowrap } th i { margin-left: 0 }
+th { color: #64748b; white-space: nowrap } th:first-child { width: 1% } th i { margin-left: 0 }
 .bar span { display: inline-block; height: 14px; vertical-align: middle }
-pre { margin: 0; white-space: pre-wrap; font-size: 12px } td:nth-child(-n+3) { white-space: nowrap }
+pre { margin: 0; white-space: pre-wrap; font-size: 12px }
+td:nth-child(-n+3):not(:last-child) { white-space: nowrap }
 """
 
 
@@ -220,7 +221,7 @@ def _happened(log: EventLog, begun: float) -> str:
         style = ' class="bad"' if "text" in facts else ""
         rows += f"<tr><th>{_clock(_number(event, 'time') - begun)}</th><td{style}>{event['kind']}"
         rows += f"</td><td>{_short(event['rank'])}</td><td><pre>{told}</pre></td></tr>"
-    heads = "<tr><th>after</th><th>what</th><th>rank</th></tr>"
+    heads = "<tr><th>after</th><th>what</th><th>rank</th><th></th></tr>"
     return _card("What happened", f"<table>{heads}{rows}</table>")
 
 

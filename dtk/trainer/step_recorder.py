@@ -95,13 +95,13 @@ class StepRecorder:
             return
         now = recorder.counted_now or self._counts()
         counted = [after - before for after, before in zip(now, recorder.counted, strict=True)]
-        # What was added up are the times at which batches arrived; take off those of the steps.
-        counted[-1] += recorder.calls * self._base - recorder.begun
         facts: dict[str, object] = {"epoch": self._epoch}
         facts |= {name: round(value, 6) for name, value in zip(_COUNTED, counted, strict=True)}
-        is_known = self._arrived is not None and not self._is_traced and self._ended
-        if not is_known or recorder.calls != recorder.untold:
+        if self._arrived is None or self._is_traced or not self._ended or recorder.begun is None:
             del facts["input"]
+        else:  # what was added up are the times at which batches arrived
+            waited = counted[-1] + recorder.untold * self._base - recorder.begun
+            facts["input"] = round(min(max(0.0, waited), recorder.seconds), 6)
         if self._ended:
             rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
             if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
@@ -127,7 +127,7 @@ class StepRecorder:
         """Return what of the training changes while it runs: rate, and rows of a batch."""
         found: dict[str, object] = {}
         if (optimizer := getattr(self._model, "optimizer", None)) is not None:
-            found["rate"] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+            found["rate"] = float(optimizer.learning_rate)
         if self._ended:
             found["batch"] = self._feed.batch_size()
         return found
