@@ -12,6 +12,7 @@ from dtk.version import __version__
 # in the module has the name of the command, with "_" for "-".
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
+    "migrate": ("dtk.cli.migrate", "Move a script of Keras, Horovod or tf.distribute to dtk."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
