@@ -42,7 +42,7 @@ class NullCommunicator(Communicator):
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         return [_fitted(flat, sizes[source]) for source in range(self.size)]
 
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         # For the block of every source, take the block that this rank would send to itself.
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
         return [_fitted(mine, sizes[source, self.rank]) for source in range(self.size)]
