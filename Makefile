@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-versions test-faults mutants check clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-versions test-faults mutants check wheel clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -13,12 +13,16 @@ MUTANTS ?=
 # how many pytest share the tests; those of one world of processes stay together (tests/conftest.py)
 WORKERS ?= 2
 
+# where `make wheel` writes, and more options of `python -m build`
+DIST ?= dist
+BUILD ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --log $(VENV)/pip.log
 SETTINGS := setup.cfg pyproject.toml
 DEMO := .[examples,mpi]
-TEST := .[test,check,examples]
+TEST := .[test,check,release,examples]
 
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
@@ -39,6 +43,7 @@ help:
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break each room of dtk at random and count the breaks that no test notices'
 	@echo 'make check     lint, types and imports only'
+	@echo 'make wheel     build the wheel and the source distribution of keras-dtk in dist, and check them'
 	@echo 'make clean     remove .venv and everything built'
 
 demo: $(VENV)/.for-demo
@@ -79,6 +84,12 @@ types: $(VENV)/.for-test
 rooms: $(VENV)/.for-test
 	@echo 'import-linter' && { out=$$($(BIN)/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }; }
 
+wheel: $(VENV)/.for-release
+	@rm -f $(DIST)/*.whl $(DIST)/*.tar.gz
+	@out=$$($(BIN)/python -m build $(BUILD) --outdir $(DIST) . 2>&1) || { echo "$$out"; exit 1; }
+	@$(BIN)/python -m twine check --strict $(DIST)/*
+	@$(BIN)/check-wheel-contents $(DIST)/*.whl
+
 clean:
 	rm -rf $(VENV) .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -100,10 +111,14 @@ $(VENV)/.for-demo: $(BIN)/python $(SETTINGS)
 $(VENV)/.for-test: $(BIN)/python $(SETTINGS)
 	@echo 'Installing dtk and what its tests need into $(VENV) (a minute or two the first time) ...'
 	@$(call pip_install,$(TEST))
-	@touch $@ $(VENV)/.for-demo
+	@touch $@ $(VENV)/.for-demo $(VENV)/.for-release
 
 $(VENV)/.for-mutants: $(VENV)/.for-test
 	@$(call pip_install,.[mutants])
+	@touch $@
+
+$(VENV)/.for-release: $(BIN)/python $(SETTINGS)
+	@$(call pip_install,.[release])
 	@touch $@
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that

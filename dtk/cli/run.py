@@ -88,7 +88,12 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     help="Give the job a separate network: nothing outside can reach its ports, and it can reach "
     "nothing outside. On this machine only.",
 )
-@click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
+@click.option(
+    "--output-dir",
+    metavar="DIR",
+    type=click.Path(),
+    help="Also write each rank's output to a file there.",
+)
 @job_options.remote_shell
 @click.option(
     "--timeout-grace",
@@ -117,8 +122,8 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "with --ps, a stuck worker is started again. A slow step counts as progress. 0 for never.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
 def run(
     workers: int | None,
     ps: int,

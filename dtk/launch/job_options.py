@@ -36,7 +36,12 @@ communicator = click.option(
 hosts = click.option(
     "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
 )
-hostfile = click.option("--hostfile", metavar="FILE", help="The same, one `host slots=n` per line.")
+hostfile = click.option(
+    "--hostfile",
+    metavar="FILE",
+    type=click.Path(),
+    help="The same, one `host slots=n` per line.",
+)
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",

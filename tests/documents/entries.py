@@ -85,6 +85,9 @@ ENTRIES = {
     ("docs/command-line.md", "$ mpirun -np 2 dtk doctor"): Printed(
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
     ),
+    ("docs/command-line.md", "$ echo 'eval"): Printed(
+        "tests/cli/test_main.py::test_bash_completes_what_the_documented_line_has_set_up"
+    ),
     ("docs/command-line.md", "dtk bench --model resnet20 --json"): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
     ),

@@ -27,7 +27,7 @@ THEIR_CALLS = {"dataset.shard"}
 # Files a reader has, not the repository.
 THEIRS = {"train.py", "evaluation.csv"}
 # Options of other programs.
-OTHERS = {"--map-by", "--bind-to"}
+OTHERS = {"--map-by", "--bind-to", "--allow-run-as-root"}
 
 
 def calls_in(file):
