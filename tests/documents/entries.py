@@ -85,6 +85,9 @@ ENTRIES = {
     ("docs/command-line.md", "$ mpirun -np 2 dtk doctor"): Printed(
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
     ),
+    ("docs/command-line.md", "hosts = "): Printed(
+        "tests/launch/test_job_file.py::test_config_asks_and_writes_what_the_documentation_shows"
+    ),
     ("docs/command-line.md", "$ echo 'eval"): Printed(
         "tests/cli/test_main.py::test_bash_completes_what_the_documented_line_has_set_up"
     ),

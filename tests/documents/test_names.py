@@ -25,7 +25,7 @@ FOREIGN |= {"RDBStorage", "UnitNorm", "LogitsDistillation"}
 # TensorFlow's method of a name that dtk has, too.
 THEIR_CALLS = {"dataset.shard"}
 # Files a reader has, not the repository.
-THEIRS = {"train.py", "evaluation.csv"}
+THEIRS = {"train.py", "job.toml", "evaluation.csv"}
 # Options of other programs.
 OTHERS = {"--map-by", "--bind-to", "--allow-run-as-root"}
 
@@ -93,7 +93,7 @@ def refusal_of(target, positional, named):
 @pytest.mark.parametrize("file", PAGES)
 def test_dotted_names_are_there(file):
     for span in spans_in(file.read_text()):
-        for name in re.findall(r"\bdtk\.[a-z_]+(?:\.\w+)*", span):
+        for name in re.findall(r"(?<!tool\.)\bdtk\.[a-z_]+(?:\.\w+)*", span):
             module = re.fullmatch(r"dtk\.exchange\.factors|dtk\.strategies\.\w+", name)
             assert module or found(name), f"`{span}`"
 
@@ -101,6 +101,7 @@ def test_dotted_names_are_there(file):
 @pytest.mark.parametrize("file", PAGES)
 def test_commands_are_what_their_programs_take(file, tmp_path):
     (tmp_path / "train.py").write_text(preambles.TRAIN)
+    (tmp_path / "job.toml").write_text(preambles.JOB)
     for span in spans_in(file.read_text()):
         first, *rest = span.split()
         if first == "dtk" and all(word.startswith("--") for word in rest[1:]):
