@@ -88,8 +88,9 @@ FULL = (
     r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
     r"callbacks/test_evaluation.py::test_two_ranks\[collective-2-dataset",
     r"test_benchmarks.py::test_(costs_prints|cntks_table)",
-    # half a minute of building and installing
+    # half a minute of building and installing, and of a notebook's kernel and ranks
     r"test_wheel.py",
+    r"launch/test_notebook.py::test_the_example",
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many

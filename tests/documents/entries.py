@@ -136,6 +136,9 @@ ENTRIES = {
     ("docs/strategies.md", "strategy = "): Python(
         "plain", after="assert strategy.size == 1"
     ),
+    ("docs/tutorials/notebook.md", "import dtk"): Python(
+        "data", after="assert len(history['loss']) == 3 and weights[0].shape == (4, 1)"
+    ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
     ),

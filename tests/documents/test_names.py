@@ -203,7 +203,7 @@ def test_links_lead_somewhere(file):
 
 def test_every_example_is_in_the_readmes_table():
     listed = set(links_in((ROOT / "README.md").read_text()))
-    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.[pi][yp]*")}
     assert examples <= listed
 
 
