@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-versions test-faults mutants check wheel clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-versions test-faults mutants check wheel docs clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -13,16 +13,17 @@ MUTANTS ?=
 # how many pytest share the tests; those of one world of processes stay together (tests/conftest.py)
 WORKERS ?= 2
 
-# where `make wheel` writes, and more options of `python -m build`
+# where `make wheel` and `make docs` write, and more options of `python -m build`
 DIST ?= dist
 BUILD ?=
+SITE ?= site
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --log $(VENV)/pip.log
 SETTINGS := setup.cfg pyproject.toml
 DEMO := .[examples,mpi]
-TEST := .[test,check,release,examples]
+TEST := .[test,check,release,docs,examples]
 
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
@@ -44,6 +45,7 @@ help:
 	@echo 'make mutants   break each room of dtk at random and count the breaks that no test notices'
 	@echo 'make check     lint, types and imports only'
 	@echo 'make wheel     build the wheel and the source distribution of keras-dtk in dist, and check them'
+	@echo 'make docs      build the site of the documentation in site'
 	@echo 'make clean     remove .venv and everything built'
 
 demo: $(VENV)/.for-demo
@@ -90,8 +92,14 @@ wheel: $(VENV)/.for-release
 	@$(BIN)/python -m twine check --strict $(DIST)/*
 	@$(BIN)/check-wheel-contents $(DIST)/*.whl
 
+# MkDocs Material and TensorFlow say much that is not about the site
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: export TF_CPP_MIN_LOG_LEVEL = 3
+docs: $(VENV)/.for-docs
+	@$(BIN)/python -m mkdocs build --quiet --site-dir $(abspath $(SITE))
+
 clean:
-	rm -rf $(VENV) .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installation ---------------------------------------------------------------------------------
@@ -111,7 +119,7 @@ $(VENV)/.for-demo: $(BIN)/python $(SETTINGS)
 $(VENV)/.for-test: $(BIN)/python $(SETTINGS)
 	@echo 'Installing dtk and what its tests need into $(VENV) (a minute or two the first time) ...'
 	@$(call pip_install,$(TEST))
-	@touch $@ $(VENV)/.for-demo $(VENV)/.for-release
+	@touch $@ $(VENV)/.for-demo $(VENV)/.for-release $(VENV)/.for-docs
 
 $(VENV)/.for-mutants: $(VENV)/.for-test
 	@$(call pip_install,.[mutants])
@@ -119,6 +127,10 @@ $(VENV)/.for-mutants: $(VENV)/.for-test
 
 $(VENV)/.for-release: $(BIN)/python $(SETTINGS)
 	@$(call pip_install,.[release])
+	@touch $@
+
+$(VENV)/.for-docs: $(BIN)/python $(SETTINGS)
+	@$(call pip_install,.[docs])
 	@touch $@
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that

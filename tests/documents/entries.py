@@ -136,6 +136,20 @@ ENTRIES = {
     ("docs/strategies.md", "strategy = "): Python(
         "plain", after="assert strategy.size == 1"
     ),
+    ("docs/tutorials/horovod.md", "import dtk.migrate"): Python(
+        "data", after="assert len(model.history.epoch) == 2"
+    ),
+    ("docs/tutorials/horovod.md", "dtk run -n 2"): Shell(("worker 0 of 2", "worker 1 of 2")),
+    ("docs/tutorials/two-machines.md", "import dtk"): Python("data", after="assert here.rank == 0"),
+    ("docs/tutorials/two-machines.md", "dtk run --hosts"): Shell(
+        ("worker 0 of 2", "worker 1 of 2"), instead=(("node1:1,node2:1", "localhost:2"),)
+    ),
+    ("docs/tutorials/two-machines.md", "dtk run --config job.toml train"): Shell(
+        ("worker 0 of 2", "worker 1 of 2")
+    ),
+    ("docs/tutorials/two-machines.md", "dtk run --config job.toml --max"): Shell(
+        ("worker 0 of 2", "worker 1 of 2")
+    ),
     ("docs/tutorials/notebook.md", "import dtk"): Python(
         "data", after="assert len(history['loss']) == 3 and weights[0].shape == (4, 1)"
     ),

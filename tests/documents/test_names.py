@@ -191,7 +191,8 @@ def test_what_pictures_name_is_defined_there():
 
 @pytest.mark.parametrize("file", PAGES)
 def test_links_lead_somewhere(file):
-    for target in links_in(file.read_text()):
+    inside = (target for target in links_in(file.read_text()) if not target.startswith("https://"))
+    for target in inside:
         path, _, heading = target.partition("#")
         page = file.parent / path if path else file
         assert page.exists(), target
