@@ -92,6 +92,7 @@ FULL = (
     r"test_wheel.py",
     r"test_site.py",
     r"launch/test_notebook.py::test_the_example",
+    r"documents/test_blocks.py::\S+tutorials/notebook",
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
