@@ -58,7 +58,7 @@ test-fast: check
 	@$(call run_pytest,-m "fast and not full")
 
 test-all: FOR_TESTS += $(FOR_ALL)
-test-all: horovod check
+test-all: horovod check $(VENV)/.for-trackers
 	@$(call run_pytest,--hypothesis-profile search)
 
 # environments of its own, in .versions; ROWS="3.11/2.21.0/3.14.1" tests one of them
@@ -131,6 +131,10 @@ $(VENV)/.for-release: $(BIN)/python $(SETTINGS)
 
 $(VENV)/.for-docs: $(BIN)/python $(SETTINGS)
 	@$(call pip_install,.[docs])
+	@touch $@
+
+$(VENV)/.for-trackers: $(VENV)/.for-test
+	@$(call pip_install,.[trackers])
 	@touch $@
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that

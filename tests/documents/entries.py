@@ -46,7 +46,7 @@ class Shell:
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """What a program prints, and the test that compares it with what it prints.
+    """What a program prints, or a script that needs more than the tests have, and its own test.
 
     Attributes:
         by: That test.
@@ -75,6 +75,9 @@ ENTRIES = {
     ),
     ("docs/callbacks.md", "rates = dtk.schedules.polynomial_decay("): Python(
         "plain", after="model.fit(x, y, verbose=0); assert model.optimizer.iterations.numpy() > 0"
+    ),
+    ("docs/callbacks.md", "if strategy.is_chief:"): Printed(
+        "tests/callbacks/test_trackers.py::test_two_ranks_and_a_restart_are_one_run_of_each"
     ),
     ("docs/command-line.md", "mpirun -np 4 -H node1:2,node2:2 "): Shell(
         ("worker 0 of 4", "worker 3 of 4"),

@@ -82,7 +82,8 @@ def test_every_block_has_an_entry_and_every_entry_a_block():
 
 
 def test_blocks_say_their_language():
-    languages = {Python: {"python"}, Shell: {"sh"}, Printed: {"text", "console", "toml"}}
+    kinds = {"text", "console", "python", "toml"}
+    languages = {Python: {"python"}, Shell: {"sh"}, Printed: kinds}
     for block in BLOCKS:
         found = entry_of(block)
         assert found is None or block.language in languages[type(found[1])], block
