@@ -89,6 +89,11 @@ FULL = (
     r"callbacks/test_batch_norm_statistics.py::test_(synchronized|two_ranks\[collective-2-dataset)",
     r"callbacks/test_evaluation.py::test_two_ranks\[collective-2-dataset",
     r"test_benchmarks.py::test_(costs_prints|cntks_table)",
+    # half a minute each: building and installing, building the site, a notebook with its ranks
+    r"test_wheel.py",
+    r"test_site.py",
+    r"launch/test_notebook.py::test_the_example",
+    r"documents/test_blocks.py::\S+tutorials/notebook",
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
@@ -180,7 +185,7 @@ COMMANDS = re.compile(
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
     r"|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
     r"|communicators/test_create"
-    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_import_time|test_versions|search/test_study.py::test_the_job_ends|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
+    r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_wheel|test_site|test_import_time|test_versions|search/test_study.py::test_the_job_ends|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
 )
 _FULL = re.compile("|".join(FULL))
 
