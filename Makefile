@@ -23,7 +23,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --log $(VENV)/pip.log
 SETTINGS := setup.cfg pyproject.toml
 DEMO := .[examples,mpi]
-TEST := .[test,check,release,docs,examples]
+TEST := .[test,check,examples]
+ALL := .[test-all,release,docs]
 
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
@@ -58,7 +59,7 @@ test-fast: check
 	@$(call run_pytest,-m "fast and not full")
 
 test-all: FOR_TESTS += $(FOR_ALL)
-test-all: horovod check $(VENV)/.for-trackers
+test-all: horovod check $(VENV)/.for-test-all
 	@$(call run_pytest,--hypothesis-profile search)
 
 # environments of its own, in .versions; ROWS="3.11/2.21.0/3.14.1" tests one of them
@@ -119,7 +120,7 @@ $(VENV)/.for-demo: $(BIN)/python $(SETTINGS)
 $(VENV)/.for-test: $(BIN)/python $(SETTINGS)
 	@echo 'Installing dtk and what its tests need into $(VENV) (a minute or two the first time) ...'
 	@$(call pip_install,$(TEST))
-	@touch $@ $(VENV)/.for-demo $(VENV)/.for-release $(VENV)/.for-docs
+	@touch $@ $(VENV)/.for-demo
 
 $(VENV)/.for-mutants: $(VENV)/.for-test
 	@$(call pip_install,.[mutants])
@@ -133,9 +134,9 @@ $(VENV)/.for-docs: $(BIN)/python $(SETTINGS)
 	@$(call pip_install,.[docs])
 	@touch $@
 
-$(VENV)/.for-trackers: $(VENV)/.for-test
-	@$(call pip_install,.[trackers])
-	@touch $@
+$(VENV)/.for-test-all: $(VENV)/.for-test
+	@$(call pip_install,$(ALL))
+	@touch $@ $(VENV)/.for-release $(VENV)/.for-docs
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that
 # need it are skipped, and say so.
