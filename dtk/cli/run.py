@@ -19,6 +19,7 @@ from dtk.errors import ClusterError
 from dtk.launch import (
     Job,
     check_plan,
+    job_file,
     job_options,
     machines,
     network,
@@ -88,7 +89,12 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     help="Give the job a separate network: nothing outside can reach its ports, and it can reach "
     "nothing outside. On this machine only.",
 )
-@click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
+@click.option(
+    "--output-dir",
+    metavar="DIR",
+    type=click.Path(),
+    help="Also write each rank's output to a file there.",
+)
 @job_options.remote_shell
 @click.option(
     "--timeout-grace",
@@ -102,6 +108,7 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "--save-grace",
     metavar="S",
     type=float,
+    envvar=SAVE_GRACE,
     default=progress.DEFAULT_SAVE_GRACE,
     show_default=True,
     help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
@@ -111,15 +118,19 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "--stall-timeout",
     metavar="S",
     type=float,
+    envvar=progress.VARIABLE,
     default=300.0,
     show_default=True,
     help="Seconds without progress after which the job is ended and the missing rank is named; "
     "with --ps, a stuck worker is started again. A slow step counts as progress. 0 for never.",
 )
+@job_file.option
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
+@click.pass_context
 def run(
+    ctx: click.Context,
     workers: int | None,
     ps: int,
     evaluator: bool,
@@ -227,6 +238,8 @@ def run(
             return True
         return False
 
+    if given := job_file.told(ctx):
+        screen.say(given)
     restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
     attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
     sys.exit(job_options.interruptible(attempts.run, "run", attempts.jobs))
