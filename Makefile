@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-versions test-faults mutants check clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-versions test-faults mutants check wheel docs clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -13,12 +13,18 @@ MUTANTS ?=
 # how many pytest share the tests; those of one world of processes stay together (tests/conftest.py)
 WORKERS ?= 2
 
+# where `make wheel` and `make docs` write, and more options of `python -m build`
+DIST ?= dist
+BUILD ?=
+SITE ?= site
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --log $(VENV)/pip.log
 SETTINGS := setup.cfg pyproject.toml
 DEMO := .[examples,mpi]
 TEST := .[test,check,examples]
+ALL := .[test-all,release,docs]
 
 # command:Debian package
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
@@ -39,6 +45,8 @@ help:
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break each room of dtk at random and count the breaks that no test notices'
 	@echo 'make check     lint, types and imports only'
+	@echo 'make wheel     build the wheel and the source distribution of keras-dtk in dist, and check them'
+	@echo 'make docs      build the site of the documentation in site'
 	@echo 'make clean     remove .venv and everything built'
 
 demo: $(VENV)/.for-demo
@@ -51,7 +59,7 @@ test-fast: check
 	@$(call run_pytest,-m "fast and not full")
 
 test-all: FOR_TESTS += $(FOR_ALL)
-test-all: horovod check
+test-all: horovod check $(VENV)/.for-test-all
 	@$(call run_pytest,--hypothesis-profile search)
 
 # environments of its own, in .versions; ROWS="3.11/2.21.0/3.14.1" tests one of them
@@ -79,8 +87,20 @@ types: $(VENV)/.for-test
 rooms: $(VENV)/.for-test
 	@echo 'import-linter' && { out=$$($(BIN)/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }; }
 
+wheel: $(VENV)/.for-release
+	@rm -f $(DIST)/*.whl $(DIST)/*.tar.gz
+	@out=$$($(BIN)/python -m build $(BUILD) --outdir $(DIST) . 2>&1) || { echo "$$out"; exit 1; }
+	@$(BIN)/python -m twine check --strict $(DIST)/*
+	@$(BIN)/check-wheel-contents $(DIST)/*.whl
+
+# MkDocs Material and TensorFlow say much that is not about the site
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: export TF_CPP_MIN_LOG_LEVEL = 3
+docs: $(VENV)/.for-docs
+	@$(BIN)/python -m mkdocs build --quiet --site-dir $(abspath $(SITE))
+
 clean:
-	rm -rf $(VENV) .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installation ---------------------------------------------------------------------------------
@@ -105,6 +125,18 @@ $(VENV)/.for-test: $(BIN)/python $(SETTINGS)
 $(VENV)/.for-mutants: $(VENV)/.for-test
 	@$(call pip_install,.[mutants])
 	@touch $@
+
+$(VENV)/.for-release: $(BIN)/python $(SETTINGS)
+	@$(call pip_install,.[release])
+	@touch $@
+
+$(VENV)/.for-docs: $(BIN)/python $(SETTINGS)
+	@$(call pip_install,.[docs])
+	@touch $@
+
+$(VENV)/.for-test-all: $(VENV)/.for-test
+	@$(call pip_install,$(ALL))
+	@touch $@ $(VENV)/.for-release $(VENV)/.for-docs
 
 # Horovod must work wherever it can be built. Where its compiler or MPI cannot be had, the tests that
 # need it are skipped, and say so.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         search,
         strategies,
     )
+    from dtk.launch.notebook import notebook_launcher
     from dtk.strategies import auto_strategy
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "launch",
     "layers",
     "migrate",
+    "notebook_launcher",
     "optimizers",
     "planning",
     "schedules",
@@ -74,6 +76,10 @@ def __getattr__(name: str) -> object:
         from dtk.strategies import auto_strategy
 
         return auto_strategy
+    if name == "notebook_launcher":
+        from dtk.launch.notebook import notebook_launcher
+
+        return notebook_launcher
     if name in __all__:
         return importlib.import_module(f"dtk.{name}")
     raise AttributeError(f"module 'dtk' has no attribute {name!r}")

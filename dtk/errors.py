@@ -59,6 +59,10 @@ class CheckpointSaveError(DtkError, OSError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
 
 
+class RankError(DtkError, RuntimeError):
+    """A process that `dtk.notebook_launcher` has started failed; the message names it."""
+
+
 class NonFiniteError(DtkError, FloatingPointError):
     """Training has reached numbers that are NaN or infinite."""
 

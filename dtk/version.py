@@ -25,6 +25,30 @@ def pip_install(extra: str) -> str:
     return f"pip install {shlex.join(_wanted(extra))}"
 
 
+def installations() -> dict[Path, dict[str, str]]:
+    """Return the folders named dtk of all installed distributions, and what installed each."""
+    import importlib.metadata  # takes 20 ms, so only messages import it
+    import json
+
+    found: dict[Path, dict[str, str]] = {}
+    for name in sorted(set(importlib.metadata.packages_distributions().get("dtk", ()))):
+        for one in importlib.metadata.distributions(name=name):
+            record = json.loads(one.read_text("direct_url.json") or "{}")
+            editable = bool(record.get("dir_info", {}).get("editable"))
+            parent = _path(record["url"]) if editable else Path(str(one.locate_file("")))
+            owners = found.setdefault((parent / "dtk").resolve(), {})
+            if editable or name not in owners:  # an editable checkout has a second record inside
+                owners[name] = f"{name} {one.version}" + ", editable" * editable
+    return found
+
+
+def _path(url: str) -> Path:
+    """Return the path of a URL of a file."""
+    import urllib.parse
+
+    return Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+
+
 def _is_checkout(folder: Path) -> bool:
     settings = folder / "setup.cfg"
     return settings.is_file() and f"name = {DISTRIBUTION}\n" in settings.read_text()
@@ -34,7 +58,6 @@ def _wanted(extra: str) -> list[str]:
     """Return the arguments for pip, from the record of the first installation (PEP 610)."""
     import importlib.metadata  # takes 20 ms, so only messages import it
     import json
-    import urllib.parse
 
     wanted = f"{DISTRIBUTION}[{extra}]"
     try:
@@ -46,7 +69,7 @@ def _wanted(extra: str) -> list[str]:
         return [wanted]
     record = json.loads(told)
     url = str(record["url"])
-    folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+    folder = _path(url)
     if url.startswith("file:") and _is_checkout(folder):
         return [f"{folder}[{extra}]"]
     if url.startswith("file:") and not folder.exists():  # the file is gone: list the extra's parts

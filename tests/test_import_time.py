@@ -15,7 +15,7 @@ def test_import_dtk_loads_the_standard_library_and_little_of_dtk():
 
 
 def test_help_leaves_tensorflow_out():
-    commands = [[], ["bench"], ["plan"], ["doctor"], ["install-horovod"]]
+    commands = [[], ["migrate"], ["bench"], ["plan"], ["doctor"], ["install-horovod"]]
     code = (
         "import sys; from dtk.cli.main import main\n"
         f"for command in {commands}:\n"

@@ -25,8 +25,8 @@ from dtk.launch import Job, job_options, plan
 @click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
 @job_options.communicator
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
 def check(
     workers: int, communicator: str, module: bool, script: str | None, args: tuple[str, ...]
 ) -> None:

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypedDict
 
 import click
@@ -24,7 +25,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from dtk import cluster, communicators
+from dtk import cluster, communicators, version
 from dtk.cluster import mpi_installs
 from dtk.cluster.environment import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR
@@ -32,7 +33,7 @@ from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.build import HorovodBuildError, ask
 from dtk.launch.network import rules
-from dtk.version import __version__, is_tested, pip_install, requirement
+from dtk.version import DISTRIBUTION, __version__, is_tested, pip_install, requirement
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 _STYLES = {OK: "green", NOTE: "yellow", BROKEN: "bold red"}
@@ -126,7 +127,7 @@ def examine() -> list[Finding]:
         kind, here = environment()
         found_horovod, found_mpi = (one.result() for one in asked)
         return [
-            Finding("dtk", __version__),
+            own_install(),
             Finding("Python", f"{platform.python_version()} ({sys.executable})"),
             *imported.result(),
             with_need(found_horovod, kind),
@@ -138,6 +139,24 @@ def examine() -> list[Finding]:
             cores(),
             *here,
         ]
+
+
+def own_install() -> Finding:
+    """Return which distribution the dtk that runs belongs to, and what else has its name."""
+    place = Path(version.__file__).parent.resolve()
+    others = version.installations()
+    owners = others.pop(place, {})
+    told = f"{' and '.join(owners.values()) or f'{__version__}, not installed'}, in {place}"
+    problems = []
+    if len(owners) > 1:
+        cure = f"pip uninstall -y {' '.join(owners)}; pip install {DISTRIBUTION}"
+        problems.append(f"both own its files. Next: {cure}")
+    for folder, hidden in others.items():
+        problems.append(f"it hides {' and '.join(hidden.values())} in {folder}: see PYTHONPATH")
+    good, file = probe("import dtk; print(dtk.__file__)")
+    if good and (found := Path(file).parent.resolve()) != place:
+        problems.append(f"scripts in {os.getcwd()} import {found} instead. Next: rename that")
+    return Finding("dtk", "; ".join([told, *problems]), NOTE if problems else OK)
 
 
 def probe(script: str) -> tuple[bool, str]:
@@ -191,8 +210,8 @@ def gpus(answer: GPUAnswer) -> list[Finding]:
         told = f"the driver is here, but TensorFlow sees none, for want of CUDA's libraries. {cure}"
         return [*found, Finding("GPUs", told, BROKEN)]
     oldest, newest = min(answer["kinds"]) / 10, max(answer["kinds"]) / 10
-    for place, (name, version) in enumerate(zip(seen, answer["capabilities"], strict=True)):
-        has = version[0] + version[1] / 10
+    for place, (name, kind) in enumerate(zip(seen, answer["capabilities"], strict=True)):
+        has = kind[0] + kind[1] / 10
         told, state = f"{name}, compute capability {has}", OK
         if has < oldest:
             told, state = f"{told}: too old for this TensorFlow, from {oldest}", BROKEN

@@ -13,11 +13,14 @@ from dtk.version import __version__
 COMMANDS = {
     "run": ("dtk.cli.run", "Start a script on N processes, here or on several hosts."),
     "top": ("dtk.cli.top", "Show the jobs that run here, and what their ranks do."),
+    "migrate": ("dtk.cli.migrate", "Move a script of Keras, Horovod or tf.distribute to dtk."),
+    "config": ("dtk.cli.config", "Ask for a job's hosts, workers and more, and write them down."),
     "check": ("dtk.cli.check", "Try a script's training step on a few rows, on 2 processes."),
     "tune": ("dtk.cli.tune", "Measure a script's fastest settings, which `dtk run` then uses."),
     "bench": ("dtk.cli.bench", "Measure training on N workers against the limit."),
     "plan": ("dtk.cli.planner", "Predict time, efficiency and cost on more workers than you have."),
     "doctor": ("dtk.cli.doctor", "Say what works on this machine, and what to do about the rest."),
+    "env": ("dtk.cli.env", "Print versions and settings, for a bug report."),
     "install-horovod": ("dtk.cli.install_horovod", "Build and install Horovod, and check it."),
 }
 

@@ -19,6 +19,7 @@ from dtk.errors import ClusterError
 from dtk.launch import (
     Job,
     check_plan,
+    job_file,
     job_options,
     machines,
     network,
@@ -89,10 +90,30 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     help="Give the job a separate network: nothing outside can reach its ports, and it can reach "
     "nothing outside. On this machine only.",
 )
-@click.option("--output-dir", metavar="DIR", help="Also write each rank's output to a file there.")
-@click.option("--events", metavar="FILE", help="Write what happens to a file, as JSON lines.")
-@click.option("--timeline", metavar="FILE", help="Write a timeline for https://ui.perfetto.dev.")
-@click.option("--report", metavar="FILE", help="Write a report of the job, a page of HTML.")
+@click.option(
+    "--output-dir",
+    metavar="DIR",
+    type=click.Path(),
+    help="Also write each rank's output to a file there.",
+)
+@click.option(
+    "--events",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write what happens to a file, as JSON lines.",
+)
+@click.option(
+    "--timeline",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write a timeline for https://ui.perfetto.dev.",
+)
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write a report of the job, a page of HTML.",
+)
 @job_options.remote_shell
 @click.option(
     "--timeout-grace",
@@ -106,6 +127,7 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "--save-grace",
     metavar="S",
     type=float,
+    envvar=SAVE_GRACE,
     default=progress.DEFAULT_SAVE_GRACE,
     show_default=True,
     help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
@@ -115,15 +137,19 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     "--stall-timeout",
     metavar="S",
     type=float,
+    envvar=progress.VARIABLE,
     default=300.0,
     show_default=True,
     help="Seconds without progress after which the job is ended and the missing rank is named; "
     "with --ps, a stuck worker is started again. A slow step counts as progress. 0 for never.",
 )
+@job_file.option
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
+@click.pass_context
 def run(
+    ctx: click.Context,
     workers: int | None,
     ps: int,
     evaluator: bool,
@@ -205,9 +231,8 @@ def run(
                 processes = make(communicator=best)
         for notice in machines.compare(facts):
             screen.say(notice)
-        workers = sum(one.role == "worker" for one in processes) * (not ps)
         places = {one.name: one.host for one in processes}
-        log.begin_attempt(attempt.number, places, workers)
+        log.begin_attempt(attempt.number, places, 0 if ps else len(processes))
         told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
         # So a rank that crashes in C++ prints where in the script.
@@ -239,10 +264,11 @@ def run(
             return True
         return False
 
+    if given := job_file.told(ctx):
+        screen.say(given)
     restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
     attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
-    settings = click.get_current_context().params
-    with views.watching(settings, attempts.jobs, command[1:], screen.say) as log:
+    with views.watching(ctx.params, attempts.jobs, command[1:], screen.say) as log:
         attempts.events = log
         code = job_options.interruptible(attempts.run, "run", attempts.jobs)
         log.record("job end", code=code)

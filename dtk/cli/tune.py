@@ -55,8 +55,8 @@ Variables = Mapping[str, str]
 @click.option("--rounds", type=click.IntRange(1), default=2, help="Measurements per setting.")
 @click.option("--forget", is_flag=True, help="Use TensorFlow's own settings again.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1, type=click.Path())
 def tune(
     workers: int,
     communicator: str,

@@ -6,8 +6,8 @@ back. A backend has two sets of dtypes and seven methods:
 
     allreduce          -> _reduce(buckets, op)
     allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
-    alltoall           -> _exchange(flat, sizes)       ragged: a size for each peer
-    reduce_scatter     -> _exchange, then a local sum in rank order
+    alltoall           -> _alltoall(flat, sizes)       ragged: a size for each peer
+    reduce_scatter     -> _alltoall, then a local sum in rank order
     broadcast          -> _broadcast(buckets, root)
     send, recv         -> _send, _receive
     split              -> _group(ranks)
@@ -122,7 +122,7 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
 
     @abc.abstractmethod
@@ -540,7 +540,7 @@ class Communicator(abc.ABC):
 
         return CollectiveMessage(
             [rows.blocks(blocks, self.size)],
-            lambda flat, lane: self._exchange(flat[0], words, label),
+            lambda flat, lane: self._alltoall(flat[0], words, label),
             finish,
         )
 
@@ -582,7 +582,7 @@ class Communicator(abc.ABC):
         label = self._label(f"alltoall/{rows.encoded.dtype.name}")
         return self._sequencer.run(
             [rows.blocks(matrix[self.rank], self.size)],
-            lambda flat: self._exchange(flat[0], words, label),
+            lambda flat: self._alltoall(flat[0], words, label),
         )
 
     @overload

@@ -239,7 +239,7 @@ class CollectiveCommunicator(Communicator):
         )
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         longest = _longest(sizes)
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
         padded = [_padded(block, longest) for block in blocks]

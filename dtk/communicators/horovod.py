@@ -162,7 +162,7 @@ class HorovodCommunicator(Communicator):
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
         outgoing = tf.concat([blocks[rank] for rank in self._ranks], axis=0)
         splits = tf.cast(tf.gather(sizes[self.rank], self._ranks), tf.int32)

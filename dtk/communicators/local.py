@@ -13,9 +13,9 @@ from dtk.communicators.base import Communicator
 class NullCommunicator(Communicator):
     """Claims any world, and behaves as if every other rank held nothing: measures dtk's overhead.
 
-    A sum is the identity. A gather returns this rank's rows once per rank, so that shapes are the
-    same as in a real world. An all-to-all returns this rank's own block once per rank, cut or
-    filled up with zeros to the expected length. Every dtype but bool is native. `bytes_sent` counts
+    A sum is the identity. A gather returns this rank's rows once per rank, an all-to-all its own
+    block; both are cut or filled up with zeros to the length that the other rank would send, so
+    that shapes are the same as in a real world. Every dtype but bool is native. `bytes_sent` counts
     the bytes that a real transport would have been given.
     """
 
@@ -40,17 +40,12 @@ class NullCommunicator(Communicator):
         return [tf.identity(t) for t in flat]
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        return [tf.identity(flat) for _ in range(self.size)]
+        return [_fitted(flat, sizes[source]) for source in range(self.size)]
 
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         # For the block of every source, take the block that this rank would send to itself.
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
-        lengths = [sizes[source, self.rank] for source in range(self.size)]
-        missing = [tf.maximum(length - tf.size(mine, tf.int64), 0) for length in lengths]
-        return [
-            tf.pad(mine, [[0, more]])[:length]
-            for length, more in zip(lengths, missing, strict=True)
-        ]
+        return [_fitted(mine, sizes[source, self.rank]) for source in range(self.size)]
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [tf.identity(t) for t in flat]
@@ -64,6 +59,12 @@ class NullCommunicator(Communicator):
     def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
         """Return the whole world, as if every rank had wished for the same group."""
         return NullCommunicator(self.rank, self.size)
+
+
+def _fitted(flat: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    """Cut a vector, or fill it up with zeros."""
+    missing = tf.maximum(tf.cast(length, tf.int64) - tf.size(flat, tf.int64), 0)
+    return tf.pad(flat, [[0, missing]])[:length]
 
 
 class LocalCommunicator(NullCommunicator):

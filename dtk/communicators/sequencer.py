@@ -103,19 +103,19 @@ class CollectiveSequencer:
         # already have them, and loses them when it folds constant inputs away.
         sent = _bytes(inputs if sends else [])
         before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
-        none = tf.minimum(before[:1], 0)
+        zero = tf.minimum(before[:1], 0)
         with tf.device(self._device):
-            behind = [_behind(none, t) for t in inputs]
+            behind = [_behind(zero, t) for t in inputs]
             start = self._clock(behind)
             outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so ranks that do not use a result would
         # optimize the op away. So use it here: count 0 of its elements, a number that the optimizer
         # cannot foresee. (An assertion would wait for the assertions of other sequencers.)
         flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
-        kept = tf.add_n([tf.size(tf.slice(o, _FROM_0, none), tf.int64) for o in flat])
-        with tf.control_dependencies([kept]):
+        no_elements = tf.add_n([tf.size(tf.slice(o, _FROM_0, zero), tf.int64) for o in flat])
+        with tf.control_dependencies([no_elements]):
             took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
-            update = tf.stack([sent + kept, took])
+            update = tf.stack([sent + no_elements, took])
             tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
         return outputs
 
@@ -174,7 +174,7 @@ def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n([tf.constant(known, tf.int64), *sizes])
 
 
-def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+def _behind(zero: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     """Return the same tensor, made to depend on a value known only when the graph runs.
 
     While TensorFlow prepares a graph, it evaluates ops that depend on constants alone, on this rank
@@ -182,6 +182,6 @@ def _behind(none: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     looks through reshapes and placeholders. The count is never negative, so the slice below always
     starts at 0 (and copies nothing), but TensorFlow cannot know that before the graph runs.
     """
-    same = tf.slice(flat, none, _TO_END)
+    same = tf.slice(flat, zero, _TO_END)
     same.set_shape(flat.shape)
     return same

@@ -14,7 +14,7 @@ import click
 
 from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, machines
+from dtk.launch import COMMUNICATORS, Job, job_file, machines
 from dtk.launch.plan import check_communicator as check_communicator
 from dtk.launch.plan import check_slots as check_slots
 
@@ -36,7 +36,12 @@ communicator = click.option(
 hosts = click.option(
     "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
 )
-hostfile = click.option("--hostfile", metavar="FILE", help="The same, one `host slots=n` per line.")
+hostfile = click.option(
+    "--hostfile",
+    metavar="FILE",
+    type=click.Path(),
+    help="The same, one `host slots=n` per line.",
+)
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",
@@ -85,10 +90,12 @@ class JobCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
+        job_file.drop_replaced(ctx)
         try:
             return super().invoke(ctx)
         except DtkError as error:
-            raise Refused(self.name, str(error)) from None
+            given = job_file.told(ctx)
+            raise Refused(self.name, f"{error}; {given}" if given else str(error)) from None
 
 
 class _Signalled(BaseException):

@@ -32,6 +32,8 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+# Trackers' callbacks, by package and class: on each rank they would begin a run of its own.
+TRACKERS = {("mlflow", "MlflowCallback"), ("wandb", "WandbMetricsLogger")}
 
 
 # The expected value in words, the least value, and the arguments that it is expected of.
@@ -233,8 +235,15 @@ def _on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy
 ) -> list[keras.callbacks.Callback]:
     """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print."""
-    silent = () if strategy.is_chief else (*WRITERS, keras.callbacks.ProgbarLogger)
-    return [callback for callback in callbacks if not isinstance(callback, silent)]
+    if strategy.is_chief:
+        return list(callbacks)
+    silent = (*WRITERS, keras.callbacks.ProgbarLogger)
+    return [one for one in callbacks if not (isinstance(one, silent) or _is_tracker(one))]
+
+
+def _is_tracker(callback: keras.callbacks.Callback) -> bool:
+    classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(callback).mro()}
+    return not TRACKERS.isdisjoint(classes)
 
 
 # Callbacks around the script's.

@@ -275,6 +275,18 @@ def test_another_model_is_refused_on_every_rank(pool, tmp_path):
         assert "variables of metrics, this model has" in metric
 
 
+def numbered_variables(directory):
+    """What resuming says where Keras numbers Nadam's product, which has no name, otherwise."""
+    place = pathlib.Path(directory, "nadam")
+    checkpoint_of("nadam", place)
+    return fails(checkpoint_of, "nadam", place)
+
+
+@pytest.mark.worlds(("local", 1))
+def test_the_same_optimizer_made_twice_in_a_process_resumes(pool, tmp_path):
+    assert pool.run(numbered_variables, str(tmp_path)) == [None]
+
+
 def full_disk(directory):
     """Rank 0 cannot write: every rank must hear of it."""
     if strategy().is_chief:

@@ -173,6 +173,46 @@ def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
     assert told.startswith("dtk.errors.VersionError: keras ") and said in told
 
 
+def test_which_dtk_runs_and_what_else_has_its_name(tmp_path, monkeypatch):
+    root = pathlib.Path(module.__file__).parents[2]
+
+    def distribution(name, version, record):
+        info = tmp_path / "site" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        (info / "top_level.txt").write_text("dtk\n")
+        (info / "direct_url.json").write_text(json.dumps(record))
+
+    def installed():
+        return module.own_install().state, module.own_install().found
+
+    here = {"url": root.as_uri(), "dir_info": {"editable": True}}
+    distribution("keras_dtk", "7.1", here)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(tmp_path)
+    assert installed() == ("ok", f"keras_dtk 7.1, editable, in {root / 'dtk'}")
+
+    (tmp_path / "dtk").mkdir()
+    (tmp_path / "dtk" / "__init__.py").touch()
+    state, found = installed()
+    wrong = f"scripts in {tmp_path} import {tmp_path / 'dtk'} instead. Next: rename that"
+    assert state == "note" and found.endswith(wrong)
+
+    monkeypatch.chdir("/")
+    distribution("dtk", "0.0.3", here)
+    state, found = installed()
+    assert state == "note" and "dtk 0.0.3, editable and keras_dtk 7.1, editable, in " in found
+    cure = "both own its files. Next: pip uninstall -y dtk keras_dtk; pip install keras-dtk"
+    assert found.endswith(cure)
+
+    for info in (tmp_path / "site").glob("*/direct_url.json"):
+        info.write_text("{}")
+    state, found = installed()
+    assert state == "note" and found.startswith(f"{module.__version__}, not installed, in {root}")
+    assert found.endswith(f"keras_dtk 7.1 in {tmp_path / 'site' / 'dtk'}: see PYTHONPATH")
+
+
 @pytest.mark.parametrize(
     ("told", "path", "state", "found"),
     [

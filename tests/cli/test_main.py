@@ -1,7 +1,10 @@
 """The command line costs nothing until a command is called."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -50,3 +53,35 @@ def test_what_is_spelled_wrong_is_refused_and_told_as_it_is_spelled(given, told)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_listed_is_there(name):
     assert isinstance(main.get_command(click.Context(main), name), click.Command)
+
+
+COMPLETED = """
+complete_at() {
+    COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+    _dtk_completion dtk 2>/dev/null  # `compopt` wants a terminal
+    echo "$* -> ${COMPREPLY[*]}"
+}
+complete_at dtk do
+complete_at dtk run --hostf
+complete -p dtk
+"""
+
+
+def test_bash_completes_what_the_documented_line_has_set_up(tmp_path):
+    """The line of docs/command-line.md, and then bash's own function for the command."""
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    (line,) = [line for line in page.splitlines() if "bash_source" in line]
+    beside = Path(sys.executable).parent
+    if shutil.which("dtk", path=str(beside)) is None:
+        pytest.skip("no command dtk beside Python")
+    environ = {**os.environ, "HOME": str(tmp_path), "PATH": f"{beside}:{os.environ['PATH']}"}
+
+    def bash(script):
+        asked = ["bash", "--norc", "-c", script]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, env=environ)
+        return done.stdout.splitlines()
+
+    assert bash(line.removeprefix("$ ")) == []
+    *completed, function = bash((tmp_path / ".bashrc").read_text() + COMPLETED)
+    assert completed == ["dtk do -> doctor", "dtk run --hostf -> --hostfile"]
+    assert function == "complete -o nosort -F _dtk_completion dtk"

@@ -87,7 +87,8 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
             stack.callback(setattr, module, attribute, getattr(module, attribute))
             setattr(module, attribute, padding_row)
         # What says what is here, or builds it, has no arguments worth more than its parser.
-        asked = ["--help"] if name in ("doctor", "install-horovod", "plan", "top") else []
+        shows = ("config", "doctor", "env", "install-horovod", "plan", "top")
+        asked = ["--help"] if name in shows else []
         result = CliRunner().invoke(main, [*scripted, *asked])
     begun = isinstance(result.exception, Started)
     assert begun or result.exit_code == 0, f"dtk {' '.join(arguments)}: {result.output}"

@@ -46,7 +46,7 @@ class Shell:
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """What a program prints, and the test that compares it with what it prints.
+    """What a program prints, or a script that needs more than the tests have, and its own test.
 
     Attributes:
         by: That test.
@@ -76,6 +76,9 @@ ENTRIES = {
     ("docs/callbacks.md", "rates = dtk.schedules.polynomial_decay("): Python(
         "plain", after="model.fit(x, y, verbose=0); assert model.optimizer.iterations.numpy() > 0"
     ),
+    ("docs/callbacks.md", "if strategy.is_chief:"): Printed(
+        "tests/callbacks/test_trackers.py::test_two_ranks_and_a_restart_are_one_run_of_each"
+    ),
     ("docs/command-line.md", "mpirun -np 4 -H node1:2,node2:2 "): Shell(
         ("worker 0 of 4", "worker 3 of 4"),
         instead=(("node1:2,node2:2", "localhost:4"),),
@@ -84,6 +87,12 @@ ENTRIES = {
     ("docs/command-line.md", "export TF_CONFIG="): Shell(("worker 1 of 2",)),
     ("docs/command-line.md", "$ mpirun -np 2 dtk doctor"): Printed(
         "tests/documents/test_blocks.py::test_what_doctor_says_under_mpirun"
+    ),
+    ("docs/command-line.md", "hosts = "): Printed(
+        "tests/launch/test_job_file.py::test_config_asks_and_writes_what_the_documentation_shows"
+    ),
+    ("docs/command-line.md", "$ echo 'eval"): Printed(
+        "tests/cli/test_main.py::test_bash_completes_what_the_documented_line_has_set_up"
     ),
     ("docs/command-line.md", "dtk bench --model resnet20 --json"): Shell(
         ("Use ",), only="dtk plan", files=("benchmark",)
@@ -129,6 +138,23 @@ ENTRIES = {
     ),
     ("docs/strategies.md", "strategy = "): Python(
         "plain", after="assert strategy.size == 1"
+    ),
+    ("docs/tutorials/horovod.md", "import dtk.migrate"): Python(
+        "data", after="assert len(model.history.epoch) == 2"
+    ),
+    ("docs/tutorials/horovod.md", "dtk run -n 2"): Shell(("worker 0 of 2", "worker 1 of 2")),
+    ("docs/tutorials/two-machines.md", "import dtk"): Python("data", after="assert here.rank == 0"),
+    ("docs/tutorials/two-machines.md", "dtk run --hosts"): Shell(
+        ("worker 0 of 2", "worker 1 of 2"), instead=(("node1:1,node2:1", "localhost:2"),)
+    ),
+    ("docs/tutorials/two-machines.md", "dtk run --config job.toml train"): Shell(
+        ("worker 0 of 2", "worker 1 of 2")
+    ),
+    ("docs/tutorials/two-machines.md", "dtk run --config job.toml --max"): Shell(
+        ("worker 0 of 2", "worker 1 of 2")
+    ),
+    ("docs/tutorials/notebook.md", "import dtk"): Python(
+        "data", after="assert len(history['loss']) == 3 and weights[0].shape == (4, 1)"
     ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"

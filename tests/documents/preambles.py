@@ -105,3 +105,6 @@ import dtk.cluster
 found = dtk.cluster.detect()
 print(f"{found.role} {found.rank} of {found.size}", flush=True)
 """
+
+# Stands where `dtk config` has left the user's job.
+JOB = "workers = 2\n"

@@ -53,8 +53,9 @@ def block_starting(start):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where commands are run: train.py is there, and python is the one that runs this."""
+    """Where commands are run: train.py and job.toml are there; python is this one."""
     (tmp_path / "train.py").write_text(preambles.TRAIN)
+    (tmp_path / "job.toml").write_text(preambles.JOB)
     return tmp_path
 
 
@@ -81,7 +82,8 @@ def test_every_block_has_an_entry_and_every_entry_a_block():
 
 
 def test_blocks_say_their_language():
-    languages = {Python: {"python"}, Shell: {"sh"}, Printed: {"text", "console"}}
+    kinds = {"text", "console", "python", "toml"}
+    languages = {Python: {"python"}, Shell: {"sh"}, Printed: kinds}
     for block in BLOCKS:
         found = entry_of(block)
         assert found is None or block.language in languages[type(found[1])], block

@@ -85,6 +85,13 @@ def test_what_candidates_compute_and_send_is_measured():
     assert all(overhead.seconds > 0 for overhead in overheads.values())
 
 
+def test_a_kernel_that_not_every_rank_owns_rows_of_is_measured():
+    seen = Observed(1.0, 0.5, SIZE, [tf.TensorSpec([999, 1])], [])
+    for rank in range(3):
+        overheads = overheads_of(seen, NullCommunicator(rank, 3), "CPU:0")
+        assert overheads[EXACT].sent == 4 * 999
+
+
 def test_its_short_name_and_what_it_does_not_go_with():
     assert parse("auto") == Auto()
     with pytest.raises(ValueError, match="expected another exchange"):

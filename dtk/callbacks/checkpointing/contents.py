@@ -6,6 +6,7 @@ Rank 0 reads and writes; all ranks collect and restore together.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -388,7 +389,9 @@ def check_same_model(saved: states.Described, mine: states.Described, path: Path
 
 def _last_word(path: str) -> str:
     """Return the name of a variable without its folder and what stands before its last _."""
-    return path.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
+    name = path.rsplit("/", 1)[-1]
+    # Keras numbers what has no name, such as Nadam's product, in each process anew.
+    return "variable" if re.fullmatch(r"variable(_\d+)?", name) else name.rsplit("_", 1)[-1]
 
 
 def check_same_counts(saved: states.CheckpointState, trainer: ModelState, path: Path) -> None:

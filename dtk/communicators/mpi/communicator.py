@@ -139,7 +139,7 @@ class MPICommunicator(Communicator):
 
         return self._call(lane, post, [flat, sizes], label)
 
-    def _exchange(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         rows = self._exchange_in(self._lane(0), flat, sizes, label)
         return tf.split(rows, sizes[:, self.rank], num=self.size)
 

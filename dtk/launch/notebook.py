@@ -1,0 +1,131 @@
+"""Training from a notebook: a function that runs in processes of its own.
+
+The function goes to the ranks as bytes in a file. Each rank is this module, started as a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from dtk.cluster import detect, progress
+from dtk.errors import ClusterError, RankError
+from dtk.launch.job import Job
+from dtk.launch.plan import plan
+from dtk.version import pip_install
+
+Result = TypeVar("Result")
+
+_FUNCTION, _RESULT = "function.pickle", "result.pickle"
+_STALL_TIMEOUT = 300.0  # seconds, as of `dtk run`
+
+
+def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = "auto") -> Result:
+    """Run a function on several new processes of this machine, and wait for their end.
+
+    This is `dtk run -n` for a notebook. The processes start afresh, so the notebook may have used
+    TensorFlow, except on GPUs, whose memory it holds until the kernel is started again. What
+    `fn` uses of the notebook is copied to the processes: make strategy, model and datasets in `fn`.
+
+    The cell shows what ranks print, each line behind its rank. Interrupting it ends all processes.
+
+    Args:
+        fn: Function without arguments; `functools.partial` gives it some.
+        n: Number of processes.
+        communicator: As of `dtk run`: "auto", "collective", "horovod" or "mpi".
+
+    Returns:
+        What `fn` returns on rank 0, copied from there: numbers or arrays such as
+        `model.history.history` or `model.get_weights()`.
+
+    Raises:
+        ClusterError: It was called on a rank of a job, `n` is below 1, or `fn` cannot be copied.
+        RankError: A rank has failed. The message names it; its traceback is in the cell.
+        ModuleNotFoundError: cloudpickle is not installed.
+
+    Example:
+        >>> import dtk
+        >>> dtk.notebook_launcher(lambda: dtk.cluster.detect().size, n=2)
+        2
+    """
+    if (here := detect()).size > 1:
+        raise ClusterError(
+            f"rank {here.rank}: notebook_launcher was called on a rank of a job, expected one "
+            "process; call the function itself"
+        )
+    with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
+        Path(folder, _FUNCTION).write_bytes(_packed(fn))
+        settings = {progress.VARIABLE: f"{_STALL_TIMEOUT:g}", "PYTHONFAULTHANDLER": "1"}
+        command = [sys.executable, "-m", __name__, folder]
+        planned = [
+            dataclasses.replace(process, env={**process.env, **settings})
+            for process in plan(command, n, communicator=communicator)
+        ]
+        out, err = _Cell(sys.stdout), _Cell(sys.stderr)
+        with Job(planned, stall_timeout=_STALL_TIMEOUT, stdout=out, stderr=err) as job:
+            code = job.wait()
+        if code:
+            raise RankError(_reason(job, code))
+        result: Result = pickle.loads(Path(folder, _RESULT).read_bytes())
+        return result
+
+
+class _Cell(io.StringIO):
+    """A stream of a notebook, without its descriptor: what is written there appears late."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Pass text on."""
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Show it."""
+        self._stream.flush()
+
+
+def _packed(fn: Callable[[], object]) -> bytes:
+    """Return the function as bytes, with where its imports are found."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        told = f"notebook_launcher needs cloudpickle: {pip_install('notebook')}"
+        raise ModuleNotFoundError(told, name=error.name) from None
+    try:
+        return pickle.dumps((sys.path, cloudpickle.dumps(fn)))
+    except Exception as error:  # whatever the values of the notebook raise
+        raise ClusterError(
+            f"{fn!r} cannot be copied to other processes ({error}); make models, datasets and open "
+            "files inside it"
+        ) from error
+
+
+def _reason(job: Job, code: int) -> str:
+    if job.failure is None:
+        return f"the processes ended with exit code {code}; see what they printed"
+    process, code, words = job.failure
+    last = (words.splitlines() or ["it printed nothing"])[-1]
+    return f"{process.name} failed with exit code {code}: {last}"
+
+
+def _run_rank(folder: str) -> None:
+    """Run the function, and leave its result if this is rank 0."""
+    paths, packed = pickle.loads(Path(folder, _FUNCTION).read_bytes())
+    sys.path[:] = paths
+    result = pickle.loads(packed)()
+    if detect().rank == 0:
+        import cloudpickle
+
+        Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1])

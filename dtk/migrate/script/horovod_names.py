@@ -1,0 +1,388 @@
+"""Horovod's names in a script.
+
+    Horovod, on each of N ranks                 dtk, on each of N ranks
+    batch_size=B, rows of this rank             batch_size=B * strategy.size, rows of all ranks
+    Dataset.shard(N, rank).batch(B)             Dataset.batch(B * strategy.size)
+    rate * N                                    rate * strategy.size
+    rate * N and a warm-up callback             rate and LearningRateScaling, which multiplies it
+    S // N steps of an epoch                    S // strategy.size
+    E / N epochs, every rank reads all rows     E epochs, each over all rows once
+    optimizer wrapped, weights broadcast        compiled in a scope
+
+A step so sees the rows and the rate that it saw under Horovod.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import libcst as cst
+from libcst import matchers as m
+
+from dtk.migrate.script.source import Source, alone, argument, assigned, code, method
+
+_PREFIX = re.compile(r"horovod\.(tensorflow\.keras|tensorflow|keras)\.")
+# Lines that choose a GPU by rank, and lines that go with them.
+_PINS = re.compile(
+    r"(set_visible_devices|visible_device_list|CUDA_VISIBLE_DEVICES).*local_rank\(\)"
+)
+_GPU_LINES = re.compile(
+    r"[\w.]*\b(set_visible_devices|set_memory_growth|set_session)\(|\w+\.gpu_options\."
+    r"|os\.environ\[.CUDA_VISIBLE_DEVICES.\] = "
+)
+_GPU_NAMES = re.compile(r"\w+ = [\w.]*\b(list_physical_devices|ConfigProto)\(|(if|for) .*:$|#")
+# Arguments of DistributedOptimizer that do not change what the optimizer gets.
+_NEEDLESS = re.compile(
+    r"(name|device_\w+|sparse_as_dense|num_groups|groups|average_aggregated_gradients) ?="
+    r"|backward_passes_per_step ?= ?1$|op ?= ?\w+\.Average$|compression ?= ?\w+\.Compression\.none$"
+)
+# Callbacks of Keras that every rank may have: those that write do so on rank 0.
+_OF_ALL_RANKS = re.compile(
+    r"\w+\.append\([\w.]*\b(ModelCheckpoint|TensorBoard|CSVLogger|BackupAndRestore|EarlyStopping"
+    r"|ReduceLROnPlateau|LearningRateScheduler|TerminateOnNaN)\("
+)
+# What may differ by rank: what is printed, compared or part of a name.
+_TOLD = m.OneOf(
+    *(m.FormattedString(), m.Comparison(), m.BinaryOperation(operator=m.Modulo())),
+    m.Call(func=m.MatchIfTrue(lambda f: bool(re.search(r"\b(print|format|info|str)$", code(f))))),
+)
+# Functions of one argument: what stands there instead, and after the argument.
+_FUNCTIONS = {
+    "allreduce": ("{strategy}.communicator.allreduce", ', "mean"'),
+    "allgather": ("{strategy}.communicator.allgather", ""),
+    "callbacks.BroadcastGlobalVariablesCallback": ("dtk.callbacks.BroadcastVariables", ""),
+}
+_CURES = {
+    "run": "`dtk run -n 2 SCRIPT` starts ranks",
+    "elastic": "dtk.callbacks.Checkpoint resumes, and `dtk run --max-restarts` starts again",
+    "callbacks": "write one of dtk.callbacks, or Keras's LearningRateScheduler",
+    "join": "all ranks of dtk take as many steps",
+    "broadcast_variables": "`fit` sends rank 0's weights; elsewhere read them on every rank",
+}
+
+
+def rewrite(source: Source) -> tuple[cst.CSTNode | None, bool]:
+    """Replace Horovod's names; mark what is left.
+
+    Returns:
+        The line that makes the strategy, if it is one of the script's, and whether the script let
+        GPU memory grow.
+    """
+    return _Horovod(source).rewrite()
+
+
+class _Horovod:
+    def __init__(self, source: Source) -> None:
+        self.source, self.text, self.strategy = source, source.text, source.strategy
+        shard = r"\.shard\(\s*(num_shards ?= ?)?\w+\.size\(\),\s*(index ?= ?)?\w+\.rank\(\)"
+        self.sharded = re.search(shard, self.text) is not None
+        self.named = [(call, self.name(call)) for call in source.calls]
+        self.chiefs = [one for one in source.find(cst.If) if self.is_chief(one.test)]
+        read = r"\.(restore|load_weights|read)\("
+        self.restores = any(re.search(read, source.code(one.body)) for one in self.chiefs)
+
+    def name(self, call: cst.CSTNode | None) -> str:
+        """Return the name within Horovod of what is called; empty if it is none of Horovod's."""
+        found = self.source.imported(call.func) if isinstance(call, cst.Call) else ""
+        return _PREFIX.sub("", found) if _PREFIX.match(found) else ""
+
+    def is_chief(self, test: cst.CSTNode) -> bool:
+        """Whether an expression is `hvd.rank() == 0`."""
+        zero = isinstance(test, cst.Comparison) and [code(o) for o in test.comparisons] == ["== 0"]
+        return zero and isinstance(test, cst.Comparison) and self.name(test.left) == "rank"
+
+    def rewrite(self) -> tuple[cst.CSTNode | None, bool]:
+        source = self.source
+        for block in self.chiefs:
+            self._of_chief(block)
+        for test in source.find(cst.Comparison):
+            if self.is_chief(test):
+                source.write(test, f"{self.strategy}.is_chief")
+        for node in source.find(cst.IfExp):
+            parent = next(source.parents(node))
+            told = isinstance(parent, cst.Arg | cst.Assign) and code(parent).startswith("verbose")
+            if told and self.is_chief(node.test):
+                source.keep(node, node.body)
+                source.note("Keras prints on rank 0 only, whatever `verbose` is")
+        growth = self._gpu_lines()
+        made = self._strategy_line(growth)
+        for call, name in self.named:
+            self._call(call, name, method(call))
+        for call in source.calls:
+            if method(call) in ("fit", "fit_generator"):
+                self._fit(call)
+        self._rest()
+        return made, growth
+
+    def _strategy_line(self, growth: bool) -> cst.CSTNode | None:
+        """Make the strategy in the place of `hvd.init()`, if all that needs it sees it there."""
+        lines = [self.source.statement(call) for call, name in self.named if name == "init"]
+        home = self.source.function(lines[0]) if lines else None
+        inside = [c for c, name in self.named if name or method(c) in ("compile", "load_model")]
+        seen = home is None or all(home in self.source.parents(call) for call in inside)
+        in_place = len(lines) == 1 and seen
+        for line in lines:
+            if isinstance(alone(line), cst.Expr):
+                margin = self.source.margin(self.source.line(line))
+                made = f"{margin}{strategy_line(self.strategy, growth)}\n" if in_place else ""
+                self.source.delete(line, made)
+        return lines[0] if in_place and lines[0] in self.source.deleted else None
+
+    def _gpu_lines(self) -> bool:
+        """Delete lines that choose a GPU; return whether they let its memory grow."""
+        if not _PINS.search(self.text):
+            return False
+        lines = [one.strip() for one in self.text.split("\n")]
+        for line in self.source.find(cst.SimpleStatementLine):
+            text = self.source.code(line)
+            name = re.escape(text.partition(" ")[0])
+            using = [one for one in lines if re.search(rf"\b{name}\b", one)]
+            goes = all(_GPU_NAMES.match(one) or _GPU_LINES.match(one) for one in using)
+            if alone(line) is None:
+                continue
+            if _GPU_LINES.match(text) or (_GPU_NAMES.match(text) and goes):
+                self.source.delete(line)
+        return re.search("set_memory_growth|allow_growth", self.text) is not None
+
+    def _of_chief(self, block: cst.If) -> None:
+        """Give every rank the callbacks that it may have; mark what cannot be rank 0's alone."""
+        source, body = self.source, list(block.body.body)
+        texts = [source.code(one) for one in body]
+        whole = isinstance(block.body, cst.IndentedBlock) and block.orelse is None
+        if whole and all(map(_OF_ALL_RANKS.match, texts)):
+            source.note("callbacks of Keras write on rank 0 only; every rank gets them")
+            source.unwrap(block, body[-1])
+        together = {method(call) for call in source.find(cst.Call, block.body)}
+        for name in sorted(together & {"fit", "evaluate", "predict"}):
+            source.mark(block, f"`{name}` is of all ranks: call it on each", "ranks-that-differ")
+
+    def _is_needless(self, call: cst.Call, name: str) -> bool:
+        """Whether it is a broadcast or callback that does what dtk does anyway."""
+        root = argument(call, "root_rank", int(name == "broadcast_variables"))
+        broadcast = name.rsplit(".")[-1].lower().startswith(("broadcast_", "broadcastglobal"))
+        if name == "callbacks.MetricAverageCallback":
+            self.source.note("metrics are those of all ranks' rows without a callback")
+            return True
+        if name == "shutdown":
+            return True
+        if not broadcast or code(root) != "0" or "object" in name:
+            return False
+        self.source.note("all ranks start from rank 0's weights by themselves")
+        return "callbacks" in name or not self.restores
+
+    def _call(self, call: cst.Call, name: str, kind: str) -> None:
+        """Replace a call of Horovod's; make a batch global."""
+        source, line = self.source, self.source.statement(call)
+        only, element = alone(line), next(source.parents(call))
+        is_line = isinstance(only, cst.Expr) and (
+            only.value is call or code(only).endswith(f".append({code(call)})")
+        )
+        if name in ("rank", "size", "local_rank", "local_size"):
+            within = "communicator.local_size" if name == "local_size" else name
+            source.write(call, f"{self.strategy}.{within}")
+            self._check_rank(call, name)
+        elif is_line and self._is_needless(call, name):
+            source.delete(line)
+        elif isinstance(element, cst.Element) and self._is_needless(call, name):
+            source.delete_element(element)
+        elif name in ("DistributedOptimizer", "DistributedGradientTape") and call.args:
+            self._unwrap_optimizer(call, line)
+            if name == "DistributedGradientTape":
+                self._loop(source.function(call))
+        elif name == "callbacks.LearningRateWarmupCallback":
+            self._warm_up(call)
+        elif name in _FUNCTIONS and len(call.args) == 1:
+            function, last = _FUNCTIONS[name]
+            source.write(call.func, function.format(strategy=self.strategy))
+            end = source.span(call)[1] - 1
+            source.replace(end, end, last)
+        elif kind == "shard" and {self.name(arg.value) for arg in call.args} == {"size", "rank"}:
+            source.keep(call, cst.ensure_type(call.func, cst.Attribute).value)
+            self._check_shard(call)
+        elif kind == "batch" and isinstance(call.func, cst.Attribute) and call.args:
+            if source.is_dataset(call.func.value):
+                self._times_size(call, argument(call, "batch_size", 0))
+            else:
+                told = f"if these are rows of one rank, write them times {self.strategy}.size"
+                source.mark(call, told, "batches-and-epochs")
+        old = [arg for arg in call.args if code(arg).startswith("experimental_run_tf_function")]
+        for arg in old if kind == "compile" else ():
+            source.delete_element(arg)
+
+    def _check_rank(self, call: cst.Call, name: str) -> None:
+        blocks = cst.BaseSuite | cst.Module
+        ups = itertools.takewhile(lambda up: not isinstance(up, blocks), self.source.parents(call))
+        allowed = _TOLD if name == "rank" else m.Comparison()
+        told = [
+            up for up in ups if m.matches(up, allowed | m.Call(m.Attribute(attr=m.Name("shard"))))
+        ]
+        if "rank" in name and not told:
+            why = "ranks differ here; seeds and data must be the same on all ranks"
+            self.source.mark(call, why, "ranks-that-differ")
+
+    def _check_shard(self, call: cst.Call) -> None:
+        around = {method(one) for one in self.source.parents(call) if isinstance(one, cst.Call)}
+        if {"take", "skip"} & around:
+            why = "`take` and `skip` counted rows of one rank; with dtk, of all ranks"
+            self.source.mark(call, why, "batches-and-epochs")
+        self.source.note(
+            "dtk gives each rank its rows of every batch, so shards go (dtk.data.shard where "
+            "reading is too slow)"
+        )
+
+    def _unwrap_optimizer(self, call: cst.Call, line: cst.CSTNode) -> None:
+        source, inner = self.source, call.args[0].value
+        target, value = assigned(line)
+        texts = [code(arg).rstrip(", ") for arg in call.args[1:]]
+        changing = [text for text in texts if not _NEEDLESS.match(text)]
+        for text in changing:
+            source.mark(call, f"{text} is left out: dtk has this elsewhere", "other-names")
+        if value is call and target == code(inner) and not changing:
+            source.delete(line)
+        else:
+            source.keep(call, inner)
+
+    def _loop(self, step: cst.FunctionDef | None) -> None:
+        """Call a step of the script's own by `strategy.run`, if its loss is one of Keras's.
+
+        Keras divides such a loss by the ranks, and gradients are summed over them.
+        """
+        source, name = self.source, step.name.value if step is not None else ""
+        taken = [c for c in source.find(cst.Call, step) if method(c) == "gradient" and c.args]
+        losses = source.assignments(code(taken[0].args[0].value)) if len(taken) == 1 else []
+        loss = next((one for one in losses if source.function(one) is step), None)
+        made = code(source.resolved(loss.func)) if isinstance(loss, cst.Call) else ""
+        keras = re.match(r"[\w.]*\blosses\.[A-Z]\w+\((?!.*reduction)", made, re.DOTALL)
+        sites = [call for call in source.calls if name and code(call.func) == name]
+        loops = [self._loop_over_dataset(call) for call in sites]
+        if not keras or not sites or None in loops:
+            return
+        for call in sites:
+            run = f'{self.strategy}.reduce("SUM", {self.strategy}.run({name}, args='
+            source.write(call.func, run)
+            end = source.span(call)[1]
+            source.replace(end - 1, end, f"{',' * (len(call.args) == 1)})), axis=None)")
+        for over in {one for one in loops if one is not None}:
+            source.around(over, f"{self.strategy}.experimental_distribute_dataset(", ")")
+        source.steps.add(name)
+        source.note(
+            "a step of your own is called by strategy.run: gradients are summed over the ranks, "
+            "and Keras divides its loss by their number"
+        )
+
+    def _loop_over_dataset(self, call: cst.Call) -> cst.BaseExpression | None:
+        """Return the dataset that the loop around a call goes over."""
+        for loop in self.source.parents(call):
+            over = loop.iter if isinstance(loop, cst.For) else None
+            if isinstance(over, cst.Call) and code(over.func) == "enumerate":
+                over = over.args[0].value
+            if self.source.is_dataset(over):
+                return over
+        return None
+
+    def _warm_up(self, call: cst.Call) -> None:
+        """Let LearningRateScaling multiply the rate, if the script shows which one it is."""
+        source, given = self.source, argument(call, "initial_lr", 0)
+        product = source.resolved(given)
+        same = [*source.find(cst.Name), *source.find(cst.BinaryOperation)]
+        uses = [one for one in same if code(one) == code(given)]
+        uses = [one for one in uses if not isinstance(next(source.parents(one)), cst.AssignTarget)]
+        taken = [one for one in uses if self._is_of_optimizer(one)]
+        known = product is not None and self._kept(product, cst.Multiply)
+        if product is None or not known or not len(taken) == len(uses) - 1 > 0:
+            return
+        for each in {product, *uses}:
+            self._drop_size(each, cst.Multiply)
+        epochs = argument(call, "warmup_epochs", 1)
+        scaling = f"dtk.callbacks.LearningRateScaling(warmup_epochs={code(epochs) or 5})"
+        source.write(call, scaling)
+        source.note(
+            "LearningRateScaling multiplies the rate by the ranks in its warm-up; the script's own "
+            "rate is that of one rank"
+        )
+
+    def _is_of_optimizer(self, node: cst.CSTNode) -> bool:
+        call = next((one for one in self.source.parents(node) if isinstance(one, cst.Call)), None)
+        called = call.func if call is not None else node
+        return "optimizers." in f"{code(called)} {self.source.imported(called)}"
+
+    def _kept(self, node: cst.CSTNode, *kinds: type[cst.BaseBinaryOp]) -> cst.BaseExpression | None:
+        """Return what `hvd.size()` multiplies or divides; None if it does not."""
+        if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, kinds):
+            return None
+        if self.name(node.right) == "size":
+            return node.left
+        turned = self.name(node.left) == "size" and isinstance(node.operator, cst.Multiply)
+        return node.right if turned else None
+
+    def _drop_size(self, node: cst.CSTNode, *kinds: type[cst.BaseBinaryOp]) -> bool:
+        kept = self._kept(node, *kinds)
+        if kept is not None:
+            self.source.keep(node, kept)
+        return kept is not None
+
+    def _times_size(self, call: cst.Call, rows: cst.BaseExpression | None) -> None:
+        factor = f"{self.strategy}.size"
+        self.source.note(
+            f"a batch was one rank's, and is now the global batch: times {factor}, so that a step "
+            "sees as many rows as before"
+        )
+        if rows is not None:
+            self.source.multiply(rows, factor)
+            return
+        end = self.source.span(call.args[-1])[1]
+        self.source.replace(end, end, f", batch_size=32 * {factor}")
+
+    def _fit(self, call: cst.Call) -> None:
+        """Make the batch of `fit` global, and its epochs passes; mark what is not shown."""
+        source, rows, x = self.source, argument(call, "batch_size", 2), argument(call, "x", 0)
+        shown = [inner for value in source.values(x) for inner in source.find(cst.Call, value)]
+        if rows is not None or argument(call, "y", 1) is not None:
+            self._times_size(call, rows)
+        elif not (source.is_dataset(x) and any(method(one) == "batch" for one in shown)):
+            told = f"batches must have the rows of all ranks: one rank's times {self.strategy}.size"
+            source.mark(call, told, "batches-and-epochs")
+        if argument(call, "steps_per_epoch") is None and not self.sharded:
+            epochs = source.resolved(argument(call, "epochs", 3)) or call.func
+            parts = source.find(cst.BinaryOperation, epochs)
+            fits = [one for one in source.calls if method(one) == "fit"]
+            alike = all(argument(one, "steps_per_epoch") is None for one in fits)
+            divided = [one for one in parts if self._kept(one, cst.Divide, cst.FloorDivide)]
+            for one in divided if alike else ():
+                self._drop_size(one, cst.Divide, cst.FloorDivide)
+            if not divided or not alike:
+                told = "where each rank read all rows, an epoch was that many passes; it is one now"
+                source.mark(call, told, "batches-and-epochs")
+
+    def _rest(self) -> None:
+        """Mark names that are left, and remove imports that nothing needs."""
+        source = self.source
+        source.delete_emptied()
+        imports: list[cst.Import | cst.ImportFrom] = source.find(cst.Import)
+        imports += source.find(cst.ImportFrom)
+        used = set()
+        for node in [*source.find(cst.Name), *source.find(cst.Attribute)]:
+            parents = list(source.parents(node))
+            full = source.imported(node)
+            inside = any(isinstance(one, cst.Import | cst.ImportFrom) for one in parents)
+            if not full.startswith("horovod") or inside or source.is_edited(node):
+                continue
+            used.add(code(node).split(".")[0])
+            if not isinstance(parents[0], cst.Attribute):
+                name = _PREFIX.sub("", full).removeprefix("horovod.")
+                cure = _CURES.get(name.split(".")[0], "dtk has this elsewhere, or not")
+                source.mark(node, f"Horovod's `{name}`: {cure}", "other-names")
+        for one in [one for one in imports if "horovod" in code(one)]:
+            aliases = () if isinstance(one.names, cst.ImportStar) else one.names
+            local = {a.evaluated_alias or a.evaluated_name.split(".")[0] for a in aliases}
+            ours = isinstance(one, cst.ImportFrom) or all("horovod" in code(a) for a in aliases)
+            if not aliases or not ours or local & used:
+                source.mark(one, "remove this with the last line of Horovod", "other-names")
+            else:
+                source.delete(source.statement(one))
+
+
+def strategy_line(name: str, memory_growth: bool) -> str:
+    """Return the statement that makes the strategy."""
+    return f"{name} = dtk.auto_strategy({'memory_growth=True' * memory_growth})"

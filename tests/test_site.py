@@ -1,0 +1,70 @@
+"""`make docs` builds a whole site: no link is broken, and no other host is asked for anything."""
+
+import html
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtk
+from dtk.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a browser fetches by itself; links are followed by readers only.
+FETCHED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="?(https?:)?//[^>]*>')
+H2 = re.compile(r"<h2.*?</h2>", re.DOTALL)
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no extra `docs`"),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    given = [f"BIN={Path(sys.executable).parent}", f"SITE={folder}"]
+    made = ["make", "-o", ".venv/.for-docs", "docs", *given]
+    done = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr  # warnings are errors: mkdocs.yml
+    return folder
+
+
+def text_of(page):
+    return html.unescape(re.sub(r"<[^>]+>", "", page))
+
+
+def test_nothing_is_fetched_from_other_hosts(site):
+    pages = [*site.rglob("*.html")]
+    assert len(pages) > 50
+    for page in pages:
+        assert FETCHED.search(page.read_text()) is None, page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", style.read_text()), style
+
+
+def test_the_reference_has_every_public_name_and_every_command(site):
+    for part in (name for name in dtk.__all__ if name[0] != "_"):
+        found = getattr(dtk, part)
+        name = f"dtk.{part}" if inspect.ismodule(found) else "dtk"
+        page = (site / "reference" / name / "index.html").read_text()
+        headings = {text_of(one).replace("¶", " ").split()[0] for one in H2.findall(page)}
+        listed = found.__all__ if inspect.ismodule(found) else [part]
+        wanted = {one for one in listed if not inspect.ismodule(getattr(found, one, None))}
+        assert wanted <= headings, f"{name} without {wanted - headings}"
+    commands = text_of((site / "reference" / "commands" / "index.html").read_text())
+    for name in COMMANDS:
+        assert f"Usage: dtk {name} " in commands
+
+
+def test_pictures_are_drawn_and_links_between_folders_lead_on(site):
+    page = (site / "docs" / "architecture" / "index.html").read_text()
+    assert page.count('<ol class="way">') == 4 and "<b>EpochDataset</b>" in page
+    started = (site / "docs" / "command-line" / "index.html").read_text()
+    assert 'href="../../SECURITY/#what-to-do"' in started
+    assert (site / "examples" / "notebook.ipynb").is_file()
