@@ -59,8 +59,8 @@ class CheckpointSaveError(DtkError, OSError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
 
 
-class RankError(DtkError, RuntimeError):
-    """A process that `dtk.notebook_launcher` has started failed; the message names it."""
+class RankError(DtkError):  # of no class that `catch` of a study may name
+    """Another process has failed, in a way that cannot be raised here; the message names it."""
 
 
 class NonFiniteError(DtkError, FloatingPointError):

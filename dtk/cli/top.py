@@ -13,7 +13,7 @@ import rich.table
 import rich.text
 
 from dtk.launch import job_options, monitor
-from dtk.launch.monitor import Snapshot
+from dtk.launch.monitor import JobSnapshot
 
 _PERIOD = 1.0
 _WIDTH = 140  # of what goes to no terminal
@@ -59,7 +59,7 @@ def _shown(job: int | None) -> rich.console.Group | None:
     return rich.console.Group(*map(_of_job, found)) if found else None
 
 
-def _of_job(job: Snapshot) -> rich.console.Group:
+def _of_job(job: JobSnapshot) -> rich.console.Group:
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in job["rows"][0] if job["rows"] else ():
         left = name in ("rank", "host", "state")

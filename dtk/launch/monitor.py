@@ -19,7 +19,7 @@ from typing import TypedDict
 _PATIENCE = 5.0  # seconds for an answer, and for its reader
 
 
-class Snapshot(TypedDict):
+class JobSnapshot(TypedDict):
     """What a launcher tells of its job."""
 
     pid: int
@@ -58,7 +58,7 @@ def _listen() -> socket.socket | None:
 
 
 @contextlib.contextmanager
-def serving(snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+def serving(snapshot: Callable[[], JobSnapshot]) -> Iterator[None]:
     """Answer with snapshots as long as the block runs, if a folder for the socket can be had."""
     if (listener := _listen()) is None:
         yield
@@ -81,7 +81,7 @@ def serving(snapshot: Callable[[], Snapshot]) -> Iterator[None]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-def jobs() -> list[Snapshot]:
+def jobs() -> list[JobSnapshot]:
     """Ask all launchers of this user's on this machine; remove the sockets of dead ones."""
     found = []
     mine = filter(_is_mine, dict.fromkeys(folders()))

@@ -56,7 +56,7 @@ def _write(file: Path, text: str, say: Callable[[str], None]) -> None:
         say(f"{file} could not be written: {error.strerror}")
 
 
-def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.Snapshot:
+def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.JobSnapshot:
     """Return what `dtk top` shows: the columns of a table, as text."""
     waited, slowest = log.waited(log.attempt, _RECENT), log.slowest(log.attempt)
     rows = []

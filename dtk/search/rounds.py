@@ -26,15 +26,12 @@ import optuna
 
 from dtk.communicators import objects
 from dtk.communicators.base import Communicator
-from dtk.errors import CommunicatorError, DtkError, at_rank
-
-
-class RankError(DtkError):
-    """An exception of another rank whose own class cannot be sent to this one."""
+from dtk.errors import CommunicatorError, at_rank
+from dtk.errors import RankError as RankError
 
 
 class CaughtRankError(RankError):
-    """The same, of a class that is named in `catch`."""
+    """An exception of another rank, of a class that is named in `catch`."""
 
 
 @dataclasses.dataclass(frozen=True)
