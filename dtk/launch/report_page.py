@@ -89,9 +89,10 @@ def _where_time_goes(log: EventLog) -> str:
     waited, slowest = log.waited(attempt), log.slowest(attempt)
     ranks = {rank: line for (one, rank), line in log.steps.items() if one == attempt}
     heads = "".join(f"<th>{_key(color)}{name}</th>" for name, color in _PARTS.items())
-    rows = ""
+    rows, working = "", 0.0
     for rank in sorted(ranks, key=lambda one: (isinstance(one, str), one)):
         parts = _parts(ranks[rank], waited.get(rank, 0.0) if isinstance(rank, int) else 0.0)
+        working += (1.0 - parts["waiting for others"] - parts["sending"]) / len(ranks)
         bar = "".join(
             f'<span style="width:{100 * part:.2f}%;background:{_PARTS[name]}"></span>'
             for name, part in parts.items()
@@ -103,6 +104,9 @@ def _where_time_goes(log: EventLog) -> str:
         told = f"Rank {slowest} was the slowest: others waited for it up to {most:.0%} of the time."
     elif waited:
         told = f"No rank was slow: none waited for more than {most:.1%} of the time."
+    if waited:
+        faster = f"{1 / max(working, 0.01):.2f} times as fast"
+        told += f"</b> Efficiency {working:.0%}: equal work and instant links would be {faster}.<b>"
     table = f"<p><b>{told}</b></p><table><tr><th></th><th></th>{heads}</tr>{rows}</table>"
     return _card("Where the time of each rank goes", table if rows else "")
 

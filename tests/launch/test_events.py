@@ -118,8 +118,9 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
     found, trace, page = whole(tmp_path)
     assert CliRunner().invoke(main, ["top", str(job.pid)]).exit_code == 1
 
-    assert {one["slowest"] for one in of("waiting", found)[1:]} == {1}
-    assert sum(one["seconds"]["0"] for one in of("waiting", found)[1:]) > 0.6
+    waited = [sum(one["seconds"][rank] for one in of("waiting", found)[1:]) for rank in "01"]
+    assert waited[0] > max(0.6, 2 * waited[1])
+    assert 1 in {one["slowest"] for one in of("waiting", found)}
     for rank in range(2):
         steps = [one for one in of("steps", found) if one["rank"] == rank]
         assert [one["first"] for one in steps][1:] == [one["last"] + 1 for one in steps][:-1]
@@ -147,6 +148,7 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
     ]
     assert shares[0] > 2 * shares[1]
     assert "Rank 1 was the slowest" in page and "succeeded" in page
+    assert int(re.search(r"Efficiency (\d+)%", page)[1]) < 90
 
 
 ENDLESS = """
