@@ -22,6 +22,7 @@ FILES = sorted(
 FILES += [*ROOT.glob("*.md"), ROOT / ".ci" / "run", ROOT / "Makefile", ROOT / "setup.cfg"]
 # Names of the package index that are meant, beside those that setup.cfg requires.
 OTHERS = {"grain", "horovod", "jax", "orbax-checkpoint", "pre-commit", "psycopg", "requests"}
+OTHERS |= {"chainer", "setuptools", "six", "wheel"}  # of tools/chainermn
 COMMAND = re.compile(r"pip(?:\.__main__)?['\", ]+(?:install|download|wheel)\b([^`\n#&|)]*)")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 

@@ -140,7 +140,9 @@ ENTRIES = {
         "plain", after="assert strategy.size == 1"
     ),
     ("docs/tutorials/horovod.md", "import dtk.migrate"): Python(
-        "data", after="assert len(model.history.epoch) == 2"
+        "data",
+        after="assert len(model.history.epoch) == 2\n"
+        "hvd.shutdown(); hvd.job._job.made = None  # other tests share the process",
     ),
     ("docs/tutorials/horovod.md", "dtk run -n 2"): Shell(("worker 0 of 2", "worker 1 of 2")),
     ("docs/tutorials/two-machines.md", "import dtk"): Python("data", after="assert here.rank == 0"),

@@ -274,7 +274,10 @@ def test_what_else_a_callback_puts_into_the_logs_is_not_sent():
 
     strategy = types.SimpleNamespace(world=types.SimpleNamespace(allgather_object=gather))
     trainer = types.SimpleNamespace(
-        has_local_steps=True, synchronize_weights=lambda: None, strategy=strategy
+        has_local_steps=True,
+        synchronize_weights=lambda: None,
+        strategy=strategy,
+        recorder=types.SimpleNamespace(end_steps=lambda: None),
     )
     logs = {"score": 1.0, "steps": 2, "own": object()}
     SynchronizeWeights(trainer).on_epoch_end(0, logs)

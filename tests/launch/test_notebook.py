@@ -15,8 +15,10 @@ import dtk
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
-import os, time
+import os, signal, time
 import dtk
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has taken away
 
 def train():
     print(os.getpid(), os.environ["DTK_JOB"], flush=True)
@@ -73,7 +75,10 @@ def test_an_interrupted_cell_leaves_nothing_running():
     with subprocess.Popen([sys.executable, "-c", TRAINS], env=env, **pipes) as cell:
         ranks = [cell.stdout.readline().split()[1:] for _ in range(2)]
         cell.send_signal(signal.SIGINT)
-        _, errors = cell.communicate(timeout=60)
+        try:
+            _, errors = cell.communicate(timeout=60)
+        finally:
+            cell.kill()
     assert errors.endswith("KeyboardInterrupt\n") and len(ranks) == 2
     assert not any(psutil.pid_exists(int(pid)) for pid, _ in ranks)
     (job,) = {job.partition("/")[0] for _, job in ranks}
