@@ -14,6 +14,7 @@ from dtk.launch.network import rules
 
 from launched import RING, dtk_run
 
+NFT = shutil.which("nft", path="/usr/sbin:/sbin")  # where a user's PATH often does not lead
 LISTENS = """
 import socket, sys
 server = socket.create_server(("0.0.0.0", 0))
@@ -48,9 +49,7 @@ def test_a_name_without_an_address_is_refused():
         rules(["nowhere.invalid"])
 
 
-@pytest.mark.skipif(
-    shutil.which("nft", path="/usr/sbin:/sbin") is None, reason="rules are applied by nftables"
-)
+@pytest.mark.skipif(NFT is None, reason="rules are applied by nftables")
 def test_a_stranger_reaches_no_port_and_the_job_s_hosts_do(many_hosts):
     addresses, shell = many_hosts(3)
 
@@ -72,10 +71,10 @@ def test_a_stranger_reaches_no_port_and_the_job_s_hosts_do(many_hosts):
         port = server.stdout.readline().strip()
         assert reached() == ["yes", "yes", "yes"]
         for _ in range(2):  # again, as where the hosts of jobs have changed
-            said, _ = start(0, "nft", "-f", "-").communicate(rules(addresses[:2]), timeout=30)
+            said, _ = start(0, NFT, "-f", "-").communicate(rules(addresses[:2]), timeout=30)
             assert said == ""
         assert reached() == ["yes", "yes", "no"]
-        start(0, "nft", "delete", "table", "inet", "dtk").communicate(timeout=30)
+        start(0, NFT, "delete", "table", "inet", "dtk").communicate(timeout=30)
         assert reached() == ["yes", "yes", "yes"]
         server.stdin.close()
 
