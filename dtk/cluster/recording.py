@@ -26,10 +26,8 @@ class Recorder:
         self.tells_each = tells_each
         self.steps = 0
         self.is_paused = True  # the time until the next step belongs to none
-        # What a model's recorder had counted before the first of these steps, and after the last
-        # where that is known: models that take turns share it.
+        # What was counted before the first of these steps, by the recorder of whichever model.
         self.counted: list[float] = []
-        self.counted_now: list[float] | None = None
         self._begin = self._last = time.monotonic()
         self._renew()
 

@@ -47,8 +47,6 @@ class StepRecorder:
         if self._recorder is None:
             return
         self._ended, self._logs = batch + 1, logs
-        # After a step of a script's own loop, anything may follow before the next is told of.
-        self._recorder.counted_now = None if self._ended else self._counts()
         if self._recorder.end(max(1, self._ended - self._begun)):
             self._tell()
 
@@ -93,7 +91,7 @@ class StepRecorder:
         recorder = self._recorder
         if recorder is None or not recorder.untold:
             return
-        now = recorder.counted_now or self._counts()
+        now = self._counts()
         counted = [after - before for after, before in zip(now, recorder.counted, strict=True)]
         facts: dict[str, object] = {"epoch": self._epoch}
         facts |= {name: round(value, 6) for name, value in zip(_COUNTED, counted, strict=True)}
