@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dtk.cluster import progress, report_channel, usage
 
@@ -17,6 +17,7 @@ VARIABLE = "DTK_EVENTS"
 _PERIOD = 1.0
 # Steps of a summary that tells of each: as text they fit into a message of less than PIPE_BUF.
 _MOST = 160
+_MOST_MESSAGES = 50
 
 
 class Recorder:
@@ -70,17 +71,32 @@ class Recorder:
         where |= {"first": self._first + 1, "last": self.steps}
         spans = zip(self._begins, self._ends, strict=True)
         each = {
-            "begins": [round(1000 * (begin - self._since), 1) for begin in self._begins],
-            "took": [round(1000 * (end - begin), 1) for begin, end in spans],
+            "begins": _milliseconds(begin - self._since for begin in self._begins),
+            "took": _milliseconds(end - begin for begin, end in spans),
         }
         held = {"seconds": round(self.seconds, 6), "memory": usage.memory()}
         if told := self.tell("steps", **where, **held, **each, **facts):
             self._renew()
         return told
 
+    def tell_messages(self, spans: Sequence[tuple[str, float, float]]) -> None:
+        """Tell what the last step has sent: names, begins and ends by the system's clock."""
+        zero = time.time() - time.monotonic() + self._begin
+        last = sorted((span for span in spans if span[1] >= zero), key=lambda span: span[1])
+        told = [
+            (name, round(1000 * (begin - zero), 2), round(1000 * (end - begin), 2))
+            for name, begin, end in last[:_MOST_MESSAGES]
+        ]
+        if told:
+            self.tell("messages", step=self.steps, begin=self._begin, spans=told)
+
     def tell(self, kind: str, **facts: object) -> bool:
         """Tell of an event; never waits for the launcher."""
         return report_channel.tell({"event": {"kind": kind, **facts}}, patience=0)
+
+
+def _milliseconds(seconds: Iterable[float]) -> list[float]:
+    return [round(1000 * one, 1) for one in seconds]
 
 
 @functools.cache

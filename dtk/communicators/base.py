@@ -35,7 +35,7 @@ from dtk.communicators import buckets, determinism, dtype_casts, objects
 from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
-from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer
+from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, Span
 from dtk.errors import CommunicatorError, at_rank
 from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
@@ -202,6 +202,11 @@ class Communicator(abc.ABC):
         """The part of `seconds_communicating` that was spent outside of graphs."""
         cards = 0.0 if self.cards is None else self.cards.eager_seconds_communicating
         return cards + (self._sequencers[""].eager_seconds if "" in self._sequencers else 0.0)
+
+    def spans(self) -> list[Span]:
+        """Return when each message of a graph was last sent, where `dtk run` asked for steps."""
+        cards = [] if self.cards is None else self.cards.spans()
+        return cards + [span for order in self._sequencers.values() for span in order.spans()]
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -407,7 +412,8 @@ class Communicator(abc.ABC):
             self._count_rows(tensor) if of_one is None else of_one
             for tensor, of_one in zip(tensors, known, strict=True)
         ]
-        return self._sequencer.run_together(list(map(self._gathering, tensors, counts)))
+        messages = list(map(self._gathering, tensors, counts))
+        return self._sequencer.run_together(messages, name="all-gather")
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
@@ -435,7 +441,9 @@ class Communicator(abc.ABC):
         if self.host is not None:
             return self.host.sizes_of_ranks(mine, kind)
         label = self._label(f"{kind}/sizes")
-        rows = self._sequencer.run([mine], lambda flat: self._gather_sizes(flat[0], label))
+        rows = self._sequencer.run(
+            [mine], lambda flat: self._gather_sizes(flat[0], label), name="sizes"
+        )
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
@@ -503,7 +511,8 @@ class Communicator(abc.ABC):
         if routed is not None:
             return routed
         return self._sequencer.run_together(
-            [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)]
+            [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)],
+            name="reduce-scatter",
         )
 
     def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
@@ -583,6 +592,7 @@ class Communicator(abc.ABC):
         return self._sequencer.run(
             [rows.blocks(matrix[self.rank], self.size)],
             lambda flat: self._alltoall(flat[0], words, label),
+            name="all-to-all",
         )
 
     @overload
@@ -625,7 +635,9 @@ class Communicator(abc.ABC):
         encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
         label = self._label("broadcast")
         outputs = self._sequencer.run(
-            [item for item, _ in encoded], lambda flat: self._broadcast(flat, root, label)
+            [item for item, _ in encoded],
+            lambda flat: self._broadcast(flat, root, label),
+            name="broadcast",
         )
         decoded = [
             back(output)[: tf.size(bucket)]
@@ -654,7 +666,9 @@ class Communicator(abc.ABC):
         if self.cards is not None and self._is_on_card(value.dtype):
             return self.cards.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
-        self._sequencer.run([encoded], lambda flat: [self._send(flat[0], dest, tag)])
+        self._sequencer.run(
+            [encoded], lambda flat: [self._send(flat[0], dest, tag)], name=f"send to {dest}"
+        )
         return None
 
     @unconverted
@@ -682,7 +696,10 @@ class Communicator(abc.ABC):
             return self.cards.recv(shape, dtype, source, tag)
         encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
-            [encoded], lambda flat: [self._receive(flat[0], source, tag)], sends=False
+            [encoded],
+            lambda flat: [self._receive(flat[0], source, tag)],
+            sends=False,
+            name=f"receive from {source}",
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
 
@@ -712,7 +729,7 @@ class Communicator(abc.ABC):
             return
         label = self._label("barrier")
         ready = [tf.zeros([1], tf.int32)]
-        self._sequencer.run(ready, lambda flat: self._reduce(flat, "sum", label))
+        self._sequencer.run(ready, lambda flat: self._reduce(flat, "sum", label), name="barrier")
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.

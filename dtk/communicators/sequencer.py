@@ -23,8 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import placement
-from dtk.cluster import progress
+from dtk.cluster import progress, recording
 from dtk.communicators import determinism
+from dtk.nests import Array
 
 _FROM_0, _TO_END = np.array([0]), np.array([-1])
 
@@ -39,6 +40,14 @@ class CollectiveMessage(NamedTuple):
     finish: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]
 
 
+class Span(NamedTuple):
+    """When a message of a graph was last sent, in seconds since 1970."""
+
+    name: str
+    begin: float  # this rank's values were ready
+    end: float
+
+
 class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds."""
 
@@ -47,6 +56,7 @@ class CollectiveSequencer:
         self._device = device or placement.messages()
         self._eager_bytes, self._eager_seconds = 0, 0.0
         self._lanes: dict[int, tf.Tensor] = {}
+        self._noted: list[tuple[list[str], tf.Tensor]] = []
         # Counting on a GPU would copy a number to the host before every message, and wait there.
         self._handle = counters(
             placement.host() if placement.is_gpu(self._device) else self._device
@@ -66,6 +76,15 @@ class CollectiveSequencer:
     def seconds(self) -> float:
         """Seconds in collectives so far, from when this rank's values were ready."""
         return self._eager_seconds + self._counted(1) / 1e6
+
+    def spans(self) -> list[Span]:
+        """Return the messages of all graphs, where the launcher asked for each step."""
+        found = []
+        for names, handle in self._noted:
+            with tf.init_scope():
+                times = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
+            found += [Span(name, *both) for name, both in zip(names, times.tolist(), strict=True)]
+        return found
 
     def lane(self, number: int) -> tf.Tensor:
         """Return a resource that orders the parts of one lane; other lanes run beside it."""
@@ -89,8 +108,9 @@ class CollectiveSequencer:
         inputs: Sequence[tf.Tensor],
         collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         sends: bool = True,
+        name: str = "all-reduce",
     ) -> list[tf.Tensor]:
-        """Run a collective after every one before it."""
+        """Run a collective after every one before it; its name is for the timeline."""
         if tf.executing_eagerly():
             if sends:
                 self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
@@ -106,6 +126,7 @@ class CollectiveSequencer:
         zero = tf.minimum(before[:1], 0)
         with tf.device(self._device):
             behind = [_behind(zero, t) for t in inputs]
+            begins = self._clocks(behind)
             start = self._clock(behind)
             outputs = collective(behind)
         # Horovod does not mark its ops as stateful, so ranks that do not use a result would
@@ -117,10 +138,34 @@ class CollectiveSequencer:
             took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
             update = tf.stack([sent + no_elements, took])
             tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
+        if begins and len(inputs) == len(outputs):
+            self._note([name + _size([one]) for one in behind], begins, self._clocks(outputs))
+        elif begins:  # a gather has an output for each rank
+            self._note([name + _size(behind)], [start], [self._clock(outputs)])
         return outputs
 
+    def _clocks(self, ready: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return when each tensor is computed, if the launcher asked for each step.
+
+        TensorFlow runs the clocks of a graph one after the other, as they are made here. Buckets of
+        gradients are ready from the last one to the first.
+        """
+        recorder = recording.recorder()
+        asked = recorder is not None and recorder.tells_each and self._timed
+        if not asked or determinism.is_asked_for():
+            return []
+        return [self._clock([one]) for one in reversed(ready)][::-1]
+
+    def _note(self, names: list[str], begins: list[tf.Tensor], ends: list[tf.Tensor]) -> None:
+        """Keep when messages were last sent."""
+        handle = _resource(np.zeros([len(names), 2]), placement.host())
+        with tf.device(placement.host()):
+            times = tf.stack([tf.stack(begins), tf.stack(ends)], 1)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=times)
+        self._noted.append((names, handle))
+
     def run_together(
-        self, messages: Sequence[CollectiveMessage]
+        self, messages: Sequence[CollectiveMessage], name: str = "all-reduce"
     ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
         """Send messages side by side, each once its own values are ready.
 
@@ -141,7 +186,7 @@ class CollectiveSequencer:
                 begin = end
             return outputs
 
-        received = iter(self.run([t for m in messages for t in m.inputs], send))
+        received = iter(self.run([t for m in messages for t in m.inputs], send, name=name))
         return [
             message.finish(list(itertools.islice(received, length)))
             for message, length in zip(messages, lengths, strict=True)
@@ -154,12 +199,24 @@ def counters(device: str) -> tf.Tensor:
     It is not a tf.Variable, so that no active strategy or scope mirrors or tracks it. An op that
     touches it runs on its device.
     """
+    return _resource(np.zeros([2], np.int64), device)
+
+
+def _resource(value: Array, device: str) -> tf.Tensor:
     with tf.init_scope(), tf.device(device):
         handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.int64, shape=[2], shared_name=f"dtk_lane_{uuid.uuid4().hex}"
+            dtype=value.dtype, shape=value.shape, shared_name=f"dtk_lane_{uuid.uuid4().hex}"
         )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant([0, 0], tf.int64))
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
         return handle
+
+
+def _size(tensors: Sequence[tf.Tensor]) -> str:
+    """Describe how large tensors are, if that is known."""
+    counts = [t.shape.num_elements() for t in tensors]
+    if None in counts:
+        return ""
+    return f" {sum(n * t.dtype.size for n, t in zip(counts, tensors, strict=True)):,} B"
 
 
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

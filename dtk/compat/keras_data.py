@@ -82,7 +82,7 @@ def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
 
 def own_rows(batch: Tree) -> slicing.Slices:
     """Take a batch as the rows of this rank alone."""
-    return slicing.Slices((batch,), (slicing.count_rows(batch),), ())
+    return slicing.Slices((batch,), (slicing.count_rows(batch),), slicing.UNKNOWN)
 
 
 def of_this_rank(dataset: Dataset) -> Dataset:

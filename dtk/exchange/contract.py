@@ -121,6 +121,27 @@ class ExchangeOp(abc.ABC):
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """Exchange this step's gradients; return those for the optimizer to apply now."""
 
+    @staticmethod
+    def keep_if_finite(
+        variables: Sequence[tf.Variable],
+        values: Sequence[tf.Tensor],
+        received: Sequence[tf.Tensor | tf.IndexedSlices],
+    ) -> None:
+        """Assign what remains of this step's gradients, unless some rank's were not finite.
+
+        The optimizer may skip such a step, and its gradients are then lost. Every rank sees this in
+        the values that all ranks received.
+        """
+        tensors = [getattr(each, "values", each) for each in received]
+        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in tensors if t.dtype.is_floating]
+
+        def assign() -> bool:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+            return True
+
+        tf.cond(tf.reduce_all(finite), assign, lambda: False)
+
     def count(self, part: BatchPart | None) -> None:  # noqa: B027
         """Count a step's batch, after its gradients are applied."""
 

@@ -175,7 +175,8 @@ class QuantizedOp(ExchangeOp):
         sums = self._to_owners(codes, decoded, kernels)
         codes, _, left_of_sums = self._quantise(sums, of_sums)
         codes = self._to_all(codes, kernels)
-        self._keep([*residuals, *of_sums], [*left, *left_of_sums], codes, whole)
+        received = [*whole, *(code.scales for code in codes)]
+        self.keep_if_finite([*residuals, *of_sums], [*left, *left_of_sums], received)
         return [
             codec.from_columns(codec.decode(code, k.entries, self.bits), g.shape, g.dtype)
             for code, k, g in zip(codes, kernels, gradients.values(), strict=True)
@@ -191,28 +192,6 @@ class QuantizedOp(ExchangeOp):
             codec.decode(code, w.shape[1], self.bits) for code, w in zip(codes, wanted, strict=True)
         ]
         return codes, decoded, [w - d for w, d in zip(wanted, decoded, strict=True)]
-
-    def _keep(
-        self,
-        residuals: list[tf.Variable],
-        left: list[tf.Tensor],
-        codes: list[codec.Code],
-        whole: list[tf.Tensor | tf.IndexedSlices],
-    ) -> None:
-        """Keep the new residuals, unless some rank's gradients were not finite.
-
-        The optimizer may skip such a step, and its gradients are then lost. Every rank sees this in
-        the values that all ranks received.
-        """
-        got = [getattr(w, "values", w) for w in whole] + [code.scales for code in codes]
-        finite = [tf.reduce_all(tf.math.is_finite(g)) for g in got if g.dtype.is_floating]
-
-        def assign() -> bool:
-            for residual, value in zip(residuals, left, strict=True):
-                residual.assign(value)
-            return True
-
-        tf.cond(tf.reduce_all(finite), assign, lambda: False)
 
     def _to_owners(
         self, codes: list[codec.Code], decoded: list[tf.Tensor], kernels: list[_Kernel]

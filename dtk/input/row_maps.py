@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.even_division import even_bounds
 from dtk.input import slicing
 from dtk.nests import Tree
 
@@ -97,7 +96,7 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
 
 
 def _own_rows(maps: RowMaps, rank: int, size: int) -> int:
-    first, end = even_bounds(maps.size, rank, size)
+    first, end = slicing.rows_of_rank(maps.size, rank, size)
     return end - first
 
 

@@ -21,8 +21,12 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.even_division import even_bounds
+from dtk.even_division import CountT, even_bounds
 from dtk.nests import Leaf, Specs, Tree
+
+# Stands for a number that this process does not know. It is a structure without tensors, so
+# TensorFlow traces the step anew.
+UNKNOWN: tuple[()] = ()
 
 
 class Slices(NamedTuple):
@@ -33,12 +37,22 @@ class Slices(NamedTuple):
     parts: tuple[Tree, ...]
     # number of each part's own rows, int64 scalars; 0 for a padding row
     counts: tuple[tf.Tensor, ...]
-    # rows of the whole global batch, int64 scalar; () if it is known only as a sum over ranks. ()
-    # is a structure, not a number, so TensorFlow traces the step anew
+    # rows of the whole global batch, int64 scalar; UNKNOWN if only their sum over ranks tells it
     rows: tf.Tensor
-    # digest of the whole global batch, which ranks compare, int64 scalar; () if each rank reads
-    # different batches, or with one process
-    digest: tf.Tensor = ()
+    # digest of the whole global batch, which ranks compare, int64 scalar; UNKNOWN if each rank
+    # reads different batches, or with one process
+    digest: tf.Tensor = UNKNOWN
+
+
+def is_known(number: tf.Tensor | tuple[()]) -> bool:
+    """Return whether a number of `Slices` is not UNKNOWN."""
+    return not isinstance(number, tuple)
+
+
+def rows_of_rank(rows: CountT, rank: int, size: int) -> tuple[CountT, CountT]:
+    """Return the first of a rank's rows in a global batch, and the one after its last."""
+    # `Strategy.gather_outputs` puts predictions back in this order.
+    return even_bounds(rows, rank, size)
 
 
 def _leaves(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
@@ -134,7 +148,7 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
 def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
-    bounds = [even_bounds(rows, rank, size) for rank in ranks]
+    bounds = [rows_of_rank(rows, rank, size) for rank in ranks]
     # Ranks without rows come last: they take the last row as a padding row.
     padded = [(tf.minimum(begin, rows - 1), end) for begin, end in bounds]
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
@@ -143,7 +157,7 @@ def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
 def cut_exactly(batch: Tree, ranks: Sequence[int], size: int) -> tuple[Tree, ...]:
     """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
-    return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
+    return _parts(batch, rows, [rows_of_rank(rows, rank, size) for rank in ranks])
 
 
 def rows_of(batch: Tree, begin: int, end: int) -> Tree:

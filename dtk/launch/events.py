@@ -88,6 +88,14 @@ class Steps(NamedTuple):
         return Steps(**{**both, "since": self.since, "first": self.first, "begins": (), "took": ()})
 
 
+class Messages(NamedTuple):
+    """What a rank sent in one step."""
+
+    time: float  # at which the step began
+    step: int
+    spans: tuple[tuple[str, float, float], ...]  # name; begin and length, in milliseconds
+
+
 class Waiting(NamedTuple):
     """How long each rank waited for others in a range of steps."""
 
@@ -142,8 +150,9 @@ class EventLog:
 
     Attributes:
         attempt: How often the job was started before.
-        kept: All events but those of steps and waiting.
+        kept: All events but those of steps, messages and waiting.
         steps: What each rank has told of its steps, by attempt and rank.
+        messages: What each rank has sent in some of its steps, by attempt and rank.
         waiting: Who waited, by attempt.
     """
 
@@ -151,6 +160,7 @@ class EventLog:
         self.attempt = 0
         self.kept: list[Event] = []
         self.steps: dict[tuple[int, RankName], list[Steps]] = {}
+        self.messages: dict[tuple[int, RankName], list[Messages]] = {}
         self.waiting: dict[int, list[Waiting]] = {}
         self._comparison = _Comparison(0)
         self._zero = time.time() - time.monotonic()
@@ -158,9 +168,9 @@ class EventLog:
         self._lines: queue.SimpleQueue[str] | None = None
 
     def write_to(self, file: str, say: Callable[[str], None]) -> None:
-        """Write all events to a file, by a thread: a disk that hangs keeps nobody waiting."""
+        """Append all events to a file, by a thread: a disk that hangs keeps nobody waiting."""
         try:
-            stream = open(file, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the job
+            stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the job
         except OSError as error:
             raise UnwritableError(f"--events {file}: {error.strerror}; name another file") from None
         told = f"--events {file} takes nothing: {{}}. The job goes on without"
@@ -195,6 +205,13 @@ class EventLog:
         """Take an event of a rank, whose clock is so many seconds behind this process's."""
         facts = dict(told)
         kind = str(facts.pop("kind"))
+        if kind == "messages":
+            sent = _messages(facts, self._zero + lag)
+            with self._lock:
+                kept = self.messages.setdefault((self.attempt, rank), [])
+                _keep(kept, sent, lambda before, after: after)
+                self._write(sent.time, rank, kind, {"step": sent.step, "spans": sent.spans})
+            return
         if kind != "steps":
             self.record(kind, rank, **facts)
             return
@@ -252,6 +269,16 @@ def _steps(told: Mapping[str, object], zero: float) -> Steps:
 
     steps = Steps._make(map(read, Steps._fields))
     return steps._replace(since=round(zero + steps.since, 4), until=round(zero + steps.until, 4))
+
+
+def _messages(told: Mapping[str, object], zero: float) -> Messages:
+    """Read what a rank tells of a step's messages; fails with what it cannot be."""
+    spans = told["spans"]
+    if not isinstance(spans, list):
+        raise ValueError(f"spans={spans!r} of messages")  # noqa: TRY004 - as for any wrong value
+    read = tuple((str(name), float(begin), float(took)) for name, begin, took in spans)
+    time = round(zero + float(str(told["begin"])), 4)
+    return Messages(time, int(str(told["step"])), read)
 
 
 def _keep(kept: list[_T], new: _T, join: Callable[[_T, _T], _T]) -> None:

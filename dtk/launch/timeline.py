@@ -1,14 +1,16 @@
 """A job as a trace for Perfetto and chrome://tracing: https://ui.perfetto.dev opens it.
 
-One process of the trace is one rank. Inside a step nothing is shown: its graph is one call. How
-long a rank was in collectives, its memory and its samples per second are counters.
+One process of the trace is one rank. A step is one call of its graph; about once a second the
+messages inside of one are shown, each from when this rank's values were ready: what is longer than
+another rank's was waiting for it. How long a rank was in collectives, its memory and its samples
+per second are counters.
 """
 
 from __future__ import annotations
 
 import json
 
-from dtk.launch.events import Event, EventLog, RankName, Steps
+from dtk.launch.events import Event, EventLog, Messages, RankName, Steps
 
 _LAUNCHER = -1
 _MARKS = ("epoch", "stall", "failure", "restart", "attempt start", "rank end", "job end")
@@ -28,6 +30,9 @@ def trace(log: EventLog) -> str:
     for (_, rank), told in log.steps.items():
         for steps in told:
             found += _slices(steps, begun, numbers[rank])
+    for (attempt, rank), sent in log.messages.items():
+        for one in sent:
+            found += _messages(one, begun, numbers[rank], attempt)
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
 
 
@@ -63,6 +68,18 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
     for name, value in counters.items():
         counted: Event = {"value": round(value, 3)}
         found.append({"ph": "C", "name": name, "pid": pid, "ts": _micro(since), "args": counted})
+    return found
+
+
+def _messages(sent: Messages, begun: float, pid: int, attempt: int) -> list[Event]:
+    """Return the messages of a step, which may overlap."""
+    found = []
+    for place, (name, begin, took) in enumerate(sent.spans):
+        start = _micro(sent.time - begun + begin / 1000)
+        number = f"{attempt}-{pid}-{sent.step}-{place}"
+        own: Event = {"cat": "collective", "pid": pid, "tid": 2, "id": number}
+        found.append({**own, "ph": "b", "name": name, "ts": start, "args": {"step": sent.step}})
+        found.append({**own, "ph": "e", "name": name, "ts": start + round(1000 * took)})
     return found
 
 

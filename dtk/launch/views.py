@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -45,15 +47,17 @@ def watching(
         log.close()
         for file, make in zip(others, (timeline.trace, report_page.page), strict=True):
             if file is not None:
-                _write(Path(file), make(log), say)
+                _write(Path(file), functools.partial(make, log), say)
 
 
-def _write(file: Path, text: str, say: Callable[[str], None]) -> None:
+def _write(file: Path, make: Callable[[], str], say: Callable[[str], None]) -> None:
     try:
         with written(file) as draft:
-            draft.write_text(text, encoding="utf-8")
+            draft.write_text(make(), encoding="utf-8")
     except OSError as error:
         say(f"{file} could not be written: {error.strerror}")
+    except Exception:  # noqa: BLE001 - the job's own end and exit code count more than its picture
+        say(f"{file} could not be drawn, by a fault of dtk:\n{traceback.format_exc()}")
 
 
 def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.JobSnapshot:

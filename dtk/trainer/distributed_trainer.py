@@ -130,7 +130,7 @@ class DistributedTrainer(ModelState):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: slicing.Slices) -> Tree:
-            if not isinstance(batch.digest, tuple):
+            if slicing.is_known(batch.digest):
                 read.assign(digests.add(read, batch.digest))
             if name == "train":
                 self.recorder.note_arrival(batch)
@@ -171,7 +171,7 @@ class DistributedTrainer(ModelState):
     def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
         """Check before the first step of a kind that the replicas' parts add up to the step."""
         strategy = self.strategy
-        known = None if isinstance(first.rows, tuple) else int(first.rows)
+        known = int(first.rows) if slicing.is_known(first.rows) else None
         self_test.check_stateful(self.model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
         self.build_by(step_function, first)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from dtk.cluster import recording
 from dtk.communicators import determinism
+from dtk.communicators.base import Communicator
 from dtk.compat.keras_data import Feed
 from dtk.input import slicing
 from dtk.nests import Logs
@@ -109,10 +110,15 @@ class StepRecorder:
             facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}
         if recorder.tell_steps(facts):
             recorder.counted, self._is_traced = now, False
+            recorder.tell_messages([span for group in self._groups for span in group.spans()])
+
+    @property
+    def _groups(self) -> tuple[Communicator, Communicator]:
+        return self._strategy.communicator, self._strategy.model_communicator
 
     def _counts(self) -> list[float]:
         """Return what has been counted since the process began, in the order of `_COUNTED`."""
-        groups = (self._strategy.communicator, self._strategy.model_communicator)
+        groups = self._groups
         between = sum(group.eager_seconds_communicating for group in groups)
         return [
             sum(group.bytes_sent for group in groups),

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from dtk.cli.main import main
-from dtk.launch import events, monitor
+from dtk.launch import events, monitor, report_page
 from dtk.launch.events import EventLog, Steps
 
 from launched import DTK_RUN, dtk_run, ranks, until
@@ -147,6 +147,16 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
         for rank in range(2)
     ]
     assert shares[0] > 2 * shares[1]
+    # Rank 0 waits inside of its messages, and they lie in the step that they belong to.
+    sent = {one["id"]: one for one in trace if one["ph"] == "b"}
+    over = {one["id"]: one["ts"] for one in trace if one["ph"] == "e"}
+    long = {one["pid"] for i, one in sent.items() if over[i] - one["ts"] > 100_000}
+    assert sent.keys() == over.keys() and long == {0}
+    assert any(re.fullmatch(r"all-reduce [\d,]+ B", one["name"]) for one in sent.values())
+    ends = {(one["pid"], int(one["name"][5:])): one["ts"] + one["dur"] for one in bars}
+    for i, one in sent.items():
+        place = one["pid"], one["args"]["step"]
+        assert begun[place] - 1000 <= one["ts"] and over[i] <= ends[place] + 1000
     assert "Rank 1 was the slowest" in page and "succeeded" in page
     assert int(re.search(r"Efficiency (\d+)%", page)[1]) < 90
 
@@ -192,6 +202,20 @@ def test_a_file_that_cannot_be_written_is_refused(option, tmp_path):
     done = CliRunner().invoke(main, ["run", "-n", "1", option, gone, str(tmp_path / "train.py")])
     assert done.exit_code == 2
     assert f"{option} {gone}: there is no directory {tmp_path / 'gone'}" in done.stderr
+
+
+def test_a_fault_in_drawing_is_told_and_events_are_added_to_those_of_earlier_jobs(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "train.py").write_text("raise SystemExit(3)")
+    (tmp_path / "events").write_text('{"kind": "earlier"}\n')
+    monkeypatch.setattr(report_page, "page", lambda log: 1 / 0)
+    told = ["--events", str(tmp_path / "events"), "--report", str(tmp_path / "report")]
+    done = CliRunner().invoke(main, ["run", "-n", "1", *told, str(tmp_path / "train.py")])
+    assert done.exit_code == 3
+    assert "could not be drawn, by a fault of dtk" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert [one["kind"] for one in lines(tmp_path / "events")][:2] == ["earlier", "job start"]
 
 
 def test_a_full_disk_is_told_once_and_the_job_goes_on(tmp_path):
@@ -306,5 +330,8 @@ def test_messages_of_ranks_fit_into_a_pipe(monkeypatch):
             recorder.begin()
             if recorder.end():
                 recorder.tell_steps({"samples": 10**9, "loss": 0.123456789012345})
-    assert len(sent) > 100
+    recorder._begin, now = 0.0, 1e3 + recording.time.time()
+    name = "reduce-scatter 1,234,567,890 B"
+    recorder.tell_messages([(name, now + i, now + 2 * i) for i in range(400)])
+    assert len(sent) > 100 and len(sent[-1]["event"]["spans"]) > 20
     assert max(len(json.dumps(one)) for one in sent) < 3500

@@ -88,8 +88,8 @@ def begin_step(
     """Return this replica's rows, and its step."""
     index = strategy.local_index()
     data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
-    known_as_sum = isinstance(batch.rows, tuple)
-    rows = step_metrics.sum_over_replicas(mine) if known_as_sum else batch.rows
+    known = slicing.is_known(batch.rows)
+    rows = batch.rows if known else step_metrics.sum_over_replicas(mine)
     step = traced_step.Step(
         share=tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)),
         model=model,
