@@ -31,7 +31,8 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.cluster.environment import Environment
-from dtk.communicators import buckets, determinism, dtype_casts, objects
+from dtk.communicators import aligned_slices, buckets, determinism, dtype_casts, objects
+from dtk.communicators.aligned_slices import AlignedSlices, with_values
 from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
@@ -54,15 +55,6 @@ def unconverted(function: _Value) -> _Value:
     """Keep AutoGraph from rewriting a function: that is slow and gains nothing."""
     kept: _Value = tf.autograph.experimental.do_not_convert(function)
     return kept
-
-
-class AlignedSlices(tf.IndexedSlices):
-    """Slices with the same indices on all ranks: a sum adds the values of each index."""
-
-
-def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """Return slices of the same class and indices, with other values."""
-    return type(slices)(values, slices.indices, slices.dense_shape)
 
 
 class Communicator(abc.ABC):
@@ -257,16 +249,23 @@ class Communicator(abc.ABC):
             for i, value in zip(on_card, reduced, strict=True):
                 results[i] = value
         others = [i for i in range(len(results)) if i not in on_card]
-        tables = [i for i in others if _is_gathered(results[i])]
+        tables = [i for i in others if aligned_slices.is_gathered(results[i])]
         dense = [i for i in others if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
-        messages = [self._reduction(whole, op)] if dense else []
+        digits = [aligned_slices.digits_of(list(aligned.values()))] if aligned else []
+        messages = [self._reduction([*whole, *digits], op)] if dense else []
         reduced = self._sequencer.run_together([*messages, *summed])
-        if dense:
-            for i, tensor in zip(dense, reduced.pop(0), strict=True):
-                results[i] = with_values(aligned[i], tensor) if i in aligned else tensor
+        combined = reduced.pop(0) if dense else []
+        for i, tensor in zip(dense, combined, strict=False):  # digits come last
+            results[i] = tensor
+        if digits:
+            same = tf.equal(combined[-1], digits[0] * (1 if op == "mean" else self.size))
+            values = [results[i] for i in aligned]
+            values = aligned_slices.assert_equal(values, tf.reduce_all(same), self.rank)
+            for i, value in zip(aligned, values, strict=True):
+                results[i] = with_values(aligned[i], value)
         for i, slices in zip(tables, reduced, strict=True):
             results[i] = slices
         return results
@@ -348,14 +347,8 @@ class Communicator(abc.ABC):
             lambda: tf.reduce_all(tf.equal(indices, everyone)),
             lambda: tf.constant(False),
         )
-        message = (
-            "a table is looked up at other places on another rank, though its indices depend on no "
-            "row of the batch (sequences are of other lengths there?). Pad the whole batch to one "
-            "length before it is cut, in the dataset"
-        )
-        with tf.control_dependencies([tf.debugging.Assert(equal, [at_rank(self.rank, message)])]):
-            shape = tf.concat([[self.size], tf.shape(mine.values)], 0)
-            return tf.reshape(values, shape)
+        (values,) = aligned_slices.assert_equal([values], equal, self.rank)
+        return tf.reshape(values, tf.concat([[self.size], tf.shape(mine.values)], 0))
 
     @overload
     def allgather(
@@ -917,10 +910,3 @@ def _written(value: object) -> tuple[bytes, Exception | None]:
 
 def _read(payload: tf.Tensor | Array) -> object:
     return objects.loads(np.asarray(payload, np.uint8).tobytes())
-
-
-def _is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Return whether ranks gather the slices of a value, since their number may differ by rank."""
-    if not isinstance(value, tf.IndexedSlices):
-        return False
-    return not isinstance(value, AlignedSlices) or not value.values.shape.is_fully_defined()

@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.communicators import collective
-from dtk.communicators.base import AlignedSlices
+from dtk.communicators.aligned_slices import AlignedSlices
 
 import world
 
@@ -583,6 +583,16 @@ def refuses_slices_of_other_places(comm, graph):
     for places in (tf.range(2 + comm.rank), tf.range(2) + comm.rank):
         with pytest.raises(tf.errors.InvalidArgumentError, match="other places on another rank"):
             step(tf.ones(tf.shape(places)), places)
+    # A graph that knows how many there are sends no indices; so does a script's own constant.
+    for op in ("sum", "mean"):
+        known = tf.function(
+            lambda places, op=op: comm.allreduce(
+                AlignedSlices(tf.ones([2]), tf.ensure_shape(places, [2]), tf.constant([9])), op
+            ).values
+        )
+        same(known(tf.range(2)), np.full(2, comm.size if op == "sum" else 1, np.float32))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="other places on another rank"):
+            known(tf.range(2) + comm.rank)
     same(comm.allreduce(tf.ones([2])), np.full(2, comm.size, np.float32))
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.communicators.base import AlignedSlices
+from dtk.communicators.aligned_slices import AlignedSlices
 from dtk.compat import keras_steps, keras_variables
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import Gradient
