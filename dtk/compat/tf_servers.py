@@ -42,6 +42,20 @@ class ServerStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         self._is_parameter_server_strategy_v2 = True
 
 
+class PartitionedVariable(sharded_variable.ShardedVariable):
+    """A variable in parts on several servers."""
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """Say why there is none: `GradientTape.gradient` asks Keras's variable for it."""
+        name = self.variables[0].name.partition("/part_")[0]
+        raise AttributeError(
+            f"variable_partitioner= has cut {name!r} into {len(self.variables)} parts, and a "
+            "loop of your own has no gradient of a Keras variable in parts. Train it by model.fit; "
+            "or make the strategy without variable_partitioner, or with one that leaves it whole"
+        )
+
+
 class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
     """Extended object that places variables on servers, by bytes, and metric state on the chief."""
 
@@ -77,7 +91,10 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         beside = kwargs.get("colocate_with")
         if isinstance(beside, sharded_variable.ShardedVariable):
             return self._create_sharded_beside(beside, next_creator, **kwargs)
-        return super()._create_variable(next_creator, **kwargs)
+        made = super()._create_variable(next_creator, **kwargs)
+        if isinstance(made, sharded_variable.ShardedVariable):
+            made.__class__ = PartitionedVariable
+        return made
 
     def _create_sharded_beside(
         self,
@@ -94,7 +111,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         for shard, part in zip(beside.variables, tf.split(whole, sizes), strict=True):
             kwargs |= {"colocate_with": shard, "initial_value": part}
             made.append(super()._create_variable(next_creator, **kwargs))
-        return sharded_variable.ShardedVariable(made)
+        return PartitionedVariable(made)
 
     def _create_variable_round_robin(
         self, next_creator: Function[tf.Variable], **kwargs: object

@@ -250,6 +250,8 @@ def test_a_loop_of_horovods():
             "by strategy.run",
         ),
         (["m.fit_generator(d, steps_per_epoch=2)"], "Keras 3 has no `fit_generator`"),
+        (["m.compile(loss=Loss(reduction=losses.Reduction.SUM))"], "no `losses.Reduction.SUM`"),
+        (["accuracy.reset_states()"], "Keras 3 has no `reset_states`"),
     ],
 )
 def test_what_is_not_understood_is_marked_above_its_line(lines, why):

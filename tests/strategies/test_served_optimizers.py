@@ -232,7 +232,19 @@ def _whole(name):
     return (lambda: _towers({name: WHOLE[name]}, served_with("sync"), 2), ValueError, *said)
 
 
+def taped():
+    """A loop's gradient of a Keras variable in two parts."""
+    strategy = served_with("sync")
+    with partitioned(strategy, 2, rows=4), strategy.scope():
+        table = keras.layers.Embedding(4, 2)
+        table.build()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table(tf.constant([1])))
+        tape.gradient(loss, table.trainable_variables)
+
+
 MISTAKES = {name: _whole(name) for name in WHOLE} | {
+    "a loop": (taped, AttributeError, "embeddings' into 2 parts", "Train it by model.fit"),
     "unit columns": (
         lambda: constrained("unit columns", "sync"),
         *(ValueError, "UnitNorm", "more than a row at a time", "axis=1"),

@@ -17,7 +17,8 @@ _PLAIN = m.SimpleStatementLine(
 _IMPORT = m.SimpleStatementLine(body=[m.OneOf(m.Import(), m.ImportFrom())])
 _TEXT = m.SimpleStatementLine(body=[m.Expr(m.SimpleString())])
 _KERAS_2 = re.compile(
-    r"\b((fit|evaluate|predict)_generator|ImageDataGenerator|optimizers\.legacy\.\w+|multi_gpu_model|ConfigProto)$"
+    r"\b((fit|evaluate|predict)_generator|ImageDataGenerator|optimizers\.legacy\.\w+|multi_gpu_model"
+    r"|ConfigProto|losses\.Reduction\.\w+|reset_states)$"
 )
 
 
@@ -132,7 +133,8 @@ class _Scopes:
         ups = [one.name.value for one in source.parents(call) if isinstance(one, cst.FunctionDef)]
         if method(call) == "apply_gradients" and not {*self.steps, "train_step"} & set(ups):
             source.mark(call, f"a loop of your own: call its step by {self.strategy}.run", "loops")
-        found = _KERAS_2.search(text)
+        used = [text, *(code(one.value) for one in call.args)]
+        found = next(filter(None, map(_KERAS_2.search, used)), None)
         if found and source.statement(call) not in source.deleted:
             source.mark(call, f"Keras 3 has no `{found[0]}`", "keras-2")
         if argument(call, "lr") and "optimizers." in f"{text} {source.imported(call.func)}":
