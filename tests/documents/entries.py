@@ -156,7 +156,7 @@ ENTRIES = {
         ("worker 0 of 2", "worker 1 of 2")
     ),
     ("docs/tutorials/notebook.md", "import dtk"): Python(
-        "data", after="assert len(history['loss']) == 3 and weights[0].shape == (4, 1)"
+        "data", after="assert len(history['loss']) == 3 and weights[0].shape == (8, 1)"
     ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
         "tests/strategies/test_self_test.py::test_what_it_prints"
