@@ -137,8 +137,13 @@ def patch_apply(
     return apply
 
 
-def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]], None]) -> None:
-    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on."""
+def patch_every_apply(
+    check: Callable[[keras.Optimizer, Sequence[keras.Variable]], Apply | None],
+) -> None:
+    """Make every optimizer call `check(optimizer, variables)` before it applies, from now on.
+
+    If that returns a function, it applies the gradients instead.
+    """
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -148,7 +153,9 @@ def patch_every_apply(check: Callable[[keras.Optimizer, Sequence[keras.Variable]
         *,
         original: Function[Tree],
     ) -> Tree:
-        check(optimizer, trainable_variables or [])
+        instead = check(optimizer, trainable_variables or [])
+        if instead is not None:
+            return instead(grads, trainable_variables)
         return original(optimizer, grads, trainable_variables)
 
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.

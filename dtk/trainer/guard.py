@@ -31,12 +31,14 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_optimizers
+from dtk.compat.keras_optimizers import Apply
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
+from dtk.placement import outside_graph
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import self_test
+from dtk.trainer.replica import replica_step, self_test
 from dtk.trainer.strategy import Strategy
 
 _CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
@@ -45,6 +47,7 @@ _LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).pare
 
 # One flag per thread: models that other threads train are not affected.
 _alone = threading.local()
+_binding = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -142,14 +145,14 @@ def _joins(strategy: Strategy) -> tuple[int, int]:
 # Updates of a script's own loop.
 
 
-def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> None:
+def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> Apply | None:
     strategy, current = joining_strategy(), tf.distribute.get_strategy()
     in_scope = tf.distribute.has_strategy()
     if strategy is None:
-        return
+        return None
     if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
         _check_sharded(optimizer, current)
-        return
+        return _bound_now(optimizer, current)
     owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
@@ -161,12 +164,29 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     if in_scope and owner is not current:
         _refuse_update(optimizer, "inside strategy.scope(), and was made outside it", strategy)
     if owner is current or optimizer.built or not variables:
-        return
+        return None
     replicas = owner.num_replicas_in_sync
     if replicas > 1 and not alone:
         _refuse_update(optimizer, f"with {replicas} replicas: one would compute all rows", strategy)
     with owner.scope():  # its variables must be made here; `apply` would build it outside
         optimizer.build(list(variables))
+    return None
+
+
+def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> Apply | None:
+    """Bind an optimizer that no model was compiled with, and return its new `apply`.
+
+    Keras's own would clip, scale and look for what is not finite on each rank, and sum afterwards.
+    """
+    bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
+    if bond is not None or not hasattr(strategy, "make_trainer"):
+        return None
+    groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
+    if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
+        return None
+    with _binding:  # replicas may be threads
+        outside_graph(lambda: replica_step.bind(optimizer, strategy))
+    return optimizer.apply
 
 
 def _check_sharded(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:

@@ -7,6 +7,7 @@ Only that model object gets dtk's step functions, and dtk's checks around `fit`,
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import keras
@@ -43,7 +44,10 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     if before is not None:
         return before
     keras_models.set_trainer(model, trainer)
-    methods: dict[str, Function[object]] = {"compute_loss": traced_step.checking_loss(model)}
+    methods: dict[str, Function[object]] = {
+        "compute_loss": traced_step.checking_loss(model),
+        "compile": _in_scope(model, strategy),
+    }
     if trainer.takes_over:
         methods |= {
             "make_train_function": _prepared(trainer, trainer.make_train_function),
@@ -52,6 +56,18 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
         }
     keras_models.patch_model(model, trainer.take_epoch_iterator, **methods)
     return trainer
+
+
+def _in_scope(model: keras.Model, strategy: Strategy) -> Function[None]:
+    """Compile the model again in the scope it was compiled in, wherever a script calls it."""
+
+    @functools.wraps(model.compile)
+    def compile_again(*args: object, **kwargs: object) -> None:
+        inside = contextlib.nullcontext() if tf.distribute.has_strategy() else strategy.scope()
+        with inside:
+            type(model).compile(model, *args, **kwargs)
+
+    return compile_again
 
 
 def _prepared(trainer: DistributedTrainer, make: Callable[[bool], Loop]) -> Callable[[bool], Loop]:

@@ -32,6 +32,7 @@ BY_RANKS = [
 # What goes another way between two devices than in one of these; others are of the tier `full`.
 BY_DEVICES = [
     "accumulation beside variables without gradients",
+    "compiled twice and fitted twice",
     "layers that a train step builds",
     "mean over sample weights",
     "metrics of whole batches",
@@ -41,6 +42,7 @@ BY_DEVICES = [
     "sparse inputs",
     "strings and ragged rows",
     "summed loss",
+    "two optimizers",
     "zipped batches of other sizes",
 ]
 # What evaluates and predicts, which in a world of one goes another way.

@@ -244,7 +244,9 @@ def _loop(kind, strategy):
     x, y = cases.rows(45)
     with strategy.scope():
         model = cases.small()
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        # Clipped as a whole: clipped rank by rank, the sum would be another.
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner)
         optimizer.build(model.trainable_variables)
 
     def pipeline(context):
@@ -270,7 +272,9 @@ def _loop(kind, strategy):
                 y, model(x, training=True), from_logits=True
             )
             loss = tf.reduce_sum(per_row) / 15
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
         return loss
 
     def step(x, y):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, cast
 
 import keras
@@ -32,18 +32,23 @@ Variables: TypeAlias = Sequence[keras.Variable]
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """Return the model's optimizer and any other it holds as an attribute (a GAN has two).
+    """Return the model's optimizer and any other it holds, also in a list or dict (a GAN has two).
 
     An optimizer inside another one is left out: an attribute may be a second name of it.
     """
-    found = [
-        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
-    ]
+    held = [value for attribute in vars(model).values() for value in _each(attribute)]
+    found = [value for value in held if isinstance(value, keras.optimizers.Optimizer)]
     unique = {id(optimizer): optimizer for optimizer in found}
     for optimizer in found:
         for member in keras_optimizers.members(optimizer)[1:]:
             unique.pop(id(member), None)
     return list(unique.values())
+
+
+def _each(value: object) -> Collection[object]:
+    if isinstance(value, list | tuple):
+        return value
+    return value.values() if isinstance(value, dict) else (value,)
 
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
@@ -147,6 +152,13 @@ def build_outside_step(
     Keras builds the optimizer given to `compile` before the first step. Any other is built by its
     first `apply`, inside a step, where new variables would tie one replica's step to another's.
     """
+    if hasattr(optimizer, "initial_scale"):  # the step has scaled its loss before: by a constant
+        told = (
+            f"optimizer {optimizer.name!r} scales losses and is not built yet, so this step would "
+            "keep its first scale for ever. Call optimizer.build(model.trainable_variables) inside "
+            "`with strategy.scope():`, before the first step"
+        )
+        raise ValueError(at_rank(strategy.rank, told))
 
     def build() -> None:
         with strategy.scope():
