@@ -20,9 +20,11 @@ and inside `tf.function`.
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import functools
-import itertools
+import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast, overload
 
@@ -142,8 +144,9 @@ class Communicator(abc.ABC):
         # it is needed: a world of one leaves TensorFlow alone until then.
         self._sequencers: dict[str, CollectiveSequencer] = {}
         self._lane_name = ""
-        self._sequence: tuple[str, Iterator[int]] | None = None
-        self._splits = self._traced = 0
+        self._sequence = ""
+        self._splits = 0
+        self._labels = weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]]()
         self._last_number = -1
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
@@ -752,17 +755,13 @@ class Communicator(abc.ABC):
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
-        """Name the collectives traced inside by their position, so a retrace finds them again.
-
-        TensorFlow may retrace a `tf.function` on some ranks only, if only their slice of a batch
-        changed shape. Collectives traced inside `sequence("train_step")` are matched by
-        (name, position), not by how many were traced before them in this process.
+        """Give the collectives traced inside names of their own, beside those of other functions.
 
         Args:
             name: The same on every rank; nested names are joined.
         """
         outer = self._sequence
-        self._sequence = (f"{outer[0]}/{name}" if outer else name), itertools.count()
+        self._sequence = f"{outer}/{name}" if outer else name
         try:
             with contextlib.nullcontext() if self.cards is None else self.cards.sequence(name):
                 yield
@@ -794,11 +793,17 @@ class Communicator(abc.ABC):
         """
         if tf.executing_eagerly():
             return f"eager/{kind}"
-        if self._sequence is not None:
-            name, positions = self._sequence
-            return f"in/{name}/{next(positions)}"
-        self._traced += 1
-        return f"traced/{self._traced}"
+        # One rank may trace a function again when others do not, for a slice with fewer rows, and
+        # must find the same names. So they count within the graph of the innermost function: those
+        # inside of it are not traced again. Numbers in the names of graphs differ by rank.
+        graph = tf.compat.v1.get_default_graph()
+        while getattr(graph, "is_control_flow_graph", False):
+            graph = graph.outer_graph
+        function = re.sub(r"\d", "", getattr(graph, "name", ""))
+        place = f"{self._sequence or 'loop'}/{function}/{self._lane_name}/{kind}"
+        places = self._labels.setdefault(graph, collections.Counter())
+        places[place] += 1
+        return f"{place}/{places[place]}"
 
     def next_number(self) -> int:
         """Return a new number for the name of a sequence, the same on every rank.
@@ -809,13 +814,13 @@ class Communicator(abc.ABC):
         return self._last_number
 
     def resynchronize(self) -> None:
-        """Agree on the numbers that name later collectives. Every rank calls it.
+        """Agree on the number that names later sequences. Every rank calls it.
 
         For ranks that go on after an exception: it may have stopped some of them before they had
         called `next_number` as often as the others.
         """
-        numbers = tf.constant([self._traced, self._last_number], tf.int64)
-        self._traced, self._last_number = self.allreduce(numbers, "max").numpy().tolist()
+        number = tf.constant(self._last_number, tf.int64)
+        self._last_number = int(self.allreduce(number, "max"))
         if self.cards is not None:
             self.cards.resynchronize()
 

@@ -11,6 +11,7 @@ answered. Ranks are processes, or the devices of one.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 import traceback
@@ -465,15 +466,18 @@ def objects(comm, graph):
 
 
 def retrace_on_one_rank(comm, graph):
-    """Rank 0 traces a second time between two steps; loops and conditionals included."""
+    """Rank 0 traces a second time between two steps; loops and conditionals included.
 
-    @tf.function(reduce_retracing=False)
-    def step(value, traces):
+    In a step of `fit`, which has a sequence, and in functions of a script, one inside the other.
+    """
+    inner = tf.function(lambda value: comm.allreduce(value, "max"))
+
+    def step(value, traces, named):
         del traces
-        with comm.sequence("contract/step"):
+        with comm.sequence("contract/step") if named else contextlib.nullcontext():
             value = comm.allreduce(value)
             for _ in tf.range(3):
-                value = comm.allreduce(value, "max")
+                value = inner(comm.allreduce(value, "max"))
             if tf.reduce_sum(value) > 0:
                 value = comm.allreduce([value, value * 2])[1] / 2
             rows = comm.allgather(value[: comm.rank])
@@ -482,10 +486,12 @@ def retrace_on_one_rank(comm, graph):
 
     value = tf.ones([4])
     expected = np.full(4, comm.size**2, np.float32)
-    for traces in (0, 1, 2):
-        output, rows = step(value, traces if comm.rank == 0 else 0)
-        same(output, expected)
-        assert rows.shape[0] == sum(range(comm.size))
+    for named in (True, False):
+        traced = tf.function(step, reduce_retracing=False)
+        for traces in (0, 1, 2):
+            output, rows = traced(value, traces if comm.rank == 0 else 0, named)
+            same(output, expected)
+            assert rows.shape[0] == sum(range(comm.size))
 
 
 def order_in_a_graph(comm, graph):

@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import keras
@@ -45,6 +45,7 @@ from dtk.trainer.tracing.loss_terms import RATIO, SUM
 _OTHER_WEIGHTS = 3
 # Up to this number of draws, every combination of layouts is tried.
 _DRAWS = 4
+_LARGE = 1e6
 
 
 class Verdict(NamedTuple):
@@ -189,7 +190,26 @@ def _compute(trial: Trial) -> Verdict:
             kinds, parts, wrong, difference = guess, again, None, its_difference
     if wrong and odd:
         wrong += "; " + "; ".join(odd)
+    if not wrong and trial.step_function.__name__ == "train_step":
+        wrong, difference = agreed(_compare_magnified(trial, kinds, tolerance, difference))
     return Verdict(kinds, wrong, _notes(whole, parts, tolerance), difference)
+
+
+def _compare_magnified(
+    trial: Trial, kinds: Mapping[str, str], tolerance: float, difference: float
+) -> tuple[str | None, float]:
+    """Compare with large gradients: a step may clip, which the first batch need not show."""
+    with trial.magnified(_LARGE):
+        whole, parts = trial.whole(), trial.replicas(kinds)
+    finite = [np.isfinite(g).all() for g in [*whole.gradients.values(), *parts.gradients.values()]]
+    wrong, apart = _compare(whole, parts, tolerance)
+    if not wrong or not all(finite):
+        return None, difference
+    return (
+        f"with gradients {_LARGE:,.0f} times as large, {wrong}. Does the step clip gradients "
+        "before an optimizer takes them? Give the optimizer clipnorm=, global_clipnorm= or clipvalue=, "
+        "which clip those of the whole batch"
+    ), apart
 
 
 # Judging.

@@ -131,6 +131,7 @@ class Trial:
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
+        self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
         # how it is computed -> the traced step, and the variables that it assigns
         self._concrete: dict[
             str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
@@ -144,6 +145,15 @@ class Trial:
             yield
         finally:
             self._seed = 0
+
+    @contextlib.contextmanager
+    def magnified(self, factor: float) -> Iterator[None]:
+        """Return a context in which a script's step gets larger gradients from its tapes."""
+        self._factor.assign(factor)
+        try:
+            yield
+        finally:
+            self._factor.assign(1.0)
 
     def whole(self) -> Outcome:
         """Compute the step by one replica."""
@@ -161,6 +171,7 @@ class Trial:
         with (
             keras_variables.created_at_once(made.keep),
             self._global_numbers(),
+            traced_step.magnifying(self.model, self._factor),
             keras_steps.patch_moments(self._moments),
             random_draws.by_row(self.layouts) as drawn,
             keras_steps.all_synchronized(self.model),

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -28,6 +29,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
+from dtk.compat.tf_replicas import on_values
 from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
@@ -254,8 +256,11 @@ def _differentiate(
     """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
     del values
     step = current()
-    if step is None or step.own or output_gradients is not None or not _are_weights(sources, step):
+    if step is None or step.own or not _are_weights(sources, step):
         return gradient(target, sources, output_gradients)
+    factor = _magnified.get(step.model)
+    if output_gradients is not None:
+        return _times(factor, gradient(target, sources, output_gradients))
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
@@ -273,9 +278,32 @@ def _differentiate(
         target, output_gradients = targets, seeds
     step.weighed_later = True
     try:
-        return gradient(target, sources, output_gradients)
+        return _times(factor, gradient(target, sources, output_gradients))
     finally:
         step.weighed_later = False
+
+
+# Models of which a trial computes larger gradients, and how many times as large.
+_magnified = weakref.WeakKeyDictionary[keras.Model, tf.Variable]()
+
+
+@contextlib.contextmanager
+def magnifying(model: keras.Model, factor: tf.Variable) -> Iterator[None]:
+    """Return a context in which a script's tapes multiply the gradients of a model's weights."""
+    _magnified[model] = factor
+    try:
+        yield
+    finally:
+        del _magnified[model]
+
+
+def _times(factor: tf.Variable | None, gradients: Tree) -> Tree:
+    def times(one: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
+        if one is None or one.dtype.size < 4:  # whose largest number is small
+            return one
+        return on_values(one, lambda values: values * tf.cast(factor, values.dtype))
+
+    return gradients if factor is None else tf.nest.map_structure(times, gradients)
 
 
 def _are_weights(sources: Tree, step: Step) -> bool:
