@@ -276,6 +276,39 @@ def a_step_that_reduces_nothing(strategy):
     cases.compiled(strategy, Alone).fit(x, y, verbose=0)
 
 
+class Clipping(cases.Subclassed):
+    """Clips gradients as large as those of the first batch are not."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1e3)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@mistake("NotDistributedError", "rank {rank}: ", "1,000,000 times as large", "global_clipnorm=")
+def a_step_that_clips(strategy):
+    x, y = cases.rows(8)
+    cases.compiled(strategy, Clipping).fit(x, y, verbose=0)
+
+
+@mistake("ValueError", "rank {rank}: ", "scales losses and is not built", "optimizer.build(")
+def a_loop_that_scales_losses_before_it_builds(strategy):
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(weight * 2.0)
+        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+    tf.function(lambda: strategy.run(step))()
+
+
 @mistake("DisagreementError", "rank {rank}: ranks disagree on the number of var", "has 4", "has 6")
 def different_models(strategy):
     tiny(strategy, [10] * (1 + strategy.rank)).fit(*cases.rows(8), verbose=0)

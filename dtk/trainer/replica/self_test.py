@@ -207,8 +207,8 @@ def _compare_magnified(
         return None, difference
     return (
         f"with gradients {_LARGE:,.0f} times as large, {wrong}. Does the step clip gradients "
-        "before an optimizer takes them? Give the optimizer clipnorm=, global_clipnorm= or clipvalue=, "
-        "which clip those of the whole batch"
+        "before an optimizer takes them? Give the optimizer clipnorm=, global_clipnorm= or "
+        "clipvalue=, which clip those of the whole batch"
     ), apart
 
 
