@@ -258,9 +258,9 @@ def _differentiate(
     step = current()
     if step is None or step.own or not _are_weights(sources, step):
         return gradient(target, sources, output_gradients)
-    factor = _magnified.get(step.model)
+    times = _magnified.get(step.model)
     if output_gradients is not None:
-        return _times(factor, gradient(target, sources, output_gradients))
+        return _multiplied(gradient(target, sources, output_gradients), times)
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
@@ -278,7 +278,7 @@ def _differentiate(
         target, output_gradients = targets, seeds
     step.weighed_later = True
     try:
-        return _times(factor, gradient(target, sources, output_gradients))
+        return _multiplied(gradient(target, sources, output_gradients), times)
     finally:
         step.weighed_later = False
 
@@ -288,22 +288,22 @@ _magnified = weakref.WeakKeyDictionary[keras.Model, tf.Variable]()
 
 
 @contextlib.contextmanager
-def magnifying(model: keras.Model, factor: tf.Variable) -> Iterator[None]:
+def magnifying(model: keras.Model, times: tf.Variable) -> Iterator[None]:
     """Return a context in which a script's tapes multiply the gradients of a model's weights."""
-    _magnified[model] = factor
+    _magnified[model] = times
     try:
         yield
     finally:
         del _magnified[model]
 
 
-def _times(factor: tf.Variable | None, gradients: Tree) -> Tree:
-    def times(one: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
+def _multiplied(gradients: Tree, times: tf.Variable | None) -> Tree:
+    def multiplied(one: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
         if one is None or one.dtype.size < 4:  # whose largest number is small
             return one
-        return on_values(one, lambda values: values * tf.cast(factor, values.dtype))
+        return on_values(one, lambda values: values * tf.cast(times, values.dtype))
 
-    return gradients if factor is None else tf.nest.map_structure(times, gradients)
+    return gradients if times is None else tf.nest.map_structure(multiplied, gradients)
 
 
 def _are_weights(sources: Tree, step: Step) -> bool:
