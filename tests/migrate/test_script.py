@@ -118,6 +118,29 @@ def test_plain_keras():
     assert '\n    model.compile("sgd", "mse")\nmodel.fit(x, x[:, :1], batch_size=4)' in text
 
 
+def test_the_strategy_is_made_before_its_scope():
+    """Lines of one place came in the order of a set, another with each seed of hashes."""
+    for length in range(9):
+        comment = f"#{' ' * length}x\n"
+        text, _ = migrated(f"{comment}import keras\nm = keras.Sequential()\nm.compile('sgd')\n")
+        assert text == (
+            f"{comment}import dtk\nimport keras\n\nstrategy = dtk.auto_strategy()\n"
+            "with strategy.scope():\n    m = keras.Sequential()\n    m.compile('sgd')\n"
+        )
+
+
+def test_imports_that_are_no_statements_of_the_module():
+    made = "import dtk\n\nstrategy = dtk.auto_strategy()\n\n"
+    main = "def main():\n    import keras\n    m.compile('sgd')\nmain()\n"
+    guard = "try:\n    import keras\nexcept ImportError:\n    raise\nm.compile('sgd')\n"
+    text = '"""What it does."""\nfrom __future__ import annotations\n# so\n'
+    for before, script in (("", main), ("", guard), (text, main), (text, f"@decorated\n{main}")):
+        moved, marks = migrated(before + script)
+        assert moved.startswith(f"{before}{made}{script.splitlines()[0]}\n") and not marks
+        assert "with strategy.scope():\n" in moved
+        compile(moved, "train.py", "exec")
+
+
 def test_horovod():
     text, marks = migrated(HOROVOD)
     assert not marks
@@ -368,6 +391,26 @@ def test_a_script_that_cannot_be_parsed(tmp_path):
     done = command("--write", script)
     assert done.exit_code == 2 and f"{script}:2:5: '(' was never closed" in done.stderr
     assert script.read_text() == "import keras\nx = (1\n"
+
+
+@pytest.mark.parametrize("line", [1, 9])
+def test_a_script_that_cannot_be_decoded(tmp_path, line):
+    script = tmp_path / "train.py"
+    text = b"import keras\n" * line + b"# caf\xe9\nm.compile('sgd')\n"
+    script.write_bytes(text)
+    done = command("--write", script)
+    assert done.exit_code == 2 and "can't decode byte 0xe9" in done.stderr
+    assert "nothing was changed" in done.stderr and script.read_bytes() == text
+
+
+def test_what_is_made_is_python_or_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtk.migrate.script.Source.result", lambda self: b"import dtk\nx = (1\n")
+    script = tmp_path / "train.py"
+    script.write_text(text_of(KERAS))
+    done = command("--write", script)
+    assert done.exit_code == 2 and "line 2 is not Python ('(' was never closed)" in done.stderr
+    assert "a fault of dtk's, not of the script" in done.stderr
+    assert script.read_text() == text_of(KERAS)
 
 
 def test_two_ranks_train_as_one_process_with_their_batch(tmp_path):

@@ -66,10 +66,9 @@ class Source:
     def __init__(self, text: bytes) -> None:
         try:
             wrapper = metadata.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        except cst.ParserSyntaxError as error:
+        except (cst.ParserSyntaxError, UnicodeError) as error:
             ast.parse(text)  # knows the place better
-            place = ("", error.raw_line, error.raw_column, None)
-            raise SyntaxError(error.message, place) from error
+            raise SyntaxError(str(error)) from error
         self.module = wrapper.module
         self.text = self.module.code
         self.lines = self.text.split("\n")
@@ -296,7 +295,7 @@ class Source:
             margin = self.margin(line) + ("" if TEXT in here else here.get(INDENT, ""))
             texts = [f"{margin}{text}\n" for at, text in self._marks if at == line]
             self.insert(line, "".join(texts), MARKS)
-        edits = sorted(set(self._edits), key=lambda e: (e[0], e[1] > e[0], e[2]))
+        edits = sorted(dict.fromkeys(self._edits), key=lambda e: (e[0], e[1] > e[0], e[2]))
         done, end = "", 0
         for edit in edits:
             if any(_hides(other, edit) for other in edits):
