@@ -165,6 +165,14 @@ def test_a_migrated_script_is_left_alone():
             "d = tf.data.Dataset.range(9).batch((a + b) * strategy.size)",
         ),
         (
+            "d = tf.data.Dataset.range(9).padded_batch(4, shapes)",
+            "d = tf.data.Dataset.range(9).padded_batch(4 * strategy.size, shapes)",
+        ),
+        (
+            "d = tf.data.Dataset.range(9).map(f).ragged_batch(batch_size=n)",
+            "d = tf.data.Dataset.range(9).map(f).ragged_batch(batch_size=n * strategy.size)",
+        ),
+        (
             "d = tf.data.Dataset.range(9).shard(hvd.size(), hvd.rank()).batch(n)",
             "d = tf.data.Dataset.range(9).batch(n * strategy.size)",
         ),
@@ -220,24 +228,37 @@ def test_line_ends_and_coding_stay():
     assert after.count("\n") == after.count("\r\n")
 
 
-def test_a_loop_of_horovods():
-    text, marks = migrated(
-        hvd(
-            "loss = keras.losses.MeanSquaredError()",
-            "model = make()",
-            "opt = keras.optimizers.SGD(0.1)",
-            "def step(x, y):",
-            "    with tf.GradientTape() as tape:",
-            "        value = loss(y, model(x))",
-            "    tape = hvd.DistributedGradientTape(tape)",
-            "    grads = tape.gradient(value, model.trainable_variables)",
-            "    opt.apply_gradients(zip(grads, model.trainable_variables))",
-            "    return value",
-            "data = tf.data.Dataset.from_tensor_slices(rows).batch(8)",
-            "for x, y in data.take(9):",
-            "    print(step(x, y))",
-        )
+def loop(
+    *,
+    optimizer="SGD(0.1)",
+    loss=(),
+    gradients=(),
+    result="value",
+    rows=".batch(8)",
+    call="step(x, y)",
+):
+    """A script with a step of its own; lines after the loss, and after the gradients."""
+    return hvd(
+        "loss = keras.losses.MeanSquaredError()",
+        "model = make()",
+        f"opt = keras.optimizers.{optimizer}",
+        "def step(x, y):",
+        "    with tf.GradientTape() as tape:",
+        "        value = loss(y, model(x))",
+        *(f"        {line}" for line in loss),
+        "    tape = hvd.DistributedGradientTape(tape)",
+        "    grads = tape.gradient(value, model.trainable_variables)",
+        *(f"    {line}" for line in gradients),
+        "    opt.apply_gradients(zip(grads, model.trainable_variables))",
+        f"    return {result}",
+        f"data = tf.data.Dataset.from_tensor_slices(rows){rows}",
+        "for x, y in data.take(9):",
+        f"    print({call})",
     )
+
+
+def test_a_loop_of_horovods():
+    text, marks = migrated(loop())
     assert not marks
     assert "in strategy.experimental_distribute_dataset(data.take(9)):" in text
     assert 'print(strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None))' in text
@@ -246,11 +267,53 @@ def test_a_loop_of_horovods():
     )
 
 
+def test_calls_of_a_step_stay_calls():
+    gradient = "tape.gradient(value, model.trainable_variables)"
+    direct = loop(call="step(*batch)").replace(f"    grads = {gradient}\n", "")
+    direct = direct.replace("zip(grads,", f"zip({gradient},")
+    for script, arguments in (
+        (loop(call="step(x)"), "(x,)"),
+        (loop(call="step(x,)"), "(x,)"),
+        (direct, "(*batch,)"),
+    ):
+        text, marks = migrated(script)
+        assert f"strategy.run(step, args={arguments}), axis=None)" in text and not marks
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        # A penalty counted once for each rank.
+        ({"loss": ["value += penalty(model)"]}, "`value` may be made in one line"),
+        ({"loss": ["value = value + penalty(model)"]}, "`value` may be made in one line"),
+        ({"loss": ["value, other = value * 2, 1"]}, "`value` may be made in one line"),
+        # Each rank's part was clipped, not the sum.
+        ({"gradients": ["grads = [clip(g) for g in grads]"]}, "may use the gradients"),
+        ({"optimizer": "SGD(0.1, global_clipnorm=1.0)"}, "the optimizer may not clip"),
+        ({"gradients": ["metric(value)"]}, "`value` may be made in one line"),
+        ({"result": "value, norm(grads)"}, "`value` may be made in one line"),
+        ({"result": "None"}, "`value` may be made in one line"),
+        ({"rows": ""}, "a dataset with a known batch"),
+        ({"call": "step(x, y=y)"}, "no keywords"),
+    ],
+)
+def test_a_loop_whose_parts_do_not_add_up_is_left_alone(other, why):
+    text, marks = migrated(loop(**other))
+    assert any("not called by strategy.run: " in mark and why in mark for mark in marks), marks
+    assert "strategy.run(" not in text and "experimental_distribute_dataset" not in text
+
+
+def test_a_loss_of_a_call_that_returns_more_is_none_of_kerass():
+    script = loop().replace("value = loss(y, model(x))", "value, other = f(y, model(x))")
+    assert any("one of Keras's losses must return `value`" in why for why in migrated(script)[1])
+
+
 @pytest.mark.parametrize(
     "lines, why",
     [
         (["keras.utils.set_random_seed(7 + hvd.rank())"], "seeds and data must be the same"),
         (["x = load(hvd.rank(), hvd.size())"], "seeds and data must be the same"),
+        (["d = tf.data.Dataset.range(9).batch(*n)"], "if these are rows of one rank"),
         (["d = load().batch(8)"], "if these are rows of one rank"),
         (["m.fit(load(), steps_per_epoch=3)"], "batches must have the rows of all ranks"),
         (["m.fit(x, y, epochs=3)"], "an epoch was that many passes"),

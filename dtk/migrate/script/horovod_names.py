@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 
 import libcst as cst
 from libcst import matchers as m
@@ -42,6 +43,8 @@ _OF_ALL_RANKS = re.compile(
     r"\w+\.append\([\w.]*\b(ModelCheckpoint|TensorBoard|CSVLogger|BackupAndRestore|EarlyStopping"
     r"|ReduceLROnPlateau|LearningRateScheduler|TerminateOnNaN)\("
 )
+# Calls that make batches of rows.
+_BATCHES = {"batch", "padded_batch", "ragged_batch"}
 # What may differ by rank: what is printed, compared or part of a name.
 _TOLD = m.OneOf(
     *(m.FormattedString(), m.Comparison(), m.BinaryOperation(operator=m.Modulo())),
@@ -200,9 +203,10 @@ class _Horovod:
         elif kind == "shard" and {self.name(arg.value) for arg in call.args} == {"size", "rank"}:
             source.keep(call, cst.ensure_type(call.func, cst.Attribute).value)
             self._check_shard(call)
-        elif kind == "batch" and isinstance(call.func, cst.Attribute) and call.args:
-            if source.is_dataset(call.func.value):
-                self._times_size(call, argument(call, "batch_size", 0))
+        elif kind in _BATCHES and isinstance(call.func, cst.Attribute) and call.args:
+            rows = argument(call, "batch_size", 0)
+            if rows is not None and source.dataset(call.func.value):
+                self._times_size(call, rows)
             else:
                 told = f"if these are rows of one rank, write them times {self.strategy}.size"
                 source.mark(call, told, "batches-and-epochs")
@@ -244,25 +248,26 @@ class _Horovod:
             source.keep(call, inner)
 
     def _loop(self, step: cst.FunctionDef | None) -> None:
-        """Call a step of the script's own by `strategy.run`, if its loss is one of Keras's.
-
-        Keras divides such a loss by the ranks, and gradients are summed over them.
-        """
+        """Call a step of the script's own by `strategy.run`, if what ranks make of it adds up."""
         source, name = self.source, step.name.value if step is not None else ""
         taken = [c for c in source.find(cst.Call, step) if method(c) == "gradient" and c.args]
-        losses = source.assignments(code(taken[0].args[0].value)) if len(taken) == 1 else []
-        loss = next((one for one in losses if source.function(one) is step), None)
-        made = code(source.resolved(loss.func)) if isinstance(loss, cst.Call) else ""
-        keras = re.match(r"[\w.]*\blosses\.[A-Z]\w+\((?!.*reduction)", made, re.DOTALL)
         sites = [call for call in source.calls if name and code(call.func) == name]
+        if step is None or len(taken) != 1 or not sites:
+            return
         loops = [self._loop_over_dataset(call) for call in sites]
-        if not keras or not sites or None in loops:
+        rules = self._rules_of_step(step, taken[0])
+        place = f"`{name}(...)` needs a loop over a dataset with a known batch, and no keywords"
+        rules[place] = None not in loops and not any(arg.keyword for c in sites for arg in c.args)
+        for rule in [rule for rule, is_kept in rules.items() if not is_kept]:
+            source.mark(taken[0], f"not called by {self.strategy}.run: {rule}", "loops")
+        if not all(rules.values()):
             return
         for call in sites:
             run = f'{self.strategy}.reduce("SUM", {self.strategy}.run({name}, args='
             source.write(call.func, run)
             end = source.span(call)[1]
-            source.replace(end - 1, end, f"{',' * (len(call.args) == 1)})), axis=None)")
+            single = [arg.comma for arg in call.args] == [cst.MaybeSentinel.DEFAULT]
+            source.replace(end - 1, end, f"{',' * single})), axis=None)")
         for over in {one for one in loops if one is not None}:
             source.around(over, f"{self.strategy}.experimental_distribute_dataset(", ")")
         source.steps.add(name)
@@ -271,13 +276,39 @@ class _Horovod:
             "and Keras divides its loss by their number"
         )
 
+    def _rules_of_step(self, step: cst.FunctionDef, taken: cst.Call) -> dict[str, bool]:
+        """Return what must hold of a step and its call of `gradient`, and whether it does.
+
+        Keras divides its loss by the ranks, and gradients and losses are summed over them: those of
+        one rank are parts, of which nothing else in the step may make use.
+        """
+        source, loss = self.source, code(taken.args[0].value)
+        target, value = assigned(source.statement(taken))
+        gradients = target if value is taken else source.code(taken)
+        applied = rf"\.apply_gradients\(\s*zip\(\s*{re.escape(gradients)}\s*,"
+        uses = Counter(one.value for one in source.find(cst.Name, step))
+        once = uses[gradients] == 2 * gradients.isidentifier()
+        returned = [code(one.value) for one in source.find(cst.Return, step)]
+        shown = [one for one in source.assignments(loss) if source.function(one) is step]
+        made = [code(source.resolved(one.func)) for one in shown if isinstance(one, cst.Call)]
+        keras = re.compile(r"[\w.]*\blosses\.[A-Z]\w+\((?!.*reduction)", re.DOTALL)
+        clips = re.search(r"\bclipvalue\b|clipnorm\b", self.text)
+        apply = once and re.search(applied, source.code(step)) is not None
+        only = f"`{loss}` may be made in one line, differentiated and returned, and no more"
+        return {
+            f"one of Keras's losses must return `{loss}`": any(map(keras.match, made)),
+            only: returned == [loss] and uses[loss] == 3,
+            "only `apply_gradients(zip(...))` may use the gradients": apply,
+            "the optimizer may not clip: it would clip each rank's part": not clips,
+        }
+
     def _loop_over_dataset(self, call: cst.Call) -> cst.BaseExpression | None:
-        """Return the dataset that the loop around a call goes over."""
+        """Return the batched dataset that the loop around a call goes over."""
         for loop in self.source.parents(call):
             over = loop.iter if isinstance(loop, cst.For) else None
             if isinstance(over, cst.Call) and code(over.func) == "enumerate":
                 over = over.args[0].value
-            if self.source.is_dataset(over):
+            if _BATCHES & self.source.dataset(over):
                 return over
         return None
 
@@ -337,10 +368,9 @@ class _Horovod:
     def _fit(self, call: cst.Call) -> None:
         """Make the batch of `fit` global, and its epochs passes; mark what is not shown."""
         source, rows, x = self.source, argument(call, "batch_size", 2), argument(call, "x", 0)
-        shown = [inner for value in source.values(x) for inner in source.find(cst.Call, value)]
         if rows is not None or argument(call, "y", 1) is not None:
             self._times_size(call, rows)
-        elif not (source.is_dataset(x) and any(method(one) == "batch" for one in shown)):
+        elif not _BATCHES & source.dataset(x):
             told = f"batches must have the rows of all ranks: one rank's times {self.strategy}.size"
             source.mark(call, told, "batches-and-epochs")
         if argument(call, "steps_per_epoch") is None and not self.sharded:

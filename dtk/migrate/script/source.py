@@ -161,16 +161,18 @@ class Source:
         found = self.values(value) if isinstance(value, cst.Name) else []
         return self.resolved(found[0]) if len(found) == 1 else value
 
-    def is_dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> bool:
-        """Whether an expression is a `tf.data.Dataset`, as far as the script shows."""
+    def dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> set[str]:
+        """Return the calls that make a `tf.data.Dataset`; none if the script shows none."""
         if isinstance(value, cst.Name):
-            found, inner = self.values(value), (*seen, value.value)
-            known = value.value in seen or all(self.is_dataset(one, inner) for one in found)
-            return bool(found) and known
+            if value.value in seen:
+                return {value.value}
+            found = [self.dataset(one, (*seen, value.value)) for one in self.values(value)]
+            return set().union(*found) if all(found) else set()
         if not isinstance(value, cst.Call):
-            return False
+            return set()
         of = value.func.value if isinstance(value.func, cst.Attribute) else None
-        return bool(_DATASETS.search(code(value.func))) or self.is_dataset(of, seen)
+        known = self.dataset(of, seen) or set(_DATASETS.findall(code(value.func)))
+        return {method(value), *known} if known else known
 
     # Edits.
 
