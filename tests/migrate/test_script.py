@@ -309,8 +309,45 @@ def test_a_loss_of_a_call_that_returns_more_is_none_of_kerass():
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [
+        ["if not hvd.rank():", "    m.evaluate(x)"],
+        ["if verbose and hvd.rank() == 0:", "    m.evaluate(x)"],
+        ["chief = hvd.rank() == 0", "if chief:", "    m.evaluate(x)"],
+        ["if hvd.rank() > 0:", "    pass", "else:", "    m.evaluate(x)"],
+        ["score = m.evaluate(x) if hvd.local_rank() == 0 else None"],
+        ["if hvd.rank() != 0:", "    raise SystemExit", "m.evaluate(x)"],
+        ["if hvd.rank() != 0: sys.exit(0)", "m.evaluate(x)"],
+        ["for x in y:", "    m.evaluate(x)", "    if hvd.rank() == 0 and x:", "        break"],
+        ["def f():", "    if hvd.rank() != 0:", "        return", "    m.evaluate(x)"],
+    ],
+)
+def test_calls_of_all_ranks_that_some_do_not_get_to(lines):
+    _, marks = migrated(hvd(*lines))
+    assert any("`evaluate` is of all ranks" in why for why in marks), marks
+    # So it is of a function that makes the call.
+    lines = [line.replace("m.evaluate(x)", "score(x)") for line in lines]
+    _, marks = migrated(hvd("def score(x):", "    return m.predict_on_batch(x)", *lines))
+    assert any("`score` is of all ranks" in why for why in marks), marks
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if hvd.rank() == 0:", "    m.save(x)", "m.evaluate(x)"],
+        ["m.evaluate(x)", "if hvd.rank() != 0:", "    raise SystemExit", "m.save(x)"],
+        ["def f():", "    if hvd.rank() != 0:", "        return", "    m.save(x)", "m.evaluate(x)"],
+    ],
+)
+def test_calls_that_all_ranks_get_to(lines):
+    assert not migrated(hvd(*lines))[1]
+
+
+@pytest.mark.parametrize(
     "lines, why",
     [
+        (["np.random.seed(1 + hvd.rank() % 2)"], "seeds and data must be the same"),
+        (["m.fit(tf.data.Dataset.range(9).map(f), steps_per_epoch=3)"], "rows of all ranks"),
         (["keras.utils.set_random_seed(7 + hvd.rank())"], "seeds and data must be the same"),
         (["x = load(hvd.rank(), hvd.size())"], "seeds and data must be the same"),
         (["d = tf.data.Dataset.range(9).batch(*n)"], "if these are rows of one rank"),

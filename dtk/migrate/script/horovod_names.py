@@ -45,9 +45,12 @@ _OF_ALL_RANKS = re.compile(
 )
 # Calls that make batches of rows.
 _BATCHES = {"batch", "padded_batch", "ragged_batch"}
+# Calls that all ranks make together, and how some leave before them.
+_TOGETHER = {"fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"}
+_LEAVES = re.compile(r"(^|[:;])\s*(return|raise|break|continue)\b|\b_?(exit|quit)\(", re.MULTILINE)
 # What may differ by rank: what is printed, compared or part of a name.
 _TOLD = m.OneOf(
-    *(m.FormattedString(), m.Comparison(), m.BinaryOperation(operator=m.Modulo())),
+    *(m.FormattedString(), m.Comparison(), m.BinaryOperation(m.SimpleString(), m.Modulo())),
     m.Call(func=m.MatchIfTrue(lambda f: bool(re.search(r"\b(print|format|info|str)$", code(f))))),
 )
 # Functions of one argument: what stands there instead, and after the argument.
@@ -81,9 +84,12 @@ class _Horovod:
         shard = r"\.shard\(\s*(num_shards ?= ?)?\w+\.size\(\),\s*(index ?= ?)?\w+\.rank\(\)"
         self.sharded = re.search(shard, self.text) is not None
         self.named = [(call, self.name(call)) for call in source.calls]
-        self.chiefs = [one for one in source.find(cst.If) if self.is_chief(one.test)]
+        blocks: list[cst.If | cst.IfExp] = [*source.find(cst.If), *source.find(cst.IfExp)]
+        self.ranked = [one for one in blocks if self.is_of_rank(one.test)]
         read = r"\.(restore|load_weights|read)\("
-        self.restores = any(re.search(read, source.code(one.body)) for one in self.chiefs)
+        self.restores = any(re.search(read, source.code(one)) for one in self.ranked)
+        homes = [source.function(call) for call in source.calls if method(call) in _TOGETHER]
+        self.together = _TOGETHER | {one.name.value for one in homes if one is not None}
 
     def name(self, call: cst.CSTNode | None) -> str:
         """Return the name within Horovod of what is called; empty if it is none of Horovod's."""
@@ -92,13 +98,22 @@ class _Horovod:
 
     def is_chief(self, test: cst.CSTNode) -> bool:
         """Whether an expression is `hvd.rank() == 0`."""
-        zero = isinstance(test, cst.Comparison) and [code(o) for o in test.comparisons] == ["== 0"]
-        return zero and isinstance(test, cst.Comparison) and self.name(test.left) == "rank"
+        compared = isinstance(test, cst.Comparison) and self.name(test.left) == "rank"
+        return compared and code(test).endswith(") == 0")
+
+    def is_of_rank(self, test: cst.CSTNode) -> bool:
+        """Whether an expression, or what it names, asks for the rank."""
+        names = self.source.find(cst.Name, test)
+        shown = [test, *(one for name in names for one in self.source.assignments(name.value))]
+        calls = [call for one in shown for call in self.source.find(cst.Call, one)]
+        return any(self.name(call).endswith("rank") for call in calls)
 
     def rewrite(self) -> tuple[cst.CSTNode | None, bool]:
         source = self.source
-        for block in self.chiefs:
-            self._of_chief(block)
+        for block in self.ranked:
+            self._of_ranks(block)
+        for condition in source.find(cst.If):
+            self._of_chief(condition)
         for test in source.find(cst.Comparison):
             if self.is_chief(test):
                 source.write(test, f"{self.strategy}.is_chief")
@@ -149,16 +164,25 @@ class _Horovod:
         return re.search("set_memory_growth|allow_growth", self.text) is not None
 
     def _of_chief(self, block: cst.If) -> None:
-        """Give every rank the callbacks that it may have; mark what cannot be rank 0's alone."""
-        source, body = self.source, list(block.body.body)
-        texts = [source.code(one) for one in body]
-        whole = isinstance(block.body, cst.IndentedBlock) and block.orelse is None
-        if whole and all(map(_OF_ALL_RANKS.match, texts)):
-            source.note("callbacks of Keras write on rank 0 only; every rank gets them")
-            source.unwrap(block, body[-1])
-        together = {method(call) for call in source.find(cst.Call, block.body)}
-        for name in sorted(together & {"fit", "evaluate", "predict"}):
-            source.mark(block, f"`{name}` is of all ranks: call it on each", "ranks-that-differ")
+        """Give every rank the callbacks that it may have."""
+        body = block.body if self.is_chief(block.test) and block.orelse is None else None
+        lines = list(body.body) if isinstance(body, cst.IndentedBlock) else []
+        if lines and all(_OF_ALL_RANKS.match(self.source.code(one)) for one in lines):
+            self.source.note("callbacks of Keras write on rank 0 only; every rank gets them")
+            self.source.unwrap(block, lines[-1])
+
+    def _of_ranks(self, block: cst.If | cst.IfExp) -> None:
+        """Mark what some ranks do or do not get to, and all ranks must do."""
+        source = self.source
+        calls = source.find(cst.Call, block)
+        if _LEAVES.search(source.code(block)):  # then others of these ranks' loops and lines count
+            loops = [one for one in source.parents(block) if isinstance(one, cst.For | cst.While)]
+            first = min([source.span(block)[1], *(source.span(one)[0] for one in loops)])
+            after = source.find(cst.Call, source.function(block))
+            calls += [call for call in after if source.span(call)[0] >= first]
+        for name in sorted(self.together & {code(call.func).split(".")[-1] for call in calls}):
+            told = f"`{name}` is of all ranks, and not all get to it: call it on each"
+            source.mark(block, told, "ranks-that-differ")
 
     def _is_needless(self, call: cst.Call, name: str) -> bool:
         """Whether it is a broadcast or callback that does what dtk does anyway."""
