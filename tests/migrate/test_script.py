@@ -309,6 +309,47 @@ def test_a_loss_of_a_call_that_returns_more_is_none_of_kerass():
 
 
 @pytest.mark.parametrize(
+    "given, warm_up",
+    [
+        (", warmup_epochs=3", "3 * strategy.size"),
+        (", warmup_epochs=a - b", "(a - b) * strategy.size"),
+        (", warmup_epochs=6 // hvd.size()", "(6 // strategy.size) * strategy.size"),
+        ("", "5 * strategy.size"),
+    ],
+)
+def test_a_warm_up_takes_as_many_steps_when_epochs_are_no_longer_divided(given, warm_up):
+    def lines(epochs):
+        return hvd(
+            "rate = 0.1 * hvd.size()",
+            "m.compile(keras.optimizers.SGD(rate))",
+            f"c = [hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate{given})]",
+            f"m.fit(x, y, callbacks=c, epochs={epochs})",
+        )
+
+    text, marks = migrated(lines("9 // hvd.size()"))
+    assert f"LearningRateScaling(warmup_epochs={warm_up})]" in text and not marks
+    text, marks = migrated(lines("9, steps_per_epoch=4"))
+    shown = warm_up.removesuffix(" * strategy.size").strip("()")
+    assert f"LearningRateScaling(warmup_epochs={shown})]" in text and not marks
+
+
+@pytest.mark.parametrize(
+    "given, counted",
+    [
+        ("callbacks=[keras.callbacks.EarlyStopping(patience=3)]", "EarlyStopping"),
+        ("callbacks=[keras.callbacks.LearningRateScheduler(f)]", "LearningRateScheduler"),
+        ("callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=f)]", "on_epoch_end"),
+        ("validation_freq=2", "validation_freq"),
+    ],
+)
+def test_what_else_counts_epochs_is_marked(given, counted):
+    _, marks = migrated(hvd(f"m.fit(x, y, epochs=6 // hvd.size(), {given})"))
+    assert len(marks) == 1 and f"it is one now, also for `{counted}`" in marks[0]
+    _, marks = migrated(hvd(f"m.fit(x, y, epochs=6, steps_per_epoch=3, {given})"))
+    assert not marks
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         ["if not hvd.rank():", "    m.evaluate(x)"],

@@ -48,6 +48,11 @@ _BATCHES = {"batch", "padded_batch", "ragged_batch"}
 # Calls that all ranks make together, and how some leave before them.
 _TOGETHER = {"fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"}
 _LEAVES = re.compile(r"(^|[:;])\s*(return|raise|break|continue)\b|\b_?(exit|quit)\(", re.MULTILINE)
+# What counts epochs, apart from `epochs` and a warm-up.
+_EPOCHS = re.compile(
+    r"\b(EarlyStopping|ReduceLROnPlateau|LearningRateSchedule\w*|on_epoch_\w+|initial_epoch"
+    r"|validation_freq)\b"
+)
 # What may differ by rank: what is printed, compared or part of a name.
 _TOLD = m.OneOf(
     *(m.FormattedString(), m.Comparison(), m.BinaryOperation(m.SimpleString(), m.Modulo())),
@@ -84,6 +89,7 @@ class _Horovod:
         shard = r"\.shard\(\s*(num_shards ?= ?)?\w+\.size\(\),\s*(index ?= ?)?\w+\.rank\(\)"
         self.sharded = re.search(shard, self.text) is not None
         self.named = [(call, self.name(call)) for call in source.calls]
+        self.divided = False  # whether epochs were divided by the ranks, and are no more
         blocks: list[cst.If | cst.IfExp] = [*source.find(cst.If), *source.find(cst.IfExp)]
         self.ranked = [one for one in blocks if self.is_of_rank(one.test)]
         read = r"\.(restore|load_weights|read)\("
@@ -125,11 +131,11 @@ class _Horovod:
                 source.note("Keras prints on rank 0 only, whatever `verbose` is")
         growth = self._gpu_lines()
         made = self._strategy_line(growth)
-        for call, name in self.named:
-            self._call(call, name, method(call))
         for call in source.calls:
             if method(call) in ("fit", "fit_generator"):
                 self._fit(call)
+        for call, name in self.named:
+            self._call(call, name, method(call))
         self._rest()
         return made, growth
 
@@ -350,8 +356,14 @@ class _Horovod:
         for each in {product, *uses}:
             self._drop_size(each, cst.Multiply)
         epochs = argument(call, "warmup_epochs", 1)
-        scaling = f"dtk.callbacks.LearningRateScaling(warmup_epochs={code(epochs) or 5})"
-        source.write(call, scaling)
+        scaling = "dtk.callbacks.LearningRateScaling(warmup_epochs="
+        factor = f"{self.strategy}.size"
+        if epochs is None:
+            source.write(call, f"{scaling}5{f' * {factor}' * self.divided})")
+        else:
+            source.keep(call, epochs, scaling, ")")
+            if self.divided:
+                source.multiply(epochs, factor)
         source.note(
             "LearningRateScaling multiplies the rate by the ranks in its warm-up; the script's own "
             "rate is that of one rank"
@@ -405,8 +417,11 @@ class _Horovod:
             divided = [one for one in parts if self._kept(one, cst.Divide, cst.FloorDivide)]
             for one in divided if alike else ():
                 self._drop_size(one, cst.Divide, cst.FloorDivide)
-            if not divided or not alike:
+                self.divided = True
+            counted = sorted({found[0] for found in _EPOCHS.finditer(self.text)})
+            if not divided or not alike or counted:
                 told = "where each rank read all rows, an epoch was that many passes; it is one now"
+                told += "".join(f", also for `{one}`" for one in counted)
                 source.mark(call, told, "batches-and-epochs")
 
     def _rest(self) -> None:

@@ -193,11 +193,11 @@ class Source:
         """Put another text into the place of a node."""
         self.replace(*self.span(node), text)
 
-    def keep(self, node: cst.CSTNode, part: cst.CSTNode) -> None:
-        """Leave a part of an expression in its place."""
+    def keep(self, node: cst.CSTNode, part: cst.CSTNode, before: str = "", after: str = "") -> None:
+        """Leave a part of an expression in its place, between two texts."""
         (first, last), (begin, end) = self.span(node), self.span(part)
-        self.replace(first, begin)
-        self.replace(end, last)
+        self.replace(first, begin, before)
+        self.replace(end, last, after)
 
     def multiply(self, value: cst.BaseExpression, factor: str) -> None:
         """Multiply an expression."""
