@@ -35,7 +35,7 @@ def migrate(script: Path, write: bool) -> None:
     migrated script. Nothing is run.
 
     The exit code is 0 if everything was migrated, 1 if something is left to you, and 2 if SCRIPT
-    cannot be read; then nothing is written.
+    cannot be read, or dtk has a fault; then nothing is written.
     """
     try:
         from dtk.migrate import script as scripts
@@ -47,9 +47,11 @@ def migrate(script: Path, write: bool) -> None:
     text = script.read_bytes()
     try:
         migration = scripts.migrate(text)
-    except SyntaxError as error:
-        place = f"{script}:{error.lineno or 1}:{error.offset or 1}"
-        click.echo(f"dtk migrate: {place}: {error.msg}; nothing was changed", err=True)
+    except (SyntaxError, RuntimeError) as error:
+        told = f": {error}"
+        if isinstance(error, SyntaxError):
+            told = f":{error.lineno or 1}:{error.offset or 1}: {error.msg}"
+        click.echo(f"dtk migrate: {script}{told}; nothing was changed", err=True)
         sys.exit(2)
     if migration.refusal:
         click.echo(f"dtk migrate: {script} is unchanged: {migration.refusal}", err=True)

@@ -118,6 +118,29 @@ def test_plain_keras():
     assert '\n    model.compile("sgd", "mse")\nmodel.fit(x, x[:, :1], batch_size=4)' in text
 
 
+def test_the_strategy_is_made_before_its_scope():
+    """Lines of one place came in the order of a set, another with each seed of hashes."""
+    for length in range(9):
+        comment = f"#{' ' * length}x\n"
+        text, _ = migrated(f"{comment}import keras\nm = keras.Sequential()\nm.compile('sgd')\n")
+        assert text == (
+            f"{comment}import dtk\nimport keras\n\nstrategy = dtk.auto_strategy()\n"
+            "with strategy.scope():\n    m = keras.Sequential()\n    m.compile('sgd')\n"
+        )
+
+
+def test_imports_that_are_no_statements_of_the_module():
+    made = "import dtk\n\nstrategy = dtk.auto_strategy()\n\n"
+    main = "def main():\n    import keras\n    m.compile('sgd')\nmain()\n"
+    guard = "try:\n    import keras\nexcept ImportError:\n    raise\nm.compile('sgd')\n"
+    text = '"""What it does."""\nfrom __future__ import annotations\n# so\n'
+    for before, script in (("", main), ("", guard), (text, main), (text, f"@decorated\n{main}")):
+        moved, marks = migrated(before + script)
+        assert moved.startswith(f"{before}{made}{script.splitlines()[0]}\n") and not marks
+        assert "with strategy.scope():\n" in moved
+        compile(moved, "train.py", "exec")
+
+
 def test_horovod():
     text, marks = migrated(HOROVOD)
     assert not marks
@@ -140,6 +163,14 @@ def test_a_migrated_script_is_left_alone():
         (
             "d = tf.data.Dataset.range(9).batch(a + b)",
             "d = tf.data.Dataset.range(9).batch((a + b) * strategy.size)",
+        ),
+        (
+            "d = tf.data.Dataset.range(9).padded_batch(4, shapes)",
+            "d = tf.data.Dataset.range(9).padded_batch(4 * strategy.size, shapes)",
+        ),
+        (
+            "d = tf.data.Dataset.range(9).map(f).ragged_batch(batch_size=n)",
+            "d = tf.data.Dataset.range(9).map(f).ragged_batch(batch_size=n * strategy.size)",
         ),
         (
             "d = tf.data.Dataset.range(9).shard(hvd.size(), hvd.rank()).batch(n)",
@@ -197,24 +228,37 @@ def test_line_ends_and_coding_stay():
     assert after.count("\n") == after.count("\r\n")
 
 
-def test_a_loop_of_horovods():
-    text, marks = migrated(
-        hvd(
-            "loss = keras.losses.MeanSquaredError()",
-            "model = make()",
-            "opt = keras.optimizers.SGD(0.1)",
-            "def step(x, y):",
-            "    with tf.GradientTape() as tape:",
-            "        value = loss(y, model(x))",
-            "    tape = hvd.DistributedGradientTape(tape)",
-            "    grads = tape.gradient(value, model.trainable_variables)",
-            "    opt.apply_gradients(zip(grads, model.trainable_variables))",
-            "    return value",
-            "data = tf.data.Dataset.from_tensor_slices(rows).batch(8)",
-            "for x, y in data.take(9):",
-            "    print(step(x, y))",
-        )
+def loop(
+    *,
+    optimizer="SGD(0.1)",
+    loss=(),
+    gradients=(),
+    result="value",
+    rows=".batch(8)",
+    call="step(x, y)",
+):
+    """A script with a step of its own; lines after the loss, and after the gradients."""
+    return hvd(
+        "loss = keras.losses.MeanSquaredError()",
+        "model = make()",
+        f"opt = keras.optimizers.{optimizer}",
+        "def step(x, y):",
+        "    with tf.GradientTape() as tape:",
+        "        value = loss(y, model(x))",
+        *(f"        {line}" for line in loss),
+        "    tape = hvd.DistributedGradientTape(tape)",
+        "    grads = tape.gradient(value, model.trainable_variables)",
+        *(f"    {line}" for line in gradients),
+        "    opt.apply_gradients(zip(grads, model.trainable_variables))",
+        f"    return {result}",
+        f"data = tf.data.Dataset.from_tensor_slices(rows){rows}",
+        "for x, y in data.take(9):",
+        f"    print({call})",
     )
+
+
+def test_a_loop_of_horovods():
+    text, marks = migrated(loop())
     assert not marks
     assert "in strategy.experimental_distribute_dataset(data.take(9)):" in text
     assert 'print(strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None))' in text
@@ -223,11 +267,131 @@ def test_a_loop_of_horovods():
     )
 
 
+def test_calls_of_a_step_stay_calls():
+    gradient = "tape.gradient(value, model.trainable_variables)"
+    direct = loop(call="step(*batch)").replace(f"    grads = {gradient}\n", "")
+    direct = direct.replace("zip(grads,", f"zip({gradient},")
+    for script, arguments in (
+        (loop(call="step(x)"), "(x,)"),
+        (loop(call="step(x,)"), "(x,)"),
+        (direct, "(*batch,)"),
+    ):
+        text, marks = migrated(script)
+        assert f"strategy.run(step, args={arguments}), axis=None)" in text and not marks
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        # A penalty counted once for each rank.
+        ({"loss": ["value += penalty(model)"]}, "`value` may be made in one line"),
+        ({"loss": ["value = value + penalty(model)"]}, "`value` may be made in one line"),
+        ({"loss": ["value, other = value * 2, 1"]}, "`value` may be made in one line"),
+        # Each rank's part was clipped, not the sum.
+        ({"gradients": ["grads = [clip(g) for g in grads]"]}, "may use the gradients"),
+        ({"optimizer": "SGD(0.1, global_clipnorm=1.0)"}, "the optimizer may not clip"),
+        ({"gradients": ["metric(value)"]}, "`value` may be made in one line"),
+        ({"result": "value, norm(grads)"}, "`value` may be made in one line"),
+        ({"result": "None"}, "`value` may be made in one line"),
+        ({"rows": ""}, "a dataset with a known batch"),
+        ({"call": "step(x, y=y)"}, "no keywords"),
+    ],
+)
+def test_a_loop_whose_parts_do_not_add_up_is_left_alone(other, why):
+    text, marks = migrated(loop(**other))
+    assert any("not called by strategy.run: " in mark and why in mark for mark in marks), marks
+    assert "strategy.run(" not in text and "experimental_distribute_dataset" not in text
+
+
+def test_a_loss_of_a_call_that_returns_more_is_none_of_kerass():
+    script = loop().replace("value = loss(y, model(x))", "value, other = f(y, model(x))")
+    assert any("one of Keras's losses must return `value`" in why for why in migrated(script)[1])
+
+
+@pytest.mark.parametrize(
+    "given, warm_up",
+    [
+        (", warmup_epochs=3", "3 * strategy.size"),
+        (", warmup_epochs=a - b", "(a - b) * strategy.size"),
+        (", warmup_epochs=6 // hvd.size()", "(6 // strategy.size) * strategy.size"),
+        ("", "5 * strategy.size"),
+    ],
+)
+def test_a_warm_up_takes_as_many_steps_when_epochs_are_no_longer_divided(given, warm_up):
+    def lines(epochs):
+        return hvd(
+            "rate = 0.1 * hvd.size()",
+            "m.compile(keras.optimizers.SGD(rate))",
+            f"c = [hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate{given})]",
+            f"m.fit(x, y, callbacks=c, epochs={epochs})",
+        )
+
+    text, marks = migrated(lines("9 // hvd.size()"))
+    assert f"LearningRateScaling(warmup_epochs={warm_up})]" in text and not marks
+    text, marks = migrated(lines("9, steps_per_epoch=4"))
+    shown = warm_up.removesuffix(" * strategy.size").strip("()")
+    assert f"LearningRateScaling(warmup_epochs={shown})]" in text and not marks
+
+
+@pytest.mark.parametrize(
+    "given, counted",
+    [
+        ("callbacks=[keras.callbacks.EarlyStopping(patience=3)]", "EarlyStopping"),
+        ("callbacks=[keras.callbacks.LearningRateScheduler(f)]", "LearningRateScheduler"),
+        ("callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=f)]", "on_epoch_end"),
+        ("validation_freq=2", "validation_freq"),
+    ],
+)
+def test_what_else_counts_epochs_is_marked(given, counted):
+    _, marks = migrated(hvd(f"m.fit(x, y, epochs=6 // hvd.size(), {given})"))
+    assert len(marks) == 1 and f"it is one now, also for `{counted}`" in marks[0]
+    _, marks = migrated(hvd(f"m.fit(x, y, epochs=6, steps_per_epoch=3, {given})"))
+    assert not marks
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if not hvd.rank():", "    m.evaluate(x)"],
+        ["if verbose and hvd.rank() == 0:", "    m.evaluate(x)"],
+        ["chief = hvd.rank() == 0", "if chief:", "    m.evaluate(x)"],
+        ["if hvd.rank() > 0:", "    pass", "else:", "    m.evaluate(x)"],
+        ["score = m.evaluate(x) if hvd.local_rank() == 0 else None"],
+        ["if hvd.rank() != 0:", "    raise SystemExit", "m.evaluate(x)"],
+        ["if hvd.rank() != 0: sys.exit(0)", "m.evaluate(x)"],
+        ["for x in y:", "    m.evaluate(x)", "    if hvd.rank() == 0 and x:", "        break"],
+        ["def f():", "    if hvd.rank() != 0:", "        return", "    m.evaluate(x)"],
+    ],
+)
+def test_calls_of_all_ranks_that_some_do_not_get_to(lines):
+    _, marks = migrated(hvd(*lines))
+    assert any("`evaluate` is of all ranks" in why for why in marks), marks
+    # So it is of a function that makes the call.
+    lines = [line.replace("m.evaluate(x)", "score(x)") for line in lines]
+    _, marks = migrated(hvd("def score(x):", "    return m.predict_on_batch(x)", *lines))
+    assert any("`score` is of all ranks" in why for why in marks), marks
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if hvd.rank() == 0:", "    m.save(x)", "m.evaluate(x)"],
+        ["m.evaluate(x)", "if hvd.rank() != 0:", "    raise SystemExit", "m.save(x)"],
+        ["def f():", "    if hvd.rank() != 0:", "        return", "    m.save(x)", "m.evaluate(x)"],
+    ],
+)
+def test_calls_that_all_ranks_get_to(lines):
+    assert not migrated(hvd(*lines))[1]
+
+
 @pytest.mark.parametrize(
     "lines, why",
     [
+        (["np.random.seed(1 + hvd.rank() % 2)"], "seeds and data must be the same"),
+        (["m.fit(tf.data.Dataset.range(9).map(f), steps_per_epoch=3)"], "rows of all ranks"),
         (["keras.utils.set_random_seed(7 + hvd.rank())"], "seeds and data must be the same"),
         (["x = load(hvd.rank(), hvd.size())"], "seeds and data must be the same"),
+        (["d = tf.data.Dataset.range(9).batch(*n)"], "if these are rows of one rank"),
         (["d = load().batch(8)"], "if these are rows of one rank"),
         (["m.fit(load(), steps_per_epoch=3)"], "batches must have the rows of all ranks"),
         (["m.fit(x, y, epochs=3)"], "an epoch was that many passes"),
@@ -368,6 +532,26 @@ def test_a_script_that_cannot_be_parsed(tmp_path):
     done = command("--write", script)
     assert done.exit_code == 2 and f"{script}:2:5: '(' was never closed" in done.stderr
     assert script.read_text() == "import keras\nx = (1\n"
+
+
+@pytest.mark.parametrize("line", [1, 9])
+def test_a_script_that_cannot_be_decoded(tmp_path, line):
+    script = tmp_path / "train.py"
+    text = b"import keras\n" * line + b"# caf\xe9\nm.compile('sgd')\n"
+    script.write_bytes(text)
+    done = command("--write", script)
+    assert done.exit_code == 2 and "can't decode byte 0xe9" in done.stderr
+    assert "nothing was changed" in done.stderr and script.read_bytes() == text
+
+
+def test_what_is_made_is_python_or_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtk.migrate.script.Source.result", lambda self: b"import dtk\nx = (1\n")
+    script = tmp_path / "train.py"
+    script.write_text(text_of(KERAS))
+    done = command("--write", script)
+    assert done.exit_code == 2 and "line 2 is not Python ('(' was never closed)" in done.stderr
+    assert "a fault of dtk's, not of the script" in done.stderr
+    assert script.read_text() == text_of(KERAS)
 
 
 def test_two_ranks_train_as_one_process_with_their_batch(tmp_path):

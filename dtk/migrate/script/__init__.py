@@ -7,6 +7,7 @@ It changes what it understands; the rest gets a comment on the line above, and s
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 
 import libcst as cst
@@ -60,6 +61,7 @@ def migrate(text: bytes) -> Migration:
 
     Raises:
         SyntaxError: The script is not Python.
+        RuntimeError: What was made of it is not Python.
     """
     source = Source(text)
     packages = _packages(source)
@@ -78,6 +80,14 @@ def migrate(text: bytes) -> Migration:
     tensorflow_names.rewrite(source)
     scopes.rewrite(source, made, horovod_names.strategy_line(source.strategy, growth))
     result = source.result()
+    try:
+        ast.parse(result)
+    except SyntaxError as error:
+        ast.parse(text)  # Python of another version
+        told = (
+            f"what would be its line {error.lineno} is not Python ({error.msg}): a fault of dtk's"
+        )
+        raise RuntimeError(f"{told}, not of the script; please report it") from error
     trains = b"import dtk" in result
     if result == text or ("horovod" in packages and not trains):
         told = "it compiles no model, applies no gradients, and uses neither Horovod nor "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 
 import libcst as cst
 from libcst import matchers as m
@@ -42,9 +43,19 @@ _OF_ALL_RANKS = re.compile(
     r"\w+\.append\([\w.]*\b(ModelCheckpoint|TensorBoard|CSVLogger|BackupAndRestore|EarlyStopping"
     r"|ReduceLROnPlateau|LearningRateScheduler|TerminateOnNaN)\("
 )
+# Calls that make batches of rows.
+_BATCHES = {"batch", "padded_batch", "ragged_batch"}
+# Calls that all ranks make together, and how some leave before them.
+_TOGETHER = {"fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"}
+_LEAVES = re.compile(r"(^|[:;])\s*(return|raise|break|continue)\b|\b_?(exit|quit)\(", re.MULTILINE)
+# What counts epochs, apart from `epochs` and a warm-up.
+_EPOCHS = re.compile(
+    r"\b(EarlyStopping|ReduceLROnPlateau|LearningRateSchedule\w*|on_epoch_\w+|initial_epoch"
+    r"|validation_freq)\b"
+)
 # What may differ by rank: what is printed, compared or part of a name.
 _TOLD = m.OneOf(
-    *(m.FormattedString(), m.Comparison(), m.BinaryOperation(operator=m.Modulo())),
+    *(m.FormattedString(), m.Comparison(), m.BinaryOperation(m.SimpleString(), m.Modulo())),
     m.Call(func=m.MatchIfTrue(lambda f: bool(re.search(r"\b(print|format|info|str)$", code(f))))),
 )
 # Functions of one argument: what stands there instead, and after the argument.
@@ -78,9 +89,13 @@ class _Horovod:
         shard = r"\.shard\(\s*(num_shards ?= ?)?\w+\.size\(\),\s*(index ?= ?)?\w+\.rank\(\)"
         self.sharded = re.search(shard, self.text) is not None
         self.named = [(call, self.name(call)) for call in source.calls]
-        self.chiefs = [one for one in source.find(cst.If) if self.is_chief(one.test)]
+        self.divided = False  # whether epochs were divided by the ranks, and are no more
+        blocks: list[cst.If | cst.IfExp] = [*source.find(cst.If), *source.find(cst.IfExp)]
+        self.ranked = [one for one in blocks if self.is_of_rank(one.test)]
         read = r"\.(restore|load_weights|read)\("
-        self.restores = any(re.search(read, source.code(one.body)) for one in self.chiefs)
+        self.restores = any(re.search(read, source.code(one)) for one in self.ranked)
+        homes = [source.function(call) for call in source.calls if method(call) in _TOGETHER]
+        self.together = _TOGETHER | {one.name.value for one in homes if one is not None}
 
     def name(self, call: cst.CSTNode | None) -> str:
         """Return the name within Horovod of what is called; empty if it is none of Horovod's."""
@@ -89,13 +104,22 @@ class _Horovod:
 
     def is_chief(self, test: cst.CSTNode) -> bool:
         """Whether an expression is `hvd.rank() == 0`."""
-        zero = isinstance(test, cst.Comparison) and [code(o) for o in test.comparisons] == ["== 0"]
-        return zero and isinstance(test, cst.Comparison) and self.name(test.left) == "rank"
+        compared = isinstance(test, cst.Comparison) and self.name(test.left) == "rank"
+        return compared and code(test).endswith(") == 0")
+
+    def is_of_rank(self, test: cst.CSTNode) -> bool:
+        """Whether an expression, or what it names, asks for the rank."""
+        names = self.source.find(cst.Name, test)
+        shown = [test, *(one for name in names for one in self.source.assignments(name.value))]
+        calls = [call for one in shown for call in self.source.find(cst.Call, one)]
+        return any(self.name(call).endswith("rank") for call in calls)
 
     def rewrite(self) -> tuple[cst.CSTNode | None, bool]:
         source = self.source
-        for block in self.chiefs:
-            self._of_chief(block)
+        for block in self.ranked:
+            self._of_ranks(block)
+        for condition in source.find(cst.If):
+            self._of_chief(condition)
         for test in source.find(cst.Comparison):
             if self.is_chief(test):
                 source.write(test, f"{self.strategy}.is_chief")
@@ -107,11 +131,11 @@ class _Horovod:
                 source.note("Keras prints on rank 0 only, whatever `verbose` is")
         growth = self._gpu_lines()
         made = self._strategy_line(growth)
-        for call, name in self.named:
-            self._call(call, name, method(call))
         for call in source.calls:
             if method(call) in ("fit", "fit_generator"):
                 self._fit(call)
+        for call, name in self.named:
+            self._call(call, name, method(call))
         self._rest()
         return made, growth
 
@@ -146,16 +170,25 @@ class _Horovod:
         return re.search("set_memory_growth|allow_growth", self.text) is not None
 
     def _of_chief(self, block: cst.If) -> None:
-        """Give every rank the callbacks that it may have; mark what cannot be rank 0's alone."""
-        source, body = self.source, list(block.body.body)
-        texts = [source.code(one) for one in body]
-        whole = isinstance(block.body, cst.IndentedBlock) and block.orelse is None
-        if whole and all(map(_OF_ALL_RANKS.match, texts)):
-            source.note("callbacks of Keras write on rank 0 only; every rank gets them")
-            source.unwrap(block, body[-1])
-        together = {method(call) for call in source.find(cst.Call, block.body)}
-        for name in sorted(together & {"fit", "evaluate", "predict"}):
-            source.mark(block, f"`{name}` is of all ranks: call it on each", "ranks-that-differ")
+        """Give every rank the callbacks that it may have."""
+        body = block.body if self.is_chief(block.test) and block.orelse is None else None
+        lines = list(body.body) if isinstance(body, cst.IndentedBlock) else []
+        if lines and all(_OF_ALL_RANKS.match(self.source.code(one)) for one in lines):
+            self.source.note("callbacks of Keras write on rank 0 only; every rank gets them")
+            self.source.unwrap(block, lines[-1])
+
+    def _of_ranks(self, block: cst.If | cst.IfExp) -> None:
+        """Mark what some ranks do or do not get to, and all ranks must do."""
+        source = self.source
+        calls = source.find(cst.Call, block)
+        if _LEAVES.search(source.code(block)):  # then others of these ranks' loops and lines count
+            loops = [one for one in source.parents(block) if isinstance(one, cst.For | cst.While)]
+            first = min([source.span(block)[1], *(source.span(one)[0] for one in loops)])
+            after = source.find(cst.Call, source.function(block))
+            calls += [call for call in after if source.span(call)[0] >= first]
+        for name in sorted(self.together & {code(call.func).split(".")[-1] for call in calls}):
+            told = f"`{name}` is of all ranks, and not all get to it: call it on each"
+            source.mark(block, told, "ranks-that-differ")
 
     def _is_needless(self, call: cst.Call, name: str) -> bool:
         """Whether it is a broadcast or callback that does what dtk does anyway."""
@@ -200,9 +233,10 @@ class _Horovod:
         elif kind == "shard" and {self.name(arg.value) for arg in call.args} == {"size", "rank"}:
             source.keep(call, cst.ensure_type(call.func, cst.Attribute).value)
             self._check_shard(call)
-        elif kind == "batch" and isinstance(call.func, cst.Attribute) and call.args:
-            if source.is_dataset(call.func.value):
-                self._times_size(call, argument(call, "batch_size", 0))
+        elif kind in _BATCHES and isinstance(call.func, cst.Attribute) and call.args:
+            rows = argument(call, "batch_size", 0)
+            if rows is not None and source.dataset(call.func.value):
+                self._times_size(call, rows)
             else:
                 told = f"if these are rows of one rank, write them times {self.strategy}.size"
                 source.mark(call, told, "batches-and-epochs")
@@ -244,25 +278,26 @@ class _Horovod:
             source.keep(call, inner)
 
     def _loop(self, step: cst.FunctionDef | None) -> None:
-        """Call a step of the script's own by `strategy.run`, if its loss is one of Keras's.
-
-        Keras divides such a loss by the ranks, and gradients are summed over them.
-        """
+        """Call a step of the script's own by `strategy.run`, if what ranks make of it adds up."""
         source, name = self.source, step.name.value if step is not None else ""
         taken = [c for c in source.find(cst.Call, step) if method(c) == "gradient" and c.args]
-        losses = source.assignments(code(taken[0].args[0].value)) if len(taken) == 1 else []
-        loss = next((one for one in losses if source.function(one) is step), None)
-        made = code(source.resolved(loss.func)) if isinstance(loss, cst.Call) else ""
-        keras = re.match(r"[\w.]*\blosses\.[A-Z]\w+\((?!.*reduction)", made, re.DOTALL)
         sites = [call for call in source.calls if name and code(call.func) == name]
+        if step is None or len(taken) != 1 or not sites:
+            return
         loops = [self._loop_over_dataset(call) for call in sites]
-        if not keras or not sites or None in loops:
+        rules = self._rules_of_step(step, taken[0])
+        place = f"`{name}(...)` needs a loop over a dataset with a known batch, and no keywords"
+        rules[place] = None not in loops and not any(arg.keyword for c in sites for arg in c.args)
+        for rule in [rule for rule, is_kept in rules.items() if not is_kept]:
+            source.mark(taken[0], f"not called by {self.strategy}.run: {rule}", "loops")
+        if not all(rules.values()):
             return
         for call in sites:
             run = f'{self.strategy}.reduce("SUM", {self.strategy}.run({name}, args='
             source.write(call.func, run)
             end = source.span(call)[1]
-            source.replace(end - 1, end, f"{',' * (len(call.args) == 1)})), axis=None)")
+            single = [arg.comma for arg in call.args] == [cst.MaybeSentinel.DEFAULT]
+            source.replace(end - 1, end, f"{',' * single})), axis=None)")
         for over in {one for one in loops if one is not None}:
             source.around(over, f"{self.strategy}.experimental_distribute_dataset(", ")")
         source.steps.add(name)
@@ -271,13 +306,39 @@ class _Horovod:
             "and Keras divides its loss by their number"
         )
 
+    def _rules_of_step(self, step: cst.FunctionDef, taken: cst.Call) -> dict[str, bool]:
+        """Return what must hold of a step and its call of `gradient`, and whether it does.
+
+        Keras divides its loss by the ranks, and gradients and losses are summed over them: those of
+        one rank are parts, of which nothing else in the step may make use.
+        """
+        source, loss = self.source, code(taken.args[0].value)
+        target, value = assigned(source.statement(taken))
+        gradients = target if value is taken else source.code(taken)
+        applied = rf"\.apply_gradients\(\s*zip\(\s*{re.escape(gradients)}\s*,"
+        uses = Counter(one.value for one in source.find(cst.Name, step))
+        once = uses[gradients] == 2 * gradients.isidentifier()
+        returned = [code(one.value) for one in source.find(cst.Return, step)]
+        shown = [one for one in source.assignments(loss) if source.function(one) is step]
+        made = [code(source.resolved(one.func)) for one in shown if isinstance(one, cst.Call)]
+        keras = re.compile(r"[\w.]*\blosses\.[A-Z]\w+\((?!.*reduction)", re.DOTALL)
+        clips = re.search(r"\bclipvalue\b|clipnorm\b", self.text)
+        apply = once and re.search(applied, source.code(step)) is not None
+        only = f"`{loss}` may be made in one line, differentiated and returned, and no more"
+        return {
+            f"one of Keras's losses must return `{loss}`": any(map(keras.match, made)),
+            only: returned == [loss] and uses[loss] == 3,
+            "only `apply_gradients(zip(...))` may use the gradients": apply,
+            "the optimizer may not clip: it would clip each rank's part": not clips,
+        }
+
     def _loop_over_dataset(self, call: cst.Call) -> cst.BaseExpression | None:
-        """Return the dataset that the loop around a call goes over."""
+        """Return the batched dataset that the loop around a call goes over."""
         for loop in self.source.parents(call):
             over = loop.iter if isinstance(loop, cst.For) else None
             if isinstance(over, cst.Call) and code(over.func) == "enumerate":
                 over = over.args[0].value
-            if self.source.is_dataset(over):
+            if _BATCHES & self.source.dataset(over):
                 return over
         return None
 
@@ -295,8 +356,14 @@ class _Horovod:
         for each in {product, *uses}:
             self._drop_size(each, cst.Multiply)
         epochs = argument(call, "warmup_epochs", 1)
-        scaling = f"dtk.callbacks.LearningRateScaling(warmup_epochs={code(epochs) or 5})"
-        source.write(call, scaling)
+        scaling = "dtk.callbacks.LearningRateScaling(warmup_epochs="
+        factor = f"{self.strategy}.size"
+        if epochs is None:
+            source.write(call, f"{scaling}5{f' * {factor}' * self.divided})")
+        else:
+            source.keep(call, epochs, scaling, ")")
+            if self.divided:
+                source.multiply(epochs, factor)
         source.note(
             "LearningRateScaling multiplies the rate by the ranks in its warm-up; the script's own "
             "rate is that of one rank"
@@ -337,10 +404,9 @@ class _Horovod:
     def _fit(self, call: cst.Call) -> None:
         """Make the batch of `fit` global, and its epochs passes; mark what is not shown."""
         source, rows, x = self.source, argument(call, "batch_size", 2), argument(call, "x", 0)
-        shown = [inner for value in source.values(x) for inner in source.find(cst.Call, value)]
         if rows is not None or argument(call, "y", 1) is not None:
             self._times_size(call, rows)
-        elif not (source.is_dataset(x) and any(method(one) == "batch" for one in shown)):
+        elif not _BATCHES & source.dataset(x):
             told = f"batches must have the rows of all ranks: one rank's times {self.strategy}.size"
             source.mark(call, told, "batches-and-epochs")
         if argument(call, "steps_per_epoch") is None and not self.sharded:
@@ -351,8 +417,11 @@ class _Horovod:
             divided = [one for one in parts if self._kept(one, cst.Divide, cst.FloorDivide)]
             for one in divided if alike else ():
                 self._drop_size(one, cst.Divide, cst.FloorDivide)
-            if not divided or not alike:
+                self.divided = True
+            counted = sorted({found[0] for found in _EPOCHS.finditer(self.text)})
+            if not divided or not alike or counted:
                 told = "where each rank read all rows, an epoch was that many passes; it is one now"
+                told += "".join(f", also for `{one}`" for one in counted)
                 source.mark(call, told, "batches-and-epochs")
 
     def _rest(self) -> None:

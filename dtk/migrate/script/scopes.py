@@ -146,17 +146,17 @@ class _Scopes:
     def _import(self, line: str) -> None:
         """Import dtk before Keras, and make the strategy after the imports."""
         source, body = self.source, self.source.module.body
-        imports = [one for one in body if m.matches(one, _IMPORT)]
+        places = [one for one in body if "__future__" not in code(one)]
+        imports = [one for one in places if m.matches(one, _IMPORT)]
         keras = [one for one in imports if re.search(r"\b(keras|tensorflow|horovod)", code(one))]
-        keras += [one for one in imports if "__future__" not in code(one)]
-        if not keras:
-            return
-        first = body.index(keras[0])
+        places = keras or imports or [one for one in places if not m.matches(one, _TEXT)]
+        first = body.index(places[0])
         run = itertools.takewhile(lambda one: m.matches(one, _IMPORT | _TEXT), body[first:])
-        last = [one for one in run if one in imports][-1]
-        source.insert(source.line(keras[0]), "import dtk\n", OWN)
+        last = [source.end(one) for one in run if one in imports]
+        top = source.line([*getattr(places[0], "decorators", ()), places[0]][0])
+        source.insert(top, "import dtk\n", OWN)
         if self.made is None:
-            source.insert(source.end(last), f"\n{line}\n")
+            source.insert(last[-1] if last else top, f"\n{line}\n" + "\n" * (not last), OWN)
 
 
 def _body(block: cst.CSTNode) -> tuple[cst.CSTNode, ...]:

@@ -66,10 +66,9 @@ class Source:
     def __init__(self, text: bytes) -> None:
         try:
             wrapper = metadata.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        except cst.ParserSyntaxError as error:
+        except (cst.ParserSyntaxError, UnicodeError) as error:
             ast.parse(text)  # knows the place better
-            place = ("", error.raw_line, error.raw_column, None)
-            raise SyntaxError(error.message, place) from error
+            raise SyntaxError(str(error)) from error
         self.module = wrapper.module
         self.text = self.module.code
         self.lines = self.text.split("\n")
@@ -162,16 +161,18 @@ class Source:
         found = self.values(value) if isinstance(value, cst.Name) else []
         return self.resolved(found[0]) if len(found) == 1 else value
 
-    def is_dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> bool:
-        """Whether an expression is a `tf.data.Dataset`, as far as the script shows."""
+    def dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> set[str]:
+        """Return the calls that make a `tf.data.Dataset`; none if the script shows none."""
         if isinstance(value, cst.Name):
-            found, inner = self.values(value), (*seen, value.value)
-            known = value.value in seen or all(self.is_dataset(one, inner) for one in found)
-            return bool(found) and known
+            if value.value in seen:
+                return {value.value}
+            found = [self.dataset(one, (*seen, value.value)) for one in self.values(value)]
+            return set().union(*found) if all(found) else set()
         if not isinstance(value, cst.Call):
-            return False
+            return set()
         of = value.func.value if isinstance(value.func, cst.Attribute) else None
-        return bool(_DATASETS.search(code(value.func))) or self.is_dataset(of, seen)
+        known = self.dataset(of, seen) or set(_DATASETS.findall(code(value.func)))
+        return {method(value), *known} if known else known
 
     # Edits.
 
@@ -192,11 +193,11 @@ class Source:
         """Put another text into the place of a node."""
         self.replace(*self.span(node), text)
 
-    def keep(self, node: cst.CSTNode, part: cst.CSTNode) -> None:
-        """Leave a part of an expression in its place."""
+    def keep(self, node: cst.CSTNode, part: cst.CSTNode, before: str = "", after: str = "") -> None:
+        """Leave a part of an expression in its place, between two texts."""
         (first, last), (begin, end) = self.span(node), self.span(part)
-        self.replace(first, begin)
-        self.replace(end, last)
+        self.replace(first, begin, before)
+        self.replace(end, last, after)
 
     def multiply(self, value: cst.BaseExpression, factor: str) -> None:
         """Multiply an expression."""
@@ -296,7 +297,7 @@ class Source:
             margin = self.margin(line) + ("" if TEXT in here else here.get(INDENT, ""))
             texts = [f"{margin}{text}\n" for at, text in self._marks if at == line]
             self.insert(line, "".join(texts), MARKS)
-        edits = sorted(set(self._edits), key=lambda e: (e[0], e[1] > e[0], e[2]))
+        edits = sorted(dict.fromkeys(self._edits), key=lambda e: (e[0], e[1] > e[0], e[2]))
         done, end = "", 0
         for edit in edits:
             if any(_hides(other, edit) for other in edits):
