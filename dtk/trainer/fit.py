@@ -134,7 +134,9 @@ def _fit(
             callback.set_model(trainer.model)
         callbacks.callbacks[:] = [first, *mine, last]
         params = {"epochs": asked["epochs"], "steps": None, "verbose": 0}
-        callbacks.set_params({**params, **(callbacks.params or {})})
+        callbacks.set_params(
+            {**params, **(callbacks.params or {}), "initial_epoch": asked["initial_epoch"]}
+        )
     else:
         shown = asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
         if not _has(mine, keras.callbacks.History):
@@ -149,6 +151,7 @@ def _fit(
             model=trainer.model,
             verbose=shown,
             epochs=asked["epochs"],
+            initial_epoch=asked["initial_epoch"],
             steps=None,
         )
     asked["callbacks"] = trainer.callbacks = callbacks
