@@ -43,6 +43,7 @@ class DistributedTrainer(ModelState):
         self.feed = keras_data.Feed(model, strategy, self.cut if self.takes_over else None)
         self.recorder = StepRecorder(model, strategy, self.feed)
         self.callbacks: keras.callbacks.CallbackList = None
+        self.stop_agreed = False  # whether all ranks stop after the step that ends next
         self.kinds: dict[str, dict[str, str]] = {}
         self.tried: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
