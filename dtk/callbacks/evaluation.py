@@ -176,9 +176,9 @@ class CrossValidation(SavedCallback):
     def _validate(self, index: int) -> None:
         done = self._evaluation.run(self.trainer)
         go_on = self.callback(index, self._error(done.numbers), done.samples, done.minibatches)
-        stops = self.strategy.world.allgather_object(go_on is False)
-        if any(stops):
-            self.model.stop_training = True
+        stop = go_on is False or bool(self.model.stop_training)
+        if any(self.strategy.world.allgather_object(stop)):
+            self.model.stop_training = self.trainer.stop_agreed = True
 
     def _error(self, numbers: dict[str, float]) -> float:
         if callable(self.monitor):

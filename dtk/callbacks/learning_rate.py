@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import cast
 
 import keras
 import tensorflow as tf
 
 from dtk.callbacks.strategy_callback import SavedCallback, StrategyCallback
+from dtk.compat import keras_optimizers
 from dtk.nests import Config, Logs
 from dtk.optimizers import LARS
 from dtk.schedules.runs import check_count, is_rate
@@ -58,6 +58,14 @@ class Scaling:
     factor: float  # factor of the rate after the warm-up
     applied: float = 1.0  # current factor of the rate
     warm: bool = False  # whether the warm-up is over
+    taken: int = 0  # asynchronous steps of the warm-up
+
+    @classmethod
+    def begun(cls, optimizer: keras.Optimizer, factor: float) -> Scaling:
+        """Return the scaling of a rate that nothing says was scaled, unless its schedule was."""
+        schedule = shared_optimizer.schedule_of(optimizer)
+        applied = float(schedule.factor) if isinstance(schedule, ScaledSchedule) else 1.0
+        return cls(rate_now(optimizer) / applied, factor, applied)
 
     def begin(self, model: keras.Model) -> None:
         """Let a schedule be multiplied; steps are traced anew where that changes them."""
@@ -206,7 +214,9 @@ class LearningRateScaling(StrategyCallback):
 
     The rate of an optimizer is scaled once: a second `fit`, or a resumed one, finds it scaled and
     goes on with the rest of the warm-up. A job resumed with another number of workers keeps the
-    rate that was saved.
+    rate that was saved. `Checkpoint` knows, and so do Keras's `.keras` and `.weights.h5` files,
+    also of BackupAndRestore, if the model is loaded inside the scope. Older `.h5` files and
+    `tf.train.Checkpoint` do not: leave this callback out after loading a scaled rate from these.
 
     Args:
         rule: "linear" (times the number of workers), "sqrt" (times its square root), or the factor
@@ -252,7 +262,7 @@ class LearningRateScaling(StrategyCallback):
 
     def get_state(self) -> dict[str, float]:
         """Return the base rate, the factor, and the progress of the warm-up, for `Checkpoint`."""
-        return _saved_scaling(self.model.optimizer, _SCALED) or {}
+        return _numbers_of(self.model.optimizer, _SCALED)
 
     def set_state(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored.
@@ -260,7 +270,7 @@ class LearningRateScaling(StrategyCallback):
         Args:
             state: The result of `get_state`.
         """
-        _restore_scaling(self.model.optimizer, _SCALED, state)
+        _set_numbers(self.model.optimizer, _SCALED, state)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise before the first epoch if the callback cannot work."""
@@ -286,17 +296,21 @@ class LearningRateScaling(StrategyCallback):
             )
         self._scaling = None
 
+    def on_train_agreed(self, logs: Logs | None = None) -> None:
+        """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
+        _share_numbers(self, _SCALED)
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Scale once. A checkpoint has been restored by now, but not at train begin."""
         self._epoch = epoch
         if self._scaling is not None:
             return
         optimizer = self.model.optimizer
-        scaling = getattr(optimizer, _SCALED, None)
+        scaling = _scaling_of(optimizer, _SCALED)
         if scaling is None:
-            scaling = Scaling(rate_now(optimizer), factor_for(self.rule, self.strategy.size))
-            setattr(optimizer, _SCALED, scaling)
+            scaling = Scaling.begun(optimizer, factor_for(self.rule, self.strategy.size))
             self._announce(scaling)
+        _set_numbers(optimizer, _SCALED, vars(scaling))
         self._scaling = scaling
         scaling.begin(self.model)
         if not self.warmup_epochs and not scaling.warm:
@@ -347,7 +361,8 @@ class AsynchronousWarmup(SavedCallback):
     Stale gradients do most harm while weights still move far. The factor grows with the number of
     asynchronous steps of the whole job. Serial steps, of a `dtk.strategies.SerialStart`, take the
     whole rate and do not count. After the warm-up this callback does not touch the rate. A schedule
-    is multiplied by the factor.
+    is multiplied by the factor. An optimizer is warmed up once: a second `fit`, or a resumed one,
+    goes on where the last one was, as with `LearningRateScaling`.
 
     Args:
         start: The factor to begin with, above 0 and at most 1.
@@ -382,14 +397,14 @@ class AsynchronousWarmup(SavedCallback):
 
     def get_state(self) -> dict[str, object]:
         """Return the steps taken and the scaling of the rate, for `Checkpoint`."""
-        scaling = _saved_scaling(self.model.optimizer, _ASYNCHRONOUS)
+        scaling = _numbers_of(self.model.optimizer, _ASYNCHRONOUS)
         return {**super().get_state(), "scaling": scaling}
 
     def set_state(self, state: dict[str, object]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
-        scaling = cast("Mapping[str, float] | None", state["scaling"])
-        _restore_scaling(self.model.optimizer, _ASYNCHRONOUS, scaling)
+        scaling = cast("dict[str, float] | None", state["scaling"])
+        _set_numbers(self.model.optimizer, _ASYNCHRONOUS, scaling or {})
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise before the first epoch if the callback cannot work."""
@@ -406,16 +421,22 @@ class AsynchronousWarmup(SavedCallback):
             )
         self._scaling = None
 
+    def on_train_agreed(self, logs: Logs | None = None) -> None:
+        """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
+        _share_numbers(self, _ASYNCHRONOUS)
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Find the rate. A checkpoint has been restored by now, but not at train begin."""
+        optimizer = self.model.optimizer
+        scaling = _scaling_of(optimizer, _ASYNCHRONOUS)
+        if scaling is not None:
+            self._taken = max(self._taken, int(scaling.taken))
         if self._scaling is not None or self._over():
             return
-        optimizer = self.model.optimizer
-        scaling = getattr(optimizer, _ASYNCHRONOUS, None)
         if scaling is None or scaling.applied == 1.0:
             # The rate is whole: the script may have changed it since.
             scaling = Scaling(rate_now(optimizer), 1.0)
-        setattr(optimizer, _ASYNCHRONOUS, scaling)
+        _set_numbers(optimizer, _ASYNCHRONOUS, vars(scaling))
         self._scaling = scaling
         scaling.begin(self.model)
 
@@ -425,6 +446,7 @@ class AsynchronousWarmup(SavedCallback):
             return
         factor = warmup_factor(self._taken, self.start, self.steps, self.shape)
         self._taken += self.model.steps_per_execution
+        self._scaling.taken = self._taken
         over = self._over()
         self._scaling.apply(self.model.optimizer, 1.0 if over else factor, False)
         if over:
@@ -437,16 +459,26 @@ class AsynchronousWarmup(SavedCallback):
         return self._taken > length
 
 
-# The attributes of an optimizer that hold a `Scaling`.
-_SCALED, _ASYNCHRONOUS = "_dtk_rate_scaling", "_dtk_asynchronous_warmup"
+# The numbers of a `Scaling` that are saved with an optimizer, by name.
+_SCALED, _ASYNCHRONOUS = "rate_scaling", "asynchronous_warmup"
 
 
-def _saved_scaling(optimizer: keras.Optimizer, attribute: str) -> dict[str, float] | None:
-    scaling = getattr(optimizer, attribute, None)
-    return None if scaling is None else dataclasses.asdict(scaling)
+def _numbers_of(optimizer: keras.Optimizer, name: str) -> dict[str, float]:
+    """Return the numbers of an optimizer's scaling; none if there is none."""
+    return dict(keras_optimizers.saved_numbers(optimizer).numbers.get(name, {}))
 
 
-def _restore_scaling(
-    optimizer: keras.Optimizer, attribute: str, state: Mapping[str, float] | None
-) -> None:
-    setattr(optimizer, attribute, Scaling(**state) if state else None)  # type: ignore[arg-type]
+def _set_numbers(optimizer: keras.Optimizer, name: str, numbers: dict[str, float]) -> None:
+    """Let an optimizer hold the numbers of a scaling: its `vars`, which change with it."""
+    keras_optimizers.saved_numbers(optimizer).numbers[name] = numbers
+
+
+def _scaling_of(optimizer: keras.Optimizer, name: str) -> Scaling | None:
+    numbers = _numbers_of(optimizer, name)
+    return Scaling(**numbers) if numbers else None  # type: ignore[arg-type]
+
+
+def _share_numbers(callback: StrategyCallback, name: str) -> None:
+    optimizer = callback.model.optimizer
+    numbers = callback.strategy.world.broadcast_object(_numbers_of(optimizer, name))
+    _set_numbers(optimizer, name, numbers)

@@ -498,6 +498,10 @@ class Feed:
                     "the epoch; use the same batch size, or a checkpoint from the end of an epoch"
                 )
             self._find_position(step, position)
+            if step:
+                # Where the length is unknown, Keras begins one step more than there are: a
+                # checkpoint of that moment leaves no step, and Keras no logs.
+                keras_models.answer_without_steps(self.model)
             for begin, end, batches in steps:
                 if begin >= step:
                     yield begin, end, batches

@@ -5,7 +5,7 @@ for good         keras.Model.fit and its like               patch_calls
 inside a scope   keras.Model.compile                        patch_compile
 of one model     _maybe_symbolic_build, compute_loss,
                  make_train_function and its like           patch_model
-                 _get_metrics_result_or_logs, once          answer_once
+                 _get_metrics_result_or_logs, once          answer_once, answer_without_steps
 """
 
 from __future__ import annotations
@@ -350,5 +350,15 @@ def answer_once(model: keras.Model, logs: Logs) -> None:
     def logs_of_then(latest: Logs | None) -> Logs:
         del latest, model._get_metrics_result_or_logs
         return logs
+
+    model._get_metrics_result_or_logs = logs_of_then
+
+
+def answer_without_steps(model: keras.Model) -> None:
+    """Make `fit` use what the metrics hold for the next epoch that ends, if it ran no step."""
+
+    def logs_of_then(latest: Logs | None) -> Logs:
+        del model._get_metrics_result_or_logs
+        return model._get_metrics_result_or_logs(latest or model.get_metrics_result())
 
     model._get_metrics_result_or_logs = logs_of_then

@@ -12,6 +12,7 @@ An optimizer that wraps another counts as two.
                        build, finalize_variable_values      patch_build
                        finalize_variable_values             patch_finalize
                        save_ and load_own_variables         patch_state
+                       attributes that Keras saves          saved_numbers
                        _all_reduce_sum_gradients            own_optimizer
                        update_step                          fused_kernels.fuse_updates
 """
@@ -20,11 +21,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.saving.keras_saveable import KerasSaveable
 
 from dtk.compat.keras_variables import VariablePart, copy_mark
 from dtk.nests import Array, Function, Gradients, Tree
@@ -266,6 +269,50 @@ def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:
 def set_note(optimizer: keras.Optimizer, note: object) -> None:
     """Set a note on an optimizer; the note lives as long as the optimizer."""
     optimizer._dtk_note = note
+
+
+# The name of an optimizer's count of steps among its saved numbers.
+_STEPS = "steps"
+
+
+class SavedNumbers(KerasSaveable):
+    """Numbers of an optimizer that Keras saves and loads beside its variables.
+
+    Files that have them are read without dtk as well. They belong to the variables of so many
+    steps: where those were not loaded, these are not.
+    """
+
+    def __init__(self, optimizer: keras.Optimizer):
+        self.numbers: dict[str, Mapping[str, float]] = {}
+        # A closure: Keras looks for what to save in the attributes.
+        self._steps = lambda: int(keras.ops.convert_to_numpy(optimizer.iterations))
+
+    def _obj_type(self) -> str:
+        return "Loss"  # of the kinds that Keras knows, one with few attributes
+
+    def save_own_variables(self, store: dict[str, Array]) -> None:
+        """Write all numbers into what Keras saves."""
+        store[_STEPS] = np.array(self._steps())
+        for name, numbers in self.numbers.items():
+            for key, number in numbers.items():
+                store[f"{name}.{key}"] = np.array(number, "float64")
+
+    def load_own_variables(self, store: Mapping[str, Array]) -> None:
+        """Take the numbers of a file, none if it has none."""
+        if _STEPS not in store or int(store[_STEPS]) != self._steps():
+            return
+        self.numbers = {}
+        for path in store.keys():  # noqa: SIM118, a store of Keras is no mapping
+            name, _, key = path.partition(".")
+            if key:
+                self.numbers[name] = {**self.numbers.get(name, {}), key: float(store[path])}
+
+
+def saved_numbers(optimizer: keras.Optimizer) -> SavedNumbers:
+    """Return the numbers that are saved with an optimizer, as an attribute of it."""
+    if not hasattr(optimizer, "_dtk_numbers"):
+        optimizer._dtk_numbers = SavedNumbers(optimizer)
+    return optimizer._dtk_numbers
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:

@@ -134,6 +134,7 @@ optimizers:
     keras.callbacks.SwapEMAWeights  _swap_variables _finalize_ema_values
 saving:
     keras.src.saving.saving_lib  save_model save_weights_only
+    keras.src.saving.keras_saveable  KerasSaveable
     keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
 """
 

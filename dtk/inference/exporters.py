@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ class LatestExporter:
 class BestExporter(LatestExporter):
     """Exports an evaluated model that is better than all before it.
 
-    The numbers before it are those of evaluation.csv, so a restarted job goes on with them.
+    The numbers before it are those of evaluation.csv, so a restarted job goes on with them. Numbers
+    that are not finite do not count, and their models are not exported.
 
     Args:
         name: The exporter's folder.
@@ -114,7 +116,9 @@ class BestExporter(LatestExporter):
                 f"BestExporter(monitor={self.monitor!r}): an evaluation gives {', '.join(numbers)}"
             )
         sign = 1 if self.mode == "min" else -1
-        best = min((sign * row[self.monitor] for row in earlier), default=float("inf"))
-        if not sign * numbers[self.monitor] < best:
+        # Models that have diverged compare with nothing; a restart reads NaN from the file, too.
+        before = [row[self.monitor] for row in earlier if math.isfinite(row[self.monitor])]
+        value = numbers[self.monitor]
+        if not math.isfinite(value) or any(sign * one <= sign * value for one in before):
             return None
         return super().__call__(model, directory, checkpoint, numbers, earlier)

@@ -320,6 +320,8 @@ class ModelInParts:
             if optimizer is not None:
                 made = type(optimizer).from_config(optimizer.get_config())
                 made.build(self.whole.trainable_variables)
+                numbers = keras_optimizers.saved_numbers(optimizer).numbers
+                keras_optimizers.saved_numbers(made).numbers = numbers
                 self.whole.optimizer = made
         self._of_whole = _keyed(self.whole)
         expected = {entry.key: entry.shape for entry in self._entries}

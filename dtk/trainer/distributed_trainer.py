@@ -43,6 +43,7 @@ class DistributedTrainer(ModelState):
         self.feed = keras_data.Feed(model, strategy, self.cut if self.takes_over else None)
         self.recorder = StepRecorder(model, strategy, self.feed)
         self.callbacks: keras.callbacks.CallbackList = None
+        self.stop_agreed = False  # whether all ranks stop after the step that ends next
         self.kinds: dict[str, dict[str, str]] = {}
         self.tried: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
@@ -140,7 +141,7 @@ class DistributedTrainer(ModelState):
 
         function = keras_models.make_function(model, step)
 
-        def call(iterator: tf.data.Iterator) -> Tree:
+        def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:
             with replica_step.running(model, name, self.gathered):
                 return function(iterator)
 
@@ -150,8 +151,14 @@ class DistributedTrainer(ModelState):
                 self.try_step(name, step_function, slices[0])
                 iterator = iter(slices)
             elif self._unread:
+                try:
+                    first, iterator = digests.first_of(iterator, model.steps_per_execution)
+                except StopIteration:
+                    # A resumed epoch has no step left, so the next one has the first batch. The
+                    # optimizer counts Keras's attempt to read beyond the end, as without the
+                    # interruption; the step that it traces has not been tried, and is dropped.
+                    return call(iterator, keras_models.make_function(model, step))
                 self._unread = False
-                first, iterator = digests.first_of(iterator, model.steps_per_execution)
                 read.assign(0)
                 rank_checks.check_same_batch(strategy, first)
                 self.try_step(name, step_function, first)

@@ -134,7 +134,9 @@ def _fit(
             callback.set_model(trainer.model)
         callbacks.callbacks[:] = [first, *mine, last]
         params = {"epochs": asked["epochs"], "steps": None, "verbose": 0}
-        callbacks.set_params({**params, **(callbacks.params or {})})
+        callbacks.set_params(
+            {**params, **(callbacks.params or {}), "initial_epoch": asked["initial_epoch"]}
+        )
     else:
         shown = asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
         if not _has(mine, keras.callbacks.History):
@@ -149,6 +151,7 @@ def _fit(
             model=trainer.model,
             verbose=shown,
             epochs=asked["epochs"],
+            initial_epoch=asked["initial_epoch"],
             steps=None,
         )
     asked["callbacks"] = trainer.callbacks = callbacks
@@ -305,6 +308,7 @@ class RankChecks(keras.callbacks.Callback):
         super().__init__()
         self.trainer = trainer
         self._every_batch = every_batch
+        self._wishes_to_stop = False
         self._steps = 0
         self._selection = ExchangeSelection(trainer)
 
@@ -323,11 +327,13 @@ class RankChecks(keras.callbacks.Callback):
         shared_weights.spread_seeds(trainer)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
+        self._wishes_to_stop = False
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Shuffle the data anew, in the same order on every rank."""
+        """Shuffle the data anew, in the same order on every rank; agree on stopping."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
+        self._agree_on_stopping()
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
@@ -348,6 +354,11 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.check_same_reading("train", f"after step {self._steps}")
         if self._every_batch:
             self._agree_on_stopping()
+        elif not (self._alone or self.trainer.stop_agreed):
+            # Keras stops here, and the other ranks do not know of it: stop with them at the end of
+            # the epoch.
+            self._wishes_to_stop |= self.model.stop_training
+            self.model.stop_training = False
         if self.model.stop_training:
             self.trainer.flush()
 
@@ -374,8 +385,9 @@ class RankChecks(keras.callbacks.Callback):
         if self._alone:
             return
         # This may run after every batch, so it sends one small number, not an object.
-        wish = tf.constant(int(self.model.stop_training))
-        self.model.stop_training = bool(self.trainer.strategy.world.allreduce(wish, "max"))
+        wish = tf.constant(int(self.model.stop_training or self._wishes_to_stop))
+        agreed = bool(self.trainer.strategy.world.allreduce(wish, "max"))
+        self.model.stop_training = self.trainer.stop_agreed = agreed
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models
+from dtk.compat import keras_models, keras_optimizers
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function, Tree
 from dtk.trainer.distributed_trainer import DistributedTrainer
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import compiled_step
 from dtk.trainer.strategy import Loop, Strategy
@@ -40,6 +41,8 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     strategy.take_variables(model.variables)
     trainer = before or strategy.make_trainer(model)
     trainer.bind_optimizers()
+    for optimizer in shared_optimizer.optimizers_of(model):
+        keras_optimizers.saved_numbers(optimizer)  # made now, so that a file's find their place
     trainer.compiled()
     if before is not None:
         return before

@@ -75,7 +75,7 @@ def test_all_of_them_in_one_fit(pool, tmp_path):
 
 
 def keras_backup(directory):
-    """BackupAndRestore brings every rank back to the epoch rank 0 knows of."""
+    """BackupAndRestore brings every rank back to the epoch rank 0 knows of, and to its rate."""
     place = pathlib.Path(directory, str(strategy().rank))
 
     def run(*more):
@@ -84,7 +84,8 @@ def keras_backup(directory):
         seen = []
         backup = keras.callbacks.BackupAndRestore(str(place))
         with contextlib.suppress(Crash):
-            fitted(model, backup, recorder(seen), *more, epochs=4)
+            scaling = dtk.callbacks.LearningRateScaling(warmup_epochs=2.5)
+            fitted(model, backup, scaling, recorder(seen), *more, epochs=4)
         return everything(model), seen[0][:2]
 
     whole, _ = run()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pathlib
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -14,7 +16,16 @@ import dtk
 from dtk.callbacks import epochs_per_worker
 from dtk.callbacks.learning_rate import ScaledSchedule, momentum_buffers
 
-from callbacks.bodies import compiled, data, difference, fitted, strategy
+from callbacks.bodies import (
+    Crash,
+    compiled,
+    crash_at,
+    data,
+    difference,
+    everything,
+    fitted,
+    strategy,
+)
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -119,6 +130,82 @@ def test_scaled_once_whatever_happens(pool, tmp_path):
     line = "LearningRateScaling: 2 workers, global batch 8 (4 per worker), learning rate 0.1 -> 0.2"
     assert lines == [line, line], "once for each optimizer"
     assert second[1] == "", "rank 0 alone prints"
+
+
+RATES = {
+    "number": lambda: 0.02,
+    "schedule": lambda: keras.optimizers.schedules.ExponentialDecay(0.02, 5, 0.9),
+}
+
+
+def scaled_after_restoring(directory, name, restore):
+    """Weights and state after 4 epochs, and after 2 of them, a restore of Keras, and the others;
+    and what was said.
+    """
+    place = pathlib.Path(directory)
+
+    def made():
+        keras.utils.set_random_seed(5)
+        return compiled(keras.optimizers.SGD(RATES[name](), momentum=0.9))
+
+    def fit(model, *more, **how):
+        scaling = dtk.callbacks.LearningRateScaling(4.0, warmup_epochs=2.5)
+        fitted(model, *more, scaling, shuffle=False, **how)
+        return everything(model)
+
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        whole = fit(made(), epochs=4)
+        model = made()
+        if restore == "BackupAndRestore":
+            with contextlib.suppress(Crash):
+                fit(model, keras.callbacks.BackupAndRestore(place), crash_at(2, 1), epochs=4)
+            again = fit(made(), keras.callbacks.BackupAndRestore(place), epochs=4)
+        else:
+            fit(model, epochs=2)
+            model.save(place / "model.keras")
+            with strategy().scope():
+                model = keras.models.load_model(place / "model.keras")
+            again = fit(model, initial_epoch=2, epochs=4)
+    return difference(again, whole), told.getvalue().count("learning rate 0.02 -> 0.08")
+
+
+@pytest.mark.parametrize("name", list(RATES))
+@pytest.mark.parametrize("restore", ["BackupAndRestore", "load_model"])
+def test_scaled_once_when_keras_restores_it(alone, tmp_path, name, restore):
+    """What said so was lost with the optimizer: 0.4 was scaled to 1.6, and momentum with it."""
+    [(apart, said)] = alone.run(scaled_after_restoring, str(tmp_path), name, restore)
+    assert apart <= 1e-6
+    assert said == 2, "once in each training"
+
+
+def scaled_later(directory):
+    """Rates where the callback comes later: to trained weights, and to state that is not loaded."""
+    rates, place = [], pathlib.Path(directory, "model.weights.h5")
+
+    def scale(model):
+        fitted(model, dtk.callbacks.LearningRateScaling(4.0))
+        rates.append(round(float(model.optimizer.learning_rate.numpy()), 6))
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = compiled(keras.optimizers.SGD(0.1, momentum=0.9))
+        fitted(model)
+        model.save_weights(place)
+        scale(model)
+        model.load_weights(place)  # the rate, too
+        scale(model)
+        model.save_weights(place)
+        another = compiled(keras.optimizers.Adam(0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras says that it skips the optimizer
+            another.load_weights(place)
+        scale(another)
+        schedule = ScaledSchedule(keras.optimizers.schedules.PolynomialDecay(0.1, 10, 0.1), 4.0)
+        scale(compiled(keras.optimizers.SGD(schedule)))  # of a file without the mark
+    return rates
+
+
+def test_an_optimizer_that_was_not_scaled_is(alone, tmp_path):
+    assert alone.run(scaled_later, str(tmp_path)) == [[0.4, 0.4, 0.4, 0.4]]
 
 
 def test_the_scaled_schedule_survives_saving():

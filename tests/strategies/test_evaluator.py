@@ -174,3 +174,17 @@ def test_a_best_model_needs_a_number_that_is_there(tmp_path):
         dtk.inference.LatestExporter(keep=0)
     with pytest.raises(ValueError, match=r"monitor='recall'\): an evaluation gives loss"):
         dtk.inference.BestExporter(monitor="recall")(None, tmp_path, "c1", {"loss": 1.0}, [])
+
+
+@pytest.mark.parametrize("mode, sign", [("min", 1), ("max", -1)])
+def test_numbers_that_are_not_finite_are_never_the_best(tmp_path, monkeypatch, mode, sign):
+    """After a first evaluation of NaN no model was exported any more."""
+    monkeypatch.setattr(dtk.inference.exporters, "export", lambda *args, **kwargs: None)
+    exporter = dtk.inference.BestExporter(mode=mode)
+    earlier, exported = [], []
+    for value in (np.nan, np.inf, -np.inf, 0.5, 0.6, 0.5, np.nan, 0.4):
+        numbers = {"loss": sign * value}
+        if exporter(None, tmp_path, "checkpoint-1", numbers, earlier) is not None:
+            exported.append(value)
+        earlier.append(numbers)
+    assert exported == [0.5, 0.4]

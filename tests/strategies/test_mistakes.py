@@ -326,6 +326,12 @@ def different_steps(strategy):
     tiny(strategy).fit(x, y, batch_size=4, steps_per_epoch=steps, verbose=0)
 
 
+@mistake("DisagreementError", "ranks disagree on the initial epoch", "has 0", "has 2")
+def different_initial_epochs(strategy):
+    x, y = cases.rows(8)
+    tiny(strategy).fit(x, y, epochs=4, initial_epoch=2 * strategy.rank, verbose=0)
+
+
 @mistake("DisagreementError", "ranks disagree on the training data", "8 rows", "12 rows", "shard")
 def different_numbers_of_rows(strategy):
     x, y = cases.rows(8 + 4 * strategy.rank)

@@ -413,29 +413,64 @@ class Stop(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def stopped():
-    """`fit` of 2 epochs of 5 steps, which a callback of the last rank alone stops after 3 steps.
+class StopAtEpoch(keras.callbacks.Callback):
+    """Wants to stop when the second epoch begins, as a limit of time does."""
 
-    Returns the optimizer's count, the epochs logged, and the weights.
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.stop_training = True
+
+
+class StopsMeanwhile(keras.utils.PyDataset):
+    """Wants to stop on its own thread, at any time in the first epoch."""
+
+    def __init__(self, model, x, y):
+        super().__init__()
+        self.model, self.x, self.y = model, x, y
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == 2 and self.model is not None:
+            self.model.stop_training = True
+        rows = slice(8 * index, 8 * index + 8)
+        return self.x[rows], self.y[rows]
+
+
+def stopped():
+    """Three of `fit`, 3 epochs of 5 steps, which the last rank alone stops: after 3 steps, at the
+    beginning of the second epoch, and on another thread.
+
+    Returns the optimizer's count, the epochs logged, and the weights of each.
     """
     strategy = bodies.strategy()
     x, y = cases.rows(40)
-    callbacks = [Stop(after=3)] if strategy.rank == strategy.size - 1 else []
-    model = cases.compiled(strategy)
-    fitted = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
-    steps, epochs = int(model.optimizer.iterations.numpy()), len(fitted.history["loss"])
-    return steps, epochs, bodies.flat(model.get_weights())
+    last = strategy.rank == strategy.size - 1
+    found = []
+    for callback in (Stop(after=3), StopAtEpoch(), None):
+        model = cases.compiled(strategy)
+        given = {"callbacks": [callback] if last and callback else [], "epochs": 3, "verbose": 0}
+        if callback is None:
+            fitted = model.fit(StopsMeanwhile(model if last else None, x, y), **given)
+        else:
+            fitted = model.fit(x, y, batch_size=8, **given)
+        steps, epochs = int(model.optimizer.iterations.numpy()), len(fitted.history["loss"])
+        found.append((steps, epochs, bodies.flat(model.get_weights())))
+    return found
 
 
 @TWO
 def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, size):
     """Breaks when wishes are compared at the end of an epoch only: the ranks are then at different
-    steps, and one waits in a sum for what the other will never send.
+    steps, and one waits in a sum for what the other will never send. A wish that no hook of a batch
+    has can wait: all stop at the end of the epoch, or after the first step, as in one process.
     """
-    results = world(backend, size).run(stopped, timeout=30)
-    for steps, epochs, weights in results:
-        assert (steps, epochs) == (3, 1)
-        np.testing.assert_array_equal(weights, results[0][2])
+    results = world(backend, size).run(stopped, timeout=60)
+    for found in results:
+        assert [one[:2] for one in found] == [(3, 1), (6, 2), (5, 1)]
+        for one, other in zip(found, results[0], strict=True):
+            np.testing.assert_array_equal(one[2], other[2])
 
 
 def mirrored_in_this_job():

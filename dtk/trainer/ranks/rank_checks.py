@@ -191,6 +191,7 @@ class ReadingCheck:
 def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
     """Raise on every rank when ranks differ in variables or steps, naming the first difference."""
     mine = [
+        ("initial epoch", params.get("initial_epoch")),
         ("epochs", params.get("epochs")),
         ("steps per epoch", params.get("steps")),
     ]
