@@ -77,6 +77,14 @@ def compiled(strategy, build=small, **kwargs):
     return model
 
 
+class Normed(keras.optimizers.SGD):
+    """An optimizer of one's own: the length of a step does not depend on the gradient's."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = tf.convert_to_tensor(gradient)
+        super().update_step(gradient / (tf.norm(gradient) + 1e-6), variable, learning_rate)
+
+
 def outcome(model, history=None, **more):
     result = {"weights": flat(model.get_weights()), **more}
     if history is not None:

@@ -15,7 +15,7 @@ from dtk.trainer.gradients.sharded_optimizer import divide
 
 import world
 from once import once
-from strategies import bodies
+from strategies import bodies, cases
 
 TOLERANCE = 1e-5
 WORLDS = (("collective", 2), pytest.param(("collective", 3), marks=pytest.mark.full))
@@ -83,6 +83,7 @@ OPTIMIZERS = {
     "muon": lambda o: o.Muon(0.01, weight_decay=0.1),
     "adafactor": lambda o: o.Adafactor(0.05),
     "lars": lambda o: dtk.optimizers.LARS(1.0, weight_decay=0.01),
+    "of one's own": lambda o: cases.Normed(0.05),
 }
 OTHERS = {
     "sgd": lambda o: o.SGD(0.05, momentum=0.9, nesterov=True),
@@ -283,6 +284,14 @@ def test_a_loop_of_ones_own(pool):
 # What is refused.
 
 
+class Applied(keras.optimizers.SGD):
+    """Computes with all gradients at once, in an `apply` of its own."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = tf.linalg.global_norm(grads)
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
 def refusals():
     told = []
 
@@ -301,6 +310,7 @@ def refusals():
         built.build(model.trainable_variables)
     with sharded().scope():
         note(lambda: model.compile(built, "mse"))
+        note(lambda: build().compile(Applied(0.1), "mse"))
         model, unknown = build(), keras.optimizers.Adam(name="unknown")
     gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
     note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
@@ -310,11 +320,12 @@ def refusals():
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_refused(pool):
     for rank, told in enumerate(pool.run(refusals)):
-        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 4
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 5
         assert "exchange=Quantized(bits=1)" in told[0]
         assert "model_parallel=2" in told[1]
         assert "was built before it was compiled" in told[2]
-        assert "optimizer 'unknown' was applied" in told[3]
+        assert "(Applied) has an apply of its own" in told[3]
+        assert "optimizer 'unknown' was applied" in told[4]
 
 
 def test_one_process_is_plain_keras():
