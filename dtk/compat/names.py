@@ -135,6 +135,7 @@ optimizers:
 saving:
     keras.src.saving.saving_lib  save_model save_weights_only
     keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
+    keras.src.utils.file_utils  makedirs rmtree
 """
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import pathlib
 
 import keras
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 import tensorflow as tf
 
 import dtk
+from dtk.errors import DisagreementError
 from dtk.trainer.gradients.sharded_optimizer import divide
 
 import world
+from callbacks.bodies import Crash, crash_at, recorder
 from once import once
 from strategies import bodies, cases
 
@@ -242,6 +246,50 @@ def test_files_hold_the_whole(pool, tmp_path):
     fit(loaded)
     for weights_of_rank in found:
         assert_near(weights_of_rank, bodies.flat(loaded.get_weights()))
+
+
+def backed_up(directory):
+    """Keras's own callbacks save; training is cut off in its second epoch, and begun again."""
+    strategy, folder = sharded(), pathlib.Path(directory)
+
+    def run(*more):
+        model = compiled(strategy, SAVED)
+        save = keras.callbacks.ModelCheckpoint(str(folder / "{epoch}" / "model.keras"))
+        backup = keras.callbacks.BackupAndRestore(str(folder / "backup"))
+        with contextlib.suppress(Crash):
+            fit(model, callbacks=[save, backup, *more])
+        return model
+
+    run(crash_at(1, 2))
+    assert (folder / "backup").exists()
+    steps = []
+    model = run(recorder(steps))
+    assert [step[:2] for step in steps] == [(1, step) for step in range(5)]
+    return outcome(model)[0]
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_callbacks_of_keras_that_save(pool, tmp_path):
+    """Rank 0 alone ran them, and waited for the others to gather the optimizer's state."""
+    weights = once(trained, SAVED)[0]
+    for weights_of_rank in pool.run(backed_up, str(tmp_path), timeout=240):
+        assert_near(weights_of_rank, weights)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    loaded = keras.models.load_model(tmp_path / "1" / "model.keras")
+    fit(loaded, 1)
+    assert_near(outcome(loaded)[0], weights)
+
+
+def saved_on_rank_0(directory):
+    strategy = sharded()
+    save = keras.callbacks.ModelCheckpoint(str(pathlib.Path(directory, "model.keras")))
+    with pytest.raises(DisagreementError, match=r"callbacks.* rank 0 has \['ModelCheckpoint'\]"):
+        fit(compiled(strategy, SAVED), callbacks=[save] if strategy.is_chief else [])
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_callback_that_saves_on_one_rank_only_is_refused(pool, tmp_path):
+    pool.run(saved_on_rank_0, str(tmp_path))
 
 
 # Loops of one's own.
