@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.trainer.replica import self_test, step_trial
-from dtk.trainer.tracing import loss_terms
+from dtk.trainer.replica import self_test, step_metrics, step_trial
+from dtk.trainer.tracing import loss_terms, traced_step
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
 
@@ -90,7 +90,34 @@ def test_what_is_not_a_number_is_told_as_that():
 
 
 def test_zero_tells_nothing():
-    assert self_test._kinds_of(outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3)[1] == ["loss 0"]
+    nothing = outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3
+    assert self_test._kinds_of(*nothing)[:2] == ({}, ["loss 0"])
+    assert self_test._kinds_of(*nothing, {"loss 0"})[:2] == ({"loss 0": "sum"}, []), "by its graph"
+
+
+@pytest.mark.parametrize(
+    "log, is_sum",
+    [
+        (lambda x: tf.math.count_nonzero(x > 9), True),
+        (lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 9)), True),
+        (lambda x: tf.reduce_mean(x), False),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 0)), False),
+        (lambda x: tf.reduce_sum(tf.constant([1, 2])), False),
+    ],
+)
+def test_a_log_is_a_sum_by_its_graph(log, is_sum):
+    """A count that is zero for the first rows was logged as a mean ever after."""
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    def traced(x):
+        step = traced_step.Step(tf.ones([]), None, tf.identity)
+        step_metrics.numbers_of(step, {"log": log(x)})
+        found.append(step_trial.logged_sums(step))
+        return x
+
+    traced(ROWS)
+    assert bool(found[0]) == is_sum
 
 
 @pytest.mark.parametrize("asked, said, wanted", [
