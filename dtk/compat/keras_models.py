@@ -108,6 +108,12 @@ def computes_own_loss(model: keras.Model) -> bool:
     return type(model).compute_loss is keras.Model.compute_loss
 
 
+def is_all_keras(model: keras.Model) -> bool:
+    """Return whether a model's steps and losses are Keras's own."""
+    steps = type(model).train_step, type(model).test_step
+    return computes_own_loss(model) and all(map(is_from_keras, steps)) and not foreign_losses(model)
+
+
 # Patches.
 
 # Called as `handle(model, name, method, args, kwargs)`.

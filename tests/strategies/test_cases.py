@@ -33,6 +33,7 @@ BY_RANKS = [
 BY_DEVICES = [
     "accumulation beside variables without gradients",
     "layers that a train step builds",
+    "loss of rows that a mask keeps",
     "mean over sample weights",
     "metrics of whole batches",
     "model and divided optimizer from outside",

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtk.trainer.replica import self_test, step_metrics, step_trial
-from dtk.trainer.tracing import loss_terms, traced_step
+from dtk.trainer.tracing import loss_terms, row_dependence, traced_step
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
 
@@ -45,6 +45,34 @@ def ends(x):
 )
 def test_a_loss_is_followed_to_what_enters_it_linearly(loss, expected):
     assert of(loss) == expected
+
+
+@pytest.mark.parametrize(
+    "values, chosen",
+    [
+        (lambda x: tf.boolean_mask(x[:, 0], x[:, 1] > 0), True),
+        (lambda x: tf.boolean_mask(x, x[:, 1] > 0), True),
+        (lambda x: tf.dynamic_partition(x, tf.cast(x[:, 1] > 0, tf.int32), 2)[1], True),
+        (lambda x: tf.boolean_mask(x, [True, False], axis=1)[:, 0], False),
+        (lambda x: tf.where(x > 0, x, 0), False),
+        (
+            lambda x: tf.scatter_nd(tf.where(x[:, 1] > 0), tf.ones(2), tf.shape(x, tf.int64)[:1]),
+            False,
+        ),
+    ],
+)
+def test_values_that_a_mask_keeps(values, chosen):
+    """They are not one for each row, so a rank's mean counts with as many as it has kept."""
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    def traced(x):
+        graph = tf.compat.v1.get_default_graph()
+        found.append(row_dependence.are_chosen(values(x), graph))
+        return x
+
+    traced(ROWS)
+    assert found[0] == chosen
 
 
 def outcome(values, numerators=None, denominators=None):

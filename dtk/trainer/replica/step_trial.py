@@ -28,6 +28,7 @@ from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics
 from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import lookups, traced_step
+from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
@@ -372,7 +373,7 @@ def logged_sums(step: traced_step.Step) -> set[str]:
 
     A count that is zero for the rows of a trial does not show by its value what it is.
     """
-    known = lookups.RowDependence(step.graph)
+    known = RowDependence(step.graph)
     return {
         name
         for name, term in step.terms.found.items()
@@ -380,7 +381,7 @@ def logged_sums(step: traced_step.Step) -> set[str]:
     }
 
 
-def _sums_rows(scalar: tf.Tensor, known: lookups.RowDependence) -> bool:
+def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
     if not tf.is_symbolic_tensor(scalar):
         return False
     while scalar.op.type in ("Cast", "Identity", "Reshape"):
@@ -388,7 +389,7 @@ def _sums_rows(scalar: tf.Tensor, known: lookups.RowDependence) -> bool:
     if scalar.op.type != "Sum":
         return False
     sizes = known.sizes(scalar.op.inputs[0])
-    return sizes is None or not set(sizes) <= {lookups.EQUAL}
+    return sizes is None or not set(sizes) <= {EQUAL}
 
 
 # The rows.
