@@ -108,13 +108,14 @@ def check_same_call(
     gathered = numbers_of_all([number_of((ours, mine)), looks], communicator)
     if same_number(gathered):
         return bool(gathered[:, 1].any())
+    what = "callbacks of dtk and those that save" if savers else "callbacks of dtk"
     for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
-            [("callbacks, of which these communicate", ours)],
+            [(f"{what}, which communicate", ours)],
             [("", their_callbacks)],
             communicator.rank,
             rank,
-            "give every rank the same callbacks; no two ranks write over each other's files",
+            "give every rank the same callbacks; ranks do not spoil each other's files",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
     return bool(gathered[:, 1].any())
