@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import keras
@@ -210,7 +210,7 @@ def _kinds_of(
     parts: Outcome,
     shares: Array,
     tolerance: float,
-    sums: Collection[str] = (),
+    sums: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Find the kinds of terms that are not means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}

@@ -130,7 +130,7 @@ class Trial:
         )
         self.layouts: Mapping[int, str] = {}
         self.draws: list[int] = []
-        self.sums: set[str] = set()  # names of terms that the graph shows to be sums
+        self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
@@ -368,17 +368,17 @@ def terms_of(step: traced_step.Step) -> dict[str, tf.Tensor]:
     }
 
 
-def logged_sums(step: traced_step.Step) -> set[str]:
+def logged_sums(step: traced_step.Step) -> frozenset[str]:
     """Return the terms of logs that the graph shows to be sums over rows.
 
     A count that is zero for the rows of a trial does not show by its value what it is.
     """
     known = RowDependence(step.graph)
-    return {
+    return frozenset(
         name
         for name, term in step.terms.found.items()
         if name.startswith("log ") and _sums_rows(term.value, known)
-    }
+    )
 
 
 def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
