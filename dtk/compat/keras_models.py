@@ -2,6 +2,7 @@
 
 for good         keras.Model.fit and its like               patch_calls
                  functions that write a model to a path     patch_saving
+                 makedirs and rmtree of Keras's callbacks   patch_folders
 inside a scope   keras.Model.compile                        patch_compile
 of one model     _maybe_symbolic_build, compute_loss,
                  make_train_function and its like           patch_model
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+from keras.src.utils import file_utils
 from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
@@ -106,12 +108,20 @@ def computes_own_loss(model: keras.Model) -> bool:
     return type(model).compute_loss is keras.Model.compute_loss
 
 
+def is_all_keras(model: keras.Model) -> bool:
+    """Return whether a model's steps and losses are Keras's own."""
+    steps = type(model).train_step, type(model).test_step
+    return computes_own_loss(model) and all(map(is_from_keras, steps)) and not foreign_losses(model)
+
+
 # Patches.
 
 # Called as `handle(model, name, method, args, kwargs)`.
 Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs], object]
 # Called as `write(model, path, save, how)`.
 Write: TypeAlias = Callable[[keras.Model, object, Callable[[object], object], str], object]
+# Called as `function(path, original)`.
+Folder: TypeAlias = Callable[[str, Function[object]], None]
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = (
     (saving_lib, "save_model"),
@@ -162,6 +172,19 @@ def patch_saving(write: Write) -> None:
 
     for owner, name in _SAVES:
         patch_for_good(owner, name, save)
+
+
+def patch_folders(make: Folder, remove: Folder) -> None:
+    """Let `make` and `remove` make and remove folders of Keras's callbacks, from now on."""
+    for owner, name, function in (
+        (file_utils, "makedirs", make),
+        (file_utils, "rmtree", remove),
+    ):
+        patch_for_good(owner, name, functools.partial(_on_folder, function))
+
+
+def _on_folder(function: Folder, path: str, *, original: Function[object]) -> None:
+    function(path, original)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,7 @@ saving:
     keras.src.saving.saving_lib  save_model save_weights_only
     keras.src.saving.keras_saveable  KerasSaveable
     keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
+    keras.src.utils.file_utils  makedirs rmtree
 """
 
 

@@ -296,8 +296,8 @@ class ChiefTrial(step_trial.Trial):
                 results = step_trial.results_of(self.model)
             numbers = [
                 {
-                    name: tf.cast(t.step.weighed(value), tf.float64)
-                    for name, value in step_metrics.numbers_of(t.step, t.logs)
+                    one.name: tf.cast(t.step.weighed(one.value), tf.float64)
+                    for one in step_metrics.numbers_of(t.step, t.logs)
                 }
                 for t in traced
             ]

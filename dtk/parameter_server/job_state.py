@@ -143,16 +143,18 @@ class MetricSum:
         self._model = model
         self.logs: dict[str, Tree] = {}
         self._logged: list[tuple[Path, keras.Metric, Path]] = []
+        self._integers: set[str] = set()
         self._add: tf.types.experimental.PolymorphicFunction | None = None
 
     def count(self, traced: FunctionalStep) -> Counted:
         """Collect what a step adds to the metrics, the other numbers it returned, and its rows."""
         self._logged = step_metrics.results_in(traced.step, traced.logs)
+        numbers = step_metrics.numbers_of(traced.step, traced.logs)
+        self._integers = {one.name for one in numbers if one.dtype.is_integer}
         return {
             "metrics": [traced.value(v) for v in step_metrics.metric_variables(self._model)],
             "logs": {
-                name: tf.convert_to_tensor(traced.step.weighed(value))
-                for name, value in step_metrics.numbers_of(traced.step, traced.logs)
+                one.name: tf.convert_to_tensor(traced.step.weighed(one.value)) for one in numbers
             },
             "rows": slicing.count_rows(traced.data),
         }
@@ -169,7 +171,8 @@ class MetricSum:
             self._add = tf.function(self._add_deltas, autograph=False)
         self.logs.update(self._add(deltas))
         for name in counted[0]["logs"]:
-            self.logs[name] = sum(c["logs"][name] for c in counted)
+            total = sum(c["logs"][name] for c in counted)
+            self.logs[name] = np.rint(total) if name in self._integers else total
 
     def _add_deltas(self, deltas: list[tf.Tensor]) -> _Results:
         metrics = step_metrics.metric_variables(self._model)

@@ -48,7 +48,8 @@ class AllReduceStrategy(DtkStrategy):
         shard_optimizer: Whether each process holds a part of the optimizer's state only, 1 / N of
             it, and updates that part of the weights: gradients are reduce-scattered and new weights
             gathered, which sends as much as an all-reduce. Sums of gradient accumulation are
-            divided as well. Weights stay whole on every process. Goes with `Dense` exchanges.
+            divided as well. Weights stay whole on every process. An optimizer with an `update_step`
+            of your own is given whole variables, each on one process. Goes with `Dense` exchanges.
         memory_growth: Whether TensorFlow allocates the memory of this rank's GPU as it needs it;
             None keeps TensorFlow's default, which takes most of it at once. On a host with GPUs
             every rank sees only the GPU of its local rank; see `dtk.strategies.devices`.

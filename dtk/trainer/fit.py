@@ -1,9 +1,10 @@
 """The checks around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
 
 Ranks compare the data and callbacks they were given; the progress bar and callbacks that write
-files run on rank 0 only. dtk's callbacks run around the script's: before the first step all ranks
-take rank 0's weights; after it and after every epoch they compare every weight bit for bit. If
-ranks have diverged, `fit` stops and names the first variable that differs.
+files run on rank 0 only, but for those that save an optimizer of which each rank has a part. dtk's
+callbacks run around the script's: before the first step all ranks take rank 0's weights; after it
+and after every epoch they compare every weight bit for bit. If ranks have diverged, `fit` stops and
+names the first variable that differs.
 """
 
 from __future__ import annotations
@@ -237,11 +238,23 @@ def _on_batch(
 def _on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy
 ) -> list[keras.callbacks.Callback]:
-    """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print."""
+    """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print.
+
+    Those that save are kept where each rank has a part of what is saved: all ranks gather it.
+    """
     if strategy.is_chief:
         return list(callbacks)
+    gathering = rank_checks.SAVERS if strategy.shard_optimizer else ()
     silent = (*WRITERS, keras.callbacks.ProgbarLogger)
-    return [one for one in callbacks if not (isinstance(one, silent) or _is_tracker(one))]
+    mine = [
+        one
+        for one in callbacks
+        if isinstance(one, gathering) or not (isinstance(one, silent) or _is_tracker(one))
+    ]
+    for one in mine:
+        if isinstance(one, keras.callbacks.ModelCheckpoint):
+            one.verbose = 0
+    return mine
 
 
 def _is_tracker(callback: keras.callbacks.Callback) -> bool:

@@ -14,11 +14,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables
 
@@ -29,6 +31,26 @@ _STAMP = Path("assets.extra", "dtk-model-hash")
 def install() -> None:
     """Make everything that writes a model go through `write`."""
     keras_models.patch_saving(write)
+    keras_models.patch_folders(_make_folder, _remove_folder)
+
+
+def _make_folder(path: str, make: Callable[[str], object]) -> None:
+    """Make a folder for a callback's files, unless another process is faster."""
+    try:
+        make(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def _remove_folder(path: str, remove: Callable[[str], object]) -> None:
+    """Remove a folder that another process may be removing."""
+    if "://" not in path:
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.exists(path):
+            return
+    with contextlib.suppress(FileNotFoundError, tf.errors.NotFoundError):
+        remove(path)
 
 
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:

@@ -34,6 +34,7 @@ BY_DEVICES = [
     "accumulation beside variables without gradients",
     "compiled twice and fitted twice",
     "layers that a train step builds",
+    "loss of rows that a mask keeps",
     "mean over sample weights",
     "metrics of whole batches",
     "model and divided optimizer from outside",

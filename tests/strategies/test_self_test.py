@@ -165,7 +165,7 @@ class Drawing(cases.Subclassed):
         self.optimizer.apply(
             tape.gradient(loss, self.trainable_variables), self.trainable_variables
         )
-        return {"loss": loss}
+        return {"loss": loss, **({"last": x[-1]} if self.kind == "spread" else {})}
 
     def loss_labels(self, x, y):
         """Noise of fakes, and then of reals, as in Keras's guide on GANs."""
@@ -238,6 +238,8 @@ def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
 def test_a_mistake_beside_random_numbers_is_refused(pool):
     for verdict in pool.run(tried, "spread"):
         assert "differs by" in verdict.wrong
+        (note,) = (note for note in verdict.notes if "is not one number" in note)
+        assert note.startswith("'last' in the logs") and "of shape (8, 8, 1)" in note
 
 
 @pytest.mark.worlds(("collective", 2))

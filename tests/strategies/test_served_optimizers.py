@@ -12,6 +12,7 @@ import dtk
 from dtk.parameter_server.consistency_models import BoundedDelay
 
 from once import once
+from strategies import cases
 from strategies.bodies import flat, scope_of, served_with
 from strategies.served_bodies import check_mistake, partitioned
 
@@ -70,6 +71,7 @@ WHOLE = {
     "LARS": _dtk("LARS", 1.0, weight_decay=1e-4),
     "LAMB": _dtk("LAMB", 0.01, weight_decay=0.01),
     "scaled LAMB": lambda: optimizers.LossScaleOptimizer(WHOLE["LAMB"](), 64.0),
+    "of one's own": lambda: cases.Normed(0.1),
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import pathlib
 
 import keras
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 import tensorflow as tf
 
 import dtk
+from dtk.errors import DisagreementError
 from dtk.trainer.gradients.sharded_optimizer import divide
 
 import world
+from callbacks.bodies import Crash, crash_at, recorder
 from once import once
-from strategies import bodies
+from strategies import bodies, cases
 
 TOLERANCE = 1e-5
 WORLDS = (("collective", 2), pytest.param(("collective", 3), marks=pytest.mark.full))
@@ -83,6 +87,7 @@ OPTIMIZERS = {
     "muon": lambda o: o.Muon(0.01, weight_decay=0.1),
     "adafactor": lambda o: o.Adafactor(0.05),
     "lars": lambda o: dtk.optimizers.LARS(1.0, weight_decay=0.01),
+    "of one's own": lambda o: cases.Normed(0.05),
 }
 OTHERS = {
     "sgd": lambda o: o.SGD(0.05, momentum=0.9, nesterov=True),
@@ -243,6 +248,51 @@ def test_files_hold_the_whole(pool, tmp_path):
         assert_near(weights_of_rank, bodies.flat(loaded.get_weights()))
 
 
+def backed_up(directory):
+    """Keras's own callbacks save; training is cut off in its second epoch, and begun again."""
+    strategy, folder = sharded(), pathlib.Path(directory)
+
+    def run(*more):
+        model = compiled(strategy, SAVED)
+        save = keras.callbacks.ModelCheckpoint(str(folder / "{epoch}" / "model.keras"))
+        backup = keras.callbacks.BackupAndRestore(str(folder / "backup"))
+        with contextlib.suppress(Crash):
+            fit(model, callbacks=[save, backup, *more])
+        return model
+
+    run(crash_at(1, 2))
+    assert (folder / "backup").exists()
+    steps = []
+    model = run(recorder(steps))
+    assert [step[:2] for step in steps] == [(1, step) for step in range(5)]
+    return outcome(model)[0]
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_callbacks_of_keras_that_save(pool, tmp_path):
+    """Rank 0 alone ran them, and waited for the others to gather the optimizer's state."""
+    weights = once(trained, SAVED)[0]
+    for weights_of_rank in pool.run(backed_up, str(tmp_path), timeout=240):
+        assert_near(weights_of_rank, weights)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    loaded = keras.models.load_model(tmp_path / "1" / "model.keras")
+    fit(loaded, 1)
+    assert_near(outcome(loaded)[0], weights)
+
+
+def saved_on_rank_0(directory):
+    strategy = sharded()
+    save = keras.callbacks.ModelCheckpoint(str(pathlib.Path(directory, "model.keras")))
+    told = r"those that save.* rank 0 has \['ModelCheckpoint'\]"
+    with pytest.raises(DisagreementError, match=told):
+        fit(compiled(strategy, SAVED), callbacks=[save] if strategy.is_chief else [])
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_callback_that_saves_on_one_rank_only_is_refused(pool, tmp_path):
+    pool.run(saved_on_rank_0, str(tmp_path))
+
+
 # Loops of one's own.
 
 
@@ -283,6 +333,14 @@ def test_a_loop_of_ones_own(pool):
 # What is refused.
 
 
+class Applied(keras.optimizers.SGD):
+    """Computes with all gradients at once, in an `apply` of its own."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = tf.linalg.global_norm(grads)
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
 def refusals():
     told = []
 
@@ -301,6 +359,7 @@ def refusals():
         built.build(model.trainable_variables)
     with sharded().scope():
         note(lambda: model.compile(built, "mse"))
+        note(lambda: build().compile(Applied(0.1), "mse"))
         model, unknown = build(), keras.optimizers.Adam(name="unknown")
     gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
     note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
@@ -310,11 +369,12 @@ def refusals():
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_refused(pool):
     for rank, told in enumerate(pool.run(refusals)):
-        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 4
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 5
         assert "exchange=Quantized(bits=1)" in told[0]
         assert "model_parallel=2" in told[1]
         assert "was built before it was compiled" in told[2]
-        assert "optimizer 'unknown' was applied" in told[3]
+        assert "(Applied) has an apply of its own" in told[3]
+        assert "optimizer 'unknown' was applied" in told[4]
 
 
 def test_one_process_is_plain_keras():

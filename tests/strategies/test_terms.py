@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.trainer.replica import self_test, step_trial
-from dtk.trainer.tracing import loss_terms
+from dtk.trainer.replica import self_test, step_metrics, step_trial
+from dtk.trainer.tracing import loss_terms, row_dependence, traced_step
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
 
@@ -45,6 +45,34 @@ def ends(x):
 )
 def test_a_loss_is_followed_to_what_enters_it_linearly(loss, expected):
     assert of(loss) == expected
+
+
+@pytest.mark.parametrize(
+    "values, chosen",
+    [
+        (lambda x: tf.boolean_mask(x[:, 0], x[:, 1] > 0), True),
+        (lambda x: tf.boolean_mask(x, x[:, 1] > 0), True),
+        (lambda x: tf.dynamic_partition(x, tf.cast(x[:, 1] > 0, tf.int32), 2)[1], True),
+        (lambda x: tf.boolean_mask(x, [True, False], axis=1)[:, 0], False),
+        (lambda x: tf.where(x > 0, x, 0), False),
+        (
+            lambda x: tf.scatter_nd(tf.where(x[:, 1] > 0), tf.ones(2), tf.shape(x, tf.int64)[:1]),
+            False,
+        ),
+    ],
+)
+def test_values_that_a_mask_keeps(values, chosen):
+    """They are not one for each row, so a rank's mean counts with as many as it has kept."""
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    def traced(x):
+        graph = tf.compat.v1.get_default_graph()
+        found.append(row_dependence.are_chosen(values(x), graph))
+        return x
+
+    traced(ROWS)
+    assert found[0] == chosen
 
 
 def outcome(values, numerators=None, denominators=None):
@@ -90,7 +118,34 @@ def test_what_is_not_a_number_is_told_as_that():
 
 
 def test_zero_tells_nothing():
-    assert self_test._kinds_of(outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3)[1] == ["loss 0"]
+    nothing = outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3
+    assert self_test._kinds_of(*nothing)[:2] == ({}, ["loss 0"])
+    assert self_test._kinds_of(*nothing, {"loss 0"})[:2] == ({"loss 0": "sum"}, []), "by its graph"
+
+
+@pytest.mark.parametrize(
+    "log, is_sum",
+    [
+        (lambda x: tf.math.count_nonzero(x > 9), True),
+        (lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 9)), True),
+        (lambda x: tf.reduce_mean(x), False),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 0)), False),
+        (lambda x: tf.reduce_sum(tf.constant([1, 2])), False),
+    ],
+)
+def test_a_log_is_a_sum_by_its_graph(log, is_sum):
+    """A count that is zero for the first rows was logged as a mean ever after."""
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    def traced(x):
+        step = traced_step.Step(tf.ones([]), None, tf.identity)
+        step_metrics.numbers_of(step, {"log": log(x)})
+        found.append(step_trial.logged_sums(step))
+        return x
+
+    traced(ROWS)
+    assert bool(found[0]) == is_sum
 
 
 @pytest.mark.parametrize("asked, said, wanted", [

@@ -37,7 +37,7 @@ from dtk import placement
 from dtk.communicators import buckets
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
-from dtk.compat import keras_optimizers
+from dtk.compat import keras_models, keras_optimizers
 from dtk.compat.keras_variables import (
     VariablePart,
     flat_shard_of,
@@ -62,6 +62,8 @@ _LATE = 15.0
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
+    if not _is_known(type(member).update_step):
+        return "has an update_step of its own, which may compute with the whole variable"
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
     if isinstance(member, LayerwiseOptimizer):  # of which LAMB is a Keras Lamb, too
@@ -75,6 +77,24 @@ def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None
     ):
         return "makes a whole matrix orthogonal"
     return None
+
+
+def _is_known(method: object) -> bool:
+    """Return whether a method of an optimizer is Keras's or dtk's."""
+    own = str(getattr(method, "__module__", "")).startswith("dtk.")
+    return own or keras_models.is_from_keras(method)
+
+
+def _check_apply(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Refuse an `apply` that would see parts of gradients, and may take them for the whole."""
+    for member in keras_optimizers.members(optimizer):
+        if not _is_known(type(member).apply):
+            told = (
+                f"optimizer {member.name!r} ({type(member).__name__}) has an apply of its own, "
+                "which with shard_optimizer=True would be given this rank's parts of gradients "
+                "only. Write its update_step, or use shard_optimizer=False"
+            )
+            raise ValueError(at_rank(strategy.rank, told))
 
 
 class Division(NamedTuple):
@@ -179,6 +199,7 @@ class ShardedOptimizer:
                     "new optimizer, or load the model inside `with strategy.scope():`",
                 )
             )
+        _check_apply(optimizer, strategy)
         keras_optimizers.patch_build(optimizer, self._divided, self._built)
         keras_optimizers.patch_finalize(optimizer, self.updated)
 

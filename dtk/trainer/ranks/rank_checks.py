@@ -40,6 +40,9 @@ _SAME_STEPS = (
     "steps_per_epoch everywhere"
 )
 
+# Keras's callbacks that save a model's optimizer, which all ranks gather where each has a part.
+SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+
 # What a rank compares with other ranks: pairs of a description and a value.
 Facts: TypeAlias = Sequence[tuple[str, object]]
 
@@ -90,23 +93,29 @@ def check_same_call(
     data: Mapping[str, object],
     callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> bool:
-    """Compare data and dtk's own callbacks over all ranks, before anything else communicates."""
+    """Compare data and callbacks that communicate, before anything else communicates."""
     communicator = strategy.world
     if communicator.size == 1:
         return False
-    ours = [type(c).__name__ for c in callbacks if type(c).__module__.startswith("dtk.")]
+    savers = SAVERS if strategy.shard_optimizer else ()
+    ours = [
+        type(c).__name__
+        for c in callbacks
+        if type(c).__module__.startswith("dtk.") or isinstance(c, savers)
+    ]
     mine = [(what, describe(value)) for what, value in data.items()]
     looks = any(map(_looks_at_batches, callbacks))
     gathered = numbers_of_all([number_of((ours, mine)), looks], communicator)
     if same_number(gathered):
         return bool(gathered[:, 1].any())
+    what = "callbacks of dtk and those that save" if savers else "callbacks of dtk"
     for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
         raise_first_difference(
-            [("callbacks of dtk, which communicate", ours)],
+            [(f"{what}, which communicate", ours)],
             [("", their_callbacks)],
             communicator.rank,
             rank,
-            "give every rank the same callbacks; they write and print on rank 0 only",
+            "give every rank the same callbacks; ranks do not spoil each other's files",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
     return bool(gathered[:, 1].any())

@@ -204,7 +204,12 @@ class CompiledStep:
         )
         with traced_step.tracing(inside):
             logs = self._step_function(data)
-            numbers = dict(step_metrics.numbers_of(inside, logs))
+            # Integers become means outside, as a mean of integers is none.
+            numbers = {
+                one.name: one.value
+                for one in step_metrics.numbers_of(inside, logs)
+                if not one.dtype.is_integer
+            }
             self._logs = step_metrics.with_numbers(logs, numbers)
         found = [list(map(self._divided, applied.gradients)) for applied in self._noted.applied]
         if self._factors:

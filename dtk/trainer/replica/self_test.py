@@ -9,7 +9,7 @@ the parts of all replicas. Nothing is applied, and every variable gets its old v
     gradients    must agree, or NotDistributedError; for slices, which optimizers such as Adam
                  square one by one, the sums of their squares must agree, too
     state        that a step assigns must agree, or NotDistributedError
-    logs         metric results and other numbers that do not agree give a warning
+    logs         metric results, other numbers, and tensors that do not agree give a warning
 
 During the test random numbers belong to rows (`compat.random_draws`), and batch normalization uses
 all rows, synchronized or not: neither is a mistake of the script. Nor is a kink, see `_judge`.
@@ -178,7 +178,7 @@ def _compute(trial: Trial) -> Verdict:
     shares = np.array(trial.parts) / trial.rows
     tolerance = _tolerance(trial.model)
     agreed = trial.strategy.world.broadcast_object
-    kinds, unclear, odd = agreed(_kinds_of(whole, parts, shares, tolerance))
+    kinds, unclear, odd = agreed(_kinds_of(whole, parts, shares, tolerance, trial.sums))
     if kinds:
         parts = trial.replicas(kinds)
     wrong, difference = agreed(_compare(whole, parts, tolerance))
@@ -226,7 +226,11 @@ def _close(one: float, other: float, scale: float, tolerance: float) -> bool:
 
 
 def _kinds_of(
-    whole: Outcome, parts: Outcome, shares: Array, tolerance: float
+    whole: Outcome,
+    parts: Outcome,
+    shares: Array,
+    tolerance: float,
+    sums: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Find the kinds of terms that are not means, the names of unclear terms, and oddities."""
     kinds: dict[str, str] = {}
@@ -248,7 +252,10 @@ def _kinds_of(
             kinds[name] = RATIO
         elif _close(mean, value, scale, tolerance):
             if _close(total, value, scale, tolerance):
-                unclear.append(name)
+                if name in sums:
+                    kinds[name] = SUM
+                else:
+                    unclear.append(name)
         elif _close(total, value, scale, tolerance):
             kinds[name] = SUM
         else:
@@ -321,7 +328,22 @@ def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
                 f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so the logged value "
                 "differs from one process's; weights are not affected"
             )
+    for name, value in whole.others.items():
+        if not _same(value, parts.others.get(name), tolerance):
+            notes.append(
+                f"{name!r} in the logs is not one number but {value.dtype} of shape {value.shape}, "
+                "and depends on the rows: a worker logs that of its own rows, not of all; weights "
+                "are not affected"
+            )
     return notes
+
+
+def _same(one: Array, other: Array | None, tolerance: float) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    if one.dtype.kind in "biuf":
+        return np.allclose(other, one, tolerance, 1e-6, equal_nan=True)
+    return np.array_equal(one, other)
 
 
 def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:

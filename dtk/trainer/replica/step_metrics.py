@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -171,17 +171,45 @@ def average_after_block(step: traced_step.Step) -> bool:
 # Logs.
 
 
-def numbers_of(step: traced_step.Step, logs: Tree) -> list[tuple[str, tf.Tensor]]:
+class Number(NamedTuple):
+    """A number in a step's logs that is not a metric's result."""
+
+    name: str
+    value: tf.Tensor  # a mean over this replica's rows; of integers in float64
+    dtype: tf.DType  # as it was logged
+
+    def logged(self, total: tf.Tensor) -> tf.Tensor:
+        """Return the number of all replicas as it is logged."""
+        return tf.cast(tf.round(total), self.dtype) if self.dtype.is_integer else total
+
+
+def numbers_of(step: traced_step.Step, logs: Tree) -> list[Number]:
     """Find the numbers in a step's logs that are not metric results."""
+    found = []
+    for name, value in _unreduced(step, logs):
+        if _is_number(value):
+            exact = tf.cast(value, tf.float64) if value.dtype.is_integer else value
+            mean = step.terms.made_mean(f"log {name!r}", exact)
+            found.append(Number(name, mean, value.dtype))
+    return found
+
+
+def others_of(step: traced_step.Step, logs: Tree) -> dict[str, tf.Tensor]:
+    """Find the tensors in a step's logs that are neither metric results nor numbers."""
+    return {name: value for name, value in _unreduced(step, logs) if not _is_number(value)}
+
+
+def _unreduced(step: traced_step.Step, logs: Tree) -> list[tuple[str, tf.Tensor]]:
     flat = keras.tree.flatten_with_path(logs) if isinstance(logs, dict) else []
     return [
-        (_name_of(path), step.terms.made_mean(f"log {_name_of(path)!r}", value))
+        (_name_of(path), value)
         for path, value in flat
-        if tf.is_tensor(value)
-        and value.dtype.is_floating
-        and value.shape.rank == 0
-        and value.ref() not in step.results
+        if isinstance(value, tf.Tensor) and value.ref() not in step.results
     ]
+
+
+def _is_number(value: tf.Tensor) -> bool:
+    return value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_integer)
 
 
 def results_in(
@@ -212,8 +240,10 @@ def of_all_replicas(step: traced_step.Step, logs: Tree) -> Tree:
     numbers = numbers_of(step, logs)
     if not numbers:
         return logs
-    sums = _sum_state([step.weighed(value) for _, value in numbers])
-    return with_numbers(logs, dict(zip((name for name, _ in numbers), sums, strict=True)))
+    sums = _sum_state([step.weighed(number.value) for number in numbers])
+    return with_numbers(
+        logs, {one.name: one.logged(total) for one, total in zip(numbers, sums, strict=True)}
+    )
 
 
 # Metrics that cannot be summed over replicas: one replica counts the rows of all.

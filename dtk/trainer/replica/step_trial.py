@@ -28,6 +28,7 @@ from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics
 from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import lookups, traced_step
+from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
@@ -50,6 +51,7 @@ class Outcome(NamedTuple):
     logs: dict[str, Array]  # metric results and other logged numbers, by name
     # sums of the squares of slices given to optimizers, dense, by variable
     squares: dict[str, Array] = {}
+    others: dict[str, Array] = {}  # logs of a replica that are not numbers, by name
 
 
 class Snapshot:
@@ -128,6 +130,7 @@ class Trial:
         )
         self.layouts: Mapping[int, str] = {}
         self.draws: list[int] = []
+        self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._seed, self._distance = 0, 0.0
@@ -247,6 +250,7 @@ class Trial:
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 found = self._observed(step, logs, assigned)
+                self.sums = logged_sums(step)
                 return found | {"calls": self._calls.tensors()}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[keras.Variable]], Found]:
@@ -298,6 +302,7 @@ class Trial:
         """Return a traced step's results, and add the variables that it assigns to `assigned`."""
         strategy = self.strategy
         numbers = step_metrics.numbers_of(step, logs)
+        others = step_metrics.others_of(step, logs)
         results = results_of(self.model)
         applied = step.noted.applied if step.noted else []
         gradients, sparse = gradients_of(applied), slices_of(applied)
@@ -308,7 +313,7 @@ class Trial:
         terms = terms_of(step)
         assigned.extend(step.assigned.values())
         with tf_replicas.counted_if(None):
-            weighed = {name: step.weighed(value) for name, value in numbers}
+            weighed = {one.name: step.weighed(one.value) for one in numbers}
             if of_replicas:
                 divided, join = lookups.divided([*sparse.values()], [*sparse], strategy.rank)
                 whole = join(strategy.extended.reduce_over_replicas(divided)) if divided else []
@@ -321,6 +326,7 @@ class Trial:
                 "squares": {name: lookups.squares_of(g) for name, g in sparse.items()},
                 "state": state,
                 "logs": results | {name: tf.cast(v, tf.float64) for name, v in weighed.items()},
+                "others": others,
             }
 
 
@@ -371,6 +377,30 @@ def terms_of(step: traced_step.Step) -> dict[str, tf.Tensor]:
         name: tf.stack([[nothing if t is None else tf.cast(t, tf.float64) for t in term]])
         for name, term in step.terms.found.items()
     }
+
+
+def logged_sums(step: traced_step.Step) -> frozenset[str]:
+    """Return the terms of logs that the graph shows to be sums over rows.
+
+    A count that is zero for the rows of a trial does not show by its value what it is.
+    """
+    known = RowDependence(step.graph)
+    return frozenset(
+        name
+        for name, term in step.terms.found.items()
+        if name.startswith("log ") and _sums_rows(term.value, known)
+    )
+
+
+def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
+    if not tf.is_symbolic_tensor(scalar):
+        return False
+    while scalar.op.type in ("Cast", "Identity", "Reshape"):
+        scalar = scalar.op.inputs[0]
+    if scalar.op.type != "Sum":
+        return False
+    sizes = known.sizes(scalar.op.inputs[0])
+    return sizes is None or not set(sizes) <= {EQUAL}
 
 
 # The rows.

@@ -31,6 +31,7 @@ from dtk.communicators.base import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.compat.tf_replicas import on_values
 from dtk.nests import Function, Gradients, Tree
+from dtk.trainer.tracing import row_dependence
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
 # The step that Keras is tracing; one per thread, because a mirrored strategy traces its replicas in
@@ -212,7 +213,8 @@ def _weigh(
         step.inside_loss = False
     if reduction in (None, "none"):
         return result
-    if tf.convert_to_tensor(values).shape.rank == 0:
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
         # The loss function has reduced its rows itself, in an unknown way.
         return step.terms.made_mean("loss", result)
     if reduction == "sum":
@@ -223,12 +225,24 @@ def _weigh(
         counted = tf.reduce_sum(tf.cast(weight, result.dtype))
     elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
         counted = tf.reduce_sum(tf.cast(mask, result.dtype))
+    elif _are_chosen(values, step):
+        counted = tf.cast(tf.size(values), result.dtype)
     else:
         return step.terms.known(result)
     # `result` is local sum / local count; wanted is local sum / global count / share.
     counted = tf.stop_gradient(counted)
     total = step.world_sum(counted) * tf.cast(step.share, result.dtype)
     return step.terms.known(result * tf.math.divide_no_nan(counted, total))
+
+
+def _are_chosen(values: tf.Tensor, step: Step) -> bool:
+    """Return whether the values of a loss of one's own are not one for each row, but a choice."""
+    # No communication in a branch or loop: perhaps not all replicas enter it.
+    if tf.compat.v1.get_default_graph() is not step.graph or tf.executing_eagerly():
+        return False
+    if keras_models.is_all_keras(step.model):
+        return False
+    return row_dependence.are_chosen(values, step.graph)
 
 
 def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
