@@ -139,7 +139,7 @@ ENTRIES = {
     ("docs/strategies.md", "strategy = "): Python(
         "plain", after="assert strategy.size == 1"
     ),
-    ("docs/tutorials/horovod.md", "import dtk.migrate"): Python(
+    ("docs/tutorials/horovod.md", "import keras"): Python(
         "data",
         after="assert len(model.history.epoch) == 2\n"
         "hvd.shutdown(); hvd.job._job.made = None  # other tests share the process",

@@ -83,7 +83,7 @@ def check_mistake(pool, module, name):
     ((raised, text),) = pool.run(mistake, module, name)
     assert raised == kind.__name__, text
     for part in parts:
-        assert part in text
+        assert part in text, text
 
 
 class LostWorker:

@@ -141,6 +141,10 @@ def _towers(recipes, strategy, parts, run_eagerly=False, kind=Towers, **table):
     with partitioned(strategy, parts):
         with scope_of(strategy):
             model = kind(recipes, **table)
+            for tower, name in zip(model.towers, model.updating, strict=True):
+                optimizer = getattr(model, name)
+                if hasattr(optimizer, "initial_scale") and parts == 1:  # steps scale before `apply`
+                    optimizer.build(tower.trainable_weights)
             model.compile(run_eagerly=run_eagerly)
         keras.utils.set_random_seed(6)  # the order of the rows
         model.fit(tokens, labels, batch_size=12, verbose=0)

@@ -145,20 +145,13 @@ def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
 
 
 def build_outside_step(
-    optimizer: keras.Optimizer, variables: Variables, strategy: Strategy
+    optimizer: keras.Optimizer, variables: Variables, strategy: Strategy, cut: bool = False
 ) -> None:
     """Make an optimizer's variables outside the step being traced.
 
     Keras builds the optimizer given to `compile` before the first step. Any other is built by its
     first `apply`, inside a step, where new variables would tie one replica's step to another's.
     """
-    if hasattr(optimizer, "initial_scale"):  # the step has scaled its loss before: by a constant
-        told = (
-            f"optimizer {optimizer.name!r} scales losses and is not built yet, so this step would "
-            "keep its first scale for ever. Call optimizer.build(model.trainable_variables) inside "
-            "`with strategy.scope():`, before the first step"
-        )
-        raise ValueError(at_rank(strategy.rank, told))
 
     def build() -> None:
         with strategy.scope():
@@ -166,6 +159,14 @@ def build_outside_step(
         own(optimizer, strategy)
 
     outside_graph(build)
+    # The step has scaled its loss already: by a constant. What is cut is refused for that instead.
+    if hasattr(optimizer, "initial_scale") and not cut:
+        told = (
+            f"optimizer {optimizer.name!r} scales losses and is not built yet, so this step would "
+            "keep its first scale for ever. Call optimizer.build(model.trainable_variables) inside "
+            "`with strategy.scope():`, before the first step"
+        )
+        raise ValueError(at_rank(strategy.rank, told))
 
 
 # Behind parameter servers.
@@ -186,7 +187,8 @@ def note_applies(
         if step is None or step.noted is None:
             return apply(grads, variables)
         if not optimizer.built and variables is not None:
-            build_outside_step(optimizer, variables, strategy)
+            cut = any(len(parts_of(variable)) > 1 for variable in variables)
+            build_outside_step(optimizer, variables, strategy, cut)
         noted = variables or built_for or keras_optimizers.trained_variables(optimizer)
         _refuse_replaced(noted, strategy)
         step.noted.note(optimizer, step.handed_over(grads), list(noted))
