@@ -794,8 +794,9 @@ class Communicator(abc.ABC):
         if tf.executing_eagerly():
             return f"eager/{kind}"
         # One rank may trace a function again when others do not, for a slice with fewer rows, and
-        # must find the same names. So they count within the graph of the innermost function: those
-        # inside of it are not traced again. Numbers in the names of graphs differ by rank.
+        # must find the same names. So collectives are counted within the graph of the innermost
+        # function: a function that it calls may not be traced again. The digits in a graph's name
+        # differ by rank.
         graph = tf.compat.v1.get_default_graph()
         while getattr(graph, "is_control_flow_graph", False):
             graph = graph.outer_graph

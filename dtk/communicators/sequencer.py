@@ -113,7 +113,7 @@ class CollectiveSequencer:
         """Run a collective after every one before it; its name is for the timeline."""
         if tf.executing_eagerly():
             if sends:
-                self._eager_bytes += sum(t.shape.num_elements() * t.dtype.size for t in inputs)
+                self._eager_bytes += _known_bytes(inputs)
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
                 outputs = collective(list(inputs))
@@ -213,22 +213,20 @@ def _resource(value: Array, device: str) -> tf.Tensor:
 
 def _size(tensors: Sequence[tf.Tensor]) -> str:
     """Describe how large tensors are, if that is known."""
-    counts = [t.shape.num_elements() for t in tensors]
-    if None in counts:
-        return ""
-    return f" {sum(n * t.dtype.size for n, t in zip(counts, tensors, strict=True)):,} B"
+    known = all(t.shape.is_fully_defined() for t in tensors)
+    return f" {_known_bytes(tensors):,} B" if known else ""
 
 
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the bytes of tensors; a constant if all shapes are known."""
-    counts = [t.shape.num_elements() for t in tensors]
-    known = sum(count * t.dtype.size for t, count in zip(tensors, counts, strict=True) if count)
-    sizes = [
-        tf.size(t, tf.int64) * t.dtype.size
-        for t, count in zip(tensors, counts, strict=True)
-        if count is None
-    ]
-    return tf.add_n([tf.constant(known, tf.int64), *sizes])
+    unknown = [t for t in tensors if t.shape.num_elements() is None]
+    sizes = [tf.size(t, tf.int64) * t.dtype.size for t in unknown]
+    return tf.add_n([tf.constant(_known_bytes(tensors), tf.int64), *sizes])
+
+
+def _known_bytes(tensors: Sequence[tf.Tensor]) -> int:
+    """Return the bytes of those tensors whose shapes are known."""
+    return sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
 
 
 def _behind(zero: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:

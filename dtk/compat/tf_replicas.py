@@ -16,7 +16,8 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from dtk import placement
-from dtk.communicators.base import Communicator, with_values
+from dtk.communicators.aligned_slices import with_values
+from dtk.communicators.base import Communicator
 from dtk.nests import Function, Tree
 from dtk.patches import patch
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator, with_values
+from dtk.communicators.aligned_slices import with_values
+from dtk.communicators.base import Communicator
 from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 
 

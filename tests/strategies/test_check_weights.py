@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dtk.errors import DisagreementError
+from dtk.trainer.gradients.shared_optimizer import optimizers_of
 
 from strategies import bodies
 
@@ -67,3 +68,12 @@ def test_the_first_variable_that_differs_is_named_on_every_rank(world, backend, 
         if not mirrored:
             assert "ranks disagree on the variable 0 of model" in told["shapes"]
             assert "(4, 1) float32" in told["shapes"] and "(4, 2) float32" in told["shapes"]
+
+
+def test_optimizers_in_lists_and_dicts_are_found():
+    """What is compared and saved, and exchanges its gradients."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.others = {"critic": keras.optimizers.Adam()}
+    model.more = [keras.optimizers.SGD()]
+    assert optimizers_of(model) == [model.optimizer, model.others["critic"], model.more[0]]

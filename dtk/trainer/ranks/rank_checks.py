@@ -115,7 +115,7 @@ def check_same_call(
             [("", their_callbacks)],
             communicator.rank,
             rank,
-            "give every rank the same callbacks; ranks do not spoil each other's files",
+            "give every rank the same callbacks; dtk protects their files from each other",
         )
         raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
     return bool(gathered[:, 1].any())

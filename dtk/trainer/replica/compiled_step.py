@@ -204,7 +204,7 @@ class CompiledStep:
         )
         with traced_step.tracing(inside):
             logs = self._step_function(data)
-            # Integers become means outside, as a mean of integers is none.
+            # Integers are weighed outside: their share is no integer.
             numbers = {
                 one.name: one.value
                 for one in step_metrics.numbers_of(inside, logs)

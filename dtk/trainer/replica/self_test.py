@@ -39,6 +39,7 @@ from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.step_trial import Outcome, Trial
 from dtk.trainer.strategy import Strategy, tell
+from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO, SUM
 
 # Number of other weights at which a step is tried before it is refused.
@@ -190,7 +191,8 @@ def _compute(trial: Trial) -> Verdict:
             kinds, parts, wrong, difference = guess, again, None, its_difference
     if wrong and odd:
         wrong += "; " + "; ".join(odd)
-    if not wrong and trial.step_function.__name__ == "train_step":
+    own = traced_step.takes_own_step(trial.step_function, trial.model)
+    if not wrong and trial.step_function.__name__ == "train_step" and not own:
         wrong, difference = agreed(_compare_magnified(trial, kinds, tolerance, difference))
     return Verdict(kinds, wrong, _notes(whole, parts, tolerance), difference)
 

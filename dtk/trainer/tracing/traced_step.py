@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.communicators.base import with_values
+from dtk.communicators.aligned_slices import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.compat.tf_replicas import on_values
 from dtk.nests import Function, Gradients, Tree
