@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-versions test-faults mutants check wheel docs clean lint types rooms apt horovod
+.PHONY: help demo test test-fast test-all test-gpus test-versions test-faults mutants check wheel docs clean lint types rooms apt horovod
 
 PYTHON ?= python3
 # what pytest is given, such as PYTEST_ARGS="-k slurm"
@@ -41,6 +41,7 @@ help:
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
 	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm, which it installs'
+	@echo 'make test-gpus  the tests of TensorFlow collectives on GPUs that this machine pretends to have'
 	@echo 'make test-versions  the tests of one process and a job of two, with every TensorFlow, Keras and Python of tools/versions.txt'
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'
 	@echo 'make mutants   break each room of dtk at random and count the breaks that no test notices'
@@ -57,6 +58,11 @@ test: horovod check
 
 test-fast: check
 	@$(call run_pytest,-m "fast and not full")
+
+# the tests of TensorFlow's collectives on GPUs that this machine pretends to have
+test-gpus: export DTK_TEST_GPUS = 1
+test-gpus: check
+	@$(call run_pytest,-m "not full")
 
 test-all: FOR_TESTS += $(FOR_ALL)
 test-all: horovod check $(VENV)/.for-test-all

@@ -165,7 +165,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give tests their tiers, and put those that want the same world next to each other."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
@@ -173,4 +173,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
         if tiers.is_fast(name, wanted(item)):
             item.add_marker(pytest.mark.fast)
+    if os.environ.get("DTK_TEST_GPUS") == "1":
+        names = {item: item.nodeid.removeprefix("tests/") for item in items}
+        kept = [item for item in items if tiers.is_for_gpus(names[item], wanted(item))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     items.sort(key=wanted)

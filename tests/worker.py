@@ -94,8 +94,19 @@ def _import_for_good() -> None:
     gc.disable()
     _one_thread()
     importlib.import_module("dtk.strategies")
+    if "PRETENDED_GPUS" in os.environ:
+        _leave_out_what_only_gpus_can()
     gc.freeze()
     gc.enable()
+
+
+def _leave_out_what_only_gpus_can() -> None:
+    """Keep Keras and TensorFlow from choosing XLA, and convolutions of a GPU's own layout."""
+    import tensorflow as tf
+    from keras.src.trainers import trainer
+
+    trainer.model_supports_jit = lambda model: False
+    tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ from dtk.bench.ranks import ENDED, Ranks, RanksFailed
 from dtk.cluster import mpi_installs
 from dtk.launch import Process, plan
 
-BACKENDS = ("local", "collective", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
+sys.path.append(str(Path(__file__).parents[1] / "tools" / "gpu"))
+import pretend  # noqa: E402
+
+BACKENDS = ("local", "collective", "nccl", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
 SERVERS = 2
 TESTS = Path(__file__).resolve().parent
 START_TIMEOUT = 90.0
@@ -54,6 +57,8 @@ class WorldError(Exception):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
+    if backend == "nccl" and shutil.which("g++") is None:
+        return "no g++, to build what stands for CUDA: install Debian's g++"
     if backend == "mpi-wheel" and mpi_installs.mpirun() is None:
         return "no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'"
     if not backend.startswith("horovod"):
@@ -103,6 +108,10 @@ def communicator() -> Any:
     """The world communicator of this backend; for bodies."""
     from dtk.communicators import create
 
+    if "PRETENDED_GPUS" in os.environ:  # ranks send from GPU to GPU once a strategy links them
+        from strategies import bodies
+
+        return bodies.strategy().world
     return create(os.environ["DTK_TEST_COMMUNICATOR"])
 
 
@@ -111,7 +120,9 @@ class World:
 
     Args:
         backend: One of BACKENDS; "local" takes size 1 only. "served" is a chief with `size` workers
-            and two parameter servers, and bodies run on the chief alone.
+            and two parameter servers, and bodies run on the chief alone. "nccl" is "collective" on
+            a machine that pretends to have a GPU for each rank, and two for one rank
+            (tools/gpu/pretend.py).
         size: Number of ranks.
         env: More variables for the workers.
     """
@@ -205,8 +216,11 @@ class World:
 def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     """What starts the workers of a world."""
     command = [sys.executable, str(TESTS / "worker.py")]
+    # `make test-gpus` runs the tests of all collectives so.
+    if backend == "nccl" or (backend == "collective" and os.environ.get("DTK_TEST_GPUS") == "1"):
+        extra = {**pretend.environment(max(size, 2)), "PYTHONFAULTHANDLER": "1", **extra}
     env = {
-        "DTK_TEST_COMMUNICATOR": backend.split("-")[0],
+        "DTK_TEST_COMMUNICATOR": "collective" if backend == "nccl" else backend.split("-")[0],
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",

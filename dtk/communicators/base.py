@@ -7,7 +7,7 @@ back. A backend has two sets of dtypes and seven methods:
     allreduce          -> _reduce(buckets, op)
     allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
     alltoall           -> _alltoall(flat, sizes)       ragged: a size for each peer
-    reduce_scatter     -> _alltoall, then a local sum in rank order
+    reduce_scatter     -> _scatter: an all-to-all and a local sum in rank order, if not overridden
     broadcast          -> _broadcast(buckets, root)
     send, recv         -> _send, _receive
     split              -> _group(ranks)
@@ -26,7 +26,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar, cast, overload
+from typing import ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 import tensorflow as tf
@@ -44,6 +44,7 @@ from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
 
 _Value = TypeVar("_Value")
+_Given = ParamSpec("_Given")
 LOCAL_REDUCE = {
     "sum": tf.reduce_sum,
     "min": tf.reduce_min,
@@ -57,6 +58,23 @@ def unconverted(function: _Value) -> _Value:
     """Keep AutoGraph from rewriting a function: that is slow and gains nothing."""
     kept: _Value = tf.autograph.experimental.do_not_convert(function)
     return kept
+
+
+def _beside_its_messages(method: Callable[_Given, _Value]) -> Callable[_Given, _Value]:
+    """Let a method of a communicator compute eagerly on the device of its messages.
+
+    Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings them
+    back. In a graph the values' own device is the right one.
+    """
+
+    @functools.wraps(method)
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Value:
+        if not tf.executing_eagerly():
+            return method(*args, **kwargs)
+        with tf.device(cast(Communicator, args[0]).device):
+            return method(*args, **kwargs)
+
+    return unconverted(run)
 
 
 class Communicator(abc.ABC):
@@ -118,6 +136,11 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
+
+    def _scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
+        """Return what to combine for this rank's block; every rank sends blocks of equal sizes."""
+        del op
+        return self._alltoall(flat, sizes, label)
 
     @abc.abstractmethod
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
@@ -218,7 +241,7 @@ class Communicator(abc.ABC):
     @overload
     def allreduce(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor: ...
 
-    @unconverted
+    @_beside_its_messages
     def allreduce(
         self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -363,7 +386,7 @@ class Communicator(abc.ABC):
         self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
     ) -> tf.Tensor: ...
 
-    @unconverted
+    @_beside_its_messages
     def allgather(
         self,
         value: tf.Tensor | Sequence[tf.Tensor],
@@ -424,6 +447,7 @@ class Communicator(abc.ABC):
     def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
 
+    @_beside_its_messages
     def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
         """Return every rank's small vector of counts.
 
@@ -460,7 +484,7 @@ class Communicator(abc.ABC):
         self, value: tf.Tensor, op: str = "sum", rows: Sequence[int] | None = None
     ) -> tf.Tensor: ...
 
-    @unconverted
+    @_beside_its_messages
     def reduce_scatter(
         self,
         value: tf.Tensor | Sequence[tf.Tensor],
@@ -545,11 +569,11 @@ class Communicator(abc.ABC):
 
         return CollectiveMessage(
             [rows.blocks(blocks, self.size)],
-            lambda flat, lane: self._alltoall(flat[0], words, label),
+            lambda flat, lane: self._scatter(flat[0], words, op, label),
             finish,
         )
 
-    @unconverted
+    @_beside_its_messages
     def alltoall(
         self, value: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -597,7 +621,7 @@ class Communicator(abc.ABC):
     @overload
     def broadcast(self, value: tf.Tensor, root: int = 0) -> tf.Tensor: ...
 
-    @unconverted
+    @_beside_its_messages
     def broadcast(
         self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -641,7 +665,7 @@ class Communicator(abc.ABC):
         ]
         return buckets.unpack(decoded, tensors, layout)
 
-    @unconverted
+    @_beside_its_messages
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """Send one tensor to `dest`, which calls `recv` with the same tag.
 
@@ -667,7 +691,7 @@ class Communicator(abc.ABC):
         )
         return None
 
-    @unconverted
+    @_beside_its_messages
     def recv(
         self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
     ) -> tf.Tensor:
@@ -718,7 +742,7 @@ class Communicator(abc.ABC):
         """
         del pairs
 
-    @unconverted
+    @_beside_its_messages
     def barrier(self) -> None:
         """Return only after every rank has called it."""
         if self.size == 1:

@@ -240,6 +240,8 @@ class CollectiveCommunicator(Communicator):
         return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
 
     def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+        if self._by_nccl:
+            return self._alltoall_by_gather(flat, sizes, label)
         longest = _longest(sizes)
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
         padded = [_padded(block, longest) for block in blocks]
@@ -251,12 +253,39 @@ class CollectiveCommunicator(Communicator):
         )
         return [rows[slot, : sizes[rank, self.rank]] for rank, slot in enumerate(self._slots)]
 
+    def _alltoall_by_gather(
+        self, flat: tf.Tensor, sizes: tf.Tensor, label: str
+    ) -> list[tf.Tensor]:
+        """Gather all blocks and keep this rank's: `size` times the bytes, but the right ones.
+
+        TensorFlow's all-to-all over NCCL goes through the GPUs of its own process only, so that
+        with one GPU each rank gets its own blocks back.
+        """
+        begins = tf.cumsum(sizes, axis=1, exclusive=True)[:, self.rank]
+        rows = self._gather(flat, tf.reduce_sum(sizes, axis=1), label, 0)
+        return [
+            row[begins[rank] : begins[rank] + sizes[rank, self.rank]]
+            for rank, row in enumerate(rows)
+        ]
+
+    def _scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
+        if not self._by_nccl:
+            return super()._scatter(flat, sizes, op, label)
+        # TensorFlow's reduce-scatter works within one process only: the process that matches
+        # messages is not told the hint, and looks for a ring, of which there is none.
+        blocks = sizes[self.rank]
+        begin = tf.reduce_sum(blocks[: self.rank])
+        total = self._reduce_one(flat, op, label)
+        return [total[begin : begin + blocks[self.rank]]]
+
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
-        outputs = []
+        outputs: list[tf.Tensor] = []
         for i, tensor in enumerate(flat):
             label_of = f"{label}/{root}/{i}/{tensor.dtype.name}"
             group = self._group_keys(label_of, _elements(tensor))
-            outputs.append(self._cast(tensor, root == self.rank, group))
+            # A broadcast takes no token by which a graph could order it.
+            with tf.control_dependencies(outputs[-1:] if self._by_nccl else []):
+                outputs.append(self._cast(tensor, root == self.rank, group))
         return outputs
 
     @staticmethod
@@ -268,9 +297,9 @@ class CollectiveCommunicator(Communicator):
         if sending:
             output = tf.raw_ops.CollectiveBcastSendV2(input=filled, **group)
         else:
-            output = tf.raw_ops.CollectiveBcastRecvV2(
-                shape=tf.shape(filled), T=tensor.dtype, **group
-            )
+            # tf.shape would be a constant, and the op would not wait for what orders messages.
+            shape = tf.raw_ops.Shape(input=filled)
+            output = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=tensor.dtype, **group)
         return tf.ensure_shape(output[: tf.size(tensor)], tensor.shape)
 
     def _pair(

@@ -20,7 +20,8 @@ from communicators import contract
 from communicators.contract import SHAPES, call, communicator, make, pairs, same
 
 BACKENDS = ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
-WORLDS = [("local", 1), *((b, n) for b in BACKENDS for n in (1, 2, 3))]
+# "nccl" is the collectives of a machine that pretends to have GPUs.
+WORLDS = [("local", 1), ("nccl", 2), *((b, n) for b in BACKENDS for n in (1, 2, 3))]
 # Horovod is one engine over two transports: every size runs by default, on one of them.
 FULL = {("horovod-gloo", 1), ("horovod-gloo", 3), ("horovod-mpi", 3)}
 FULL |= {("mpi-wheel", 1), ("mpi-wheel", 3)}
@@ -38,6 +39,10 @@ several_ranks = worlds(lambda backend, size: size > 1)
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
+def name_of(pool):
+    return "collective" if pool.backend == "nccl" else pool.backend.split("-")[0]
+
+
 def places():
     comm = communicator()
     assert world.communicator() is comm or comm.size == 1
@@ -47,7 +52,7 @@ def places():
 @worlds(lambda backend, size: True)
 def test_places(pool):
     found = pool.run(places)
-    name = pool.backend.split("-")[0]
+    name = name_of(pool)
     # TensorFlow's collectives need no runtime for one process
     assert {f[0] for f in found} == {"local" if (name, pool.size) == ("collective", 1) else name}
     assert [f[1:5] for f in found] == [(r, pool.size, r, pool.size) for r in range(pool.size)]
@@ -178,7 +183,7 @@ def split(color, key, modes=(False, True)):
 @every_world
 def test_split_of_one_color_and_of_all_colors(pool):
     n = pool.size
-    assert set(pool.run(split, [0] * n, None)) <= {"local", pool.backend.split("-")[0]}
+    assert set(pool.run(split, [0] * n, None)) <= {"local", name_of(pool)}
     assert set(pool.run(split, list(range(n)), None)) == {"local"}
 
 

@@ -1,10 +1,11 @@
-"""Gradients go from GPU to GPU: proved without a GPU, by what is traced under its name.
+"""Gradients go from GPU to GPU: on GPUs that this machine pretends to have (tools/gpu/pretend.py).
 
-TensorFlow computes on the CPU what it cannot put on `/gpu:0`, so a rank that pretends to have a GPU
-trains as others do, and its graph says what a real one would do.
+TensorFlow takes them for real ones: it places and copies, and its NCCL collectives carry the sums.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import keras
 import numpy as np
@@ -12,9 +13,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.communicators import collective
 from dtk.communicators.sequencer import CollectiveSequencer
-from dtk.strategies import devices
 
 from strategies import bodies
 
@@ -28,15 +27,18 @@ class Noted(keras.Model):
         return super().train_step(data)
 
 
-def train(pretended, sharded=False):
+def sent():
+    """Return the messages and values that NCCL has carried so far, and bytes to and from a host."""
+    found = (ctypes.c_long * 4)()
+    ctypes.CDLL("libnccl.so.2").pretended_counts(found)
+    return np.array(found)
+
+
+def train(distributed, sharded=False):
     """Train a model with a table and a norm; return weights, messages and copies to the host."""
     bodies.strategy()  # TensorFlow's collectives start before anything else
-    pin, devices.pin = devices.pin, lambda place, growth=None: "/gpu:0"
-    try:
-        make = dtk.strategies.AllReduceStrategy
-        strategy = make("collective", shard_optimizer=sharded) if pretended else None
-    finally:
-        devices.pin = pin
+    make = dtk.strategies.AllReduceStrategy
+    strategy = make("collective", shard_optimizer=sharded) if distributed else None
     random = np.random.default_rng(0)
     x, y = random.integers(0, 9, (48, 4)), random.normal(size=(48, 1)).astype("float32")
     with bodies.scope_of(strategy):
@@ -46,12 +48,12 @@ def train(pretended, sharded=False):
         normed = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(8)(rows))
         model = Noted(given, keras.layers.Dense(1)(normed))
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    before = sent()
     with dtk.strategies.undistributed():
         model.fit(x, y, batch_size=16, epochs=2, verbose=0)
-    if not pretended:
-        return bodies.flat(model.get_weights()), [], [], None
-    world = strategy.communicator
-    host, world.cards = world.cards, None  # other tests use this world, too
+    weights, carried = bodies.flat(model.get_weights()), sent() - before
+    if not distributed:
+        return weights, [], [], carried
     operations = model.graph.get_operations()
     messages = [
         (
@@ -70,15 +72,16 @@ def train(pretended, sharded=False):
         for one in operations
         if "CPU" in one.device and any(t.dtype in (tf.float16, tf.float32) for t in one.outputs)
     ]
-    return bodies.flat(model.get_weights()), messages, copies, host.size
+    return weights, messages, copies, carried
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("nccl", 2))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sharded):
-    alone = pool.run(train, False)[0][0]
-    for weights, messages, copies, size in pool.run(train, True, sharded):
-        assert size == 2
+    alone, *_, (nothing, *_) = pool.run(train, False)[0]
+    assert nothing == 0
+    for weights, messages, copies, carried in pool.run(train, True, sharded):
+        assert carried[1] >= 6 * weights.size, "six steps, each with all gradients or weights"
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
         floats = [one for one in messages if one[1] == "float32"]
         others = [one for one in messages if one[1] != "float32"]
@@ -91,19 +94,26 @@ def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sh
         assert copies == []
 
 
-def test_replicas_of_one_process_sum_by_nccl():
-    first, _ = collective.replicas(["/gpu:0", "/gpu:1"], 0)
+def mirrored(devices):
+    """Train over so many GPUs of this process; return weights and what NCCL carried."""
+    digits, labels = bodies.digits()
+    strategy = dtk.strategies.MirroredStrategy(devices) if devices else None
+    with bodies.scope_of(strategy):
+        keras.utils.set_random_seed(2)
+        dense = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *dense])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    before = sent()
+    model.fit(digits[:144], labels[:144], batch_size=16, verbose=0)
+    return bodies.flat(model.get_weights()), (sent() - before)[1]
 
-    @tf.function(autograph=False)
-    def step():
-        return first.allreduce([tf.zeros(4), tf.zeros(1 << 20), tf.zeros(2, tf.bfloat16)])
 
-    graph = step.get_concrete_function().graph
-    sums = [one for one in graph.get_operations() if one.type.startswith("Collective")]
-    assert {one.type for one in sums} == {"CollectiveReduceV2"}
-    for one in sums:
-        assert one.device.endswith("GPU:0") and one.get_attr("communication_hint") == b"nccl"
-        assert one.get_attr("T") == tf.float32, "NCCL in TensorFlow adds no bfloat16"
+@pytest.mark.worlds(("nccl", 1))
+def test_replicas_of_one_process_sum_by_nccl(pool):
+    ((alone, nothing),), ((weights, carried),) = pool.run(mirrored, 0), pool.run(mirrored, 2)
+    assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
+    assert nothing == 0 and carried >= 2 * 9 * weights.size
 
 
 def eager():
