@@ -69,14 +69,16 @@ def test_levels(level, dropped):
     assert [line for line in lines if quiet.is_noise(line, level, gpu=True)] == lines[:dropped]
 
 
-def test_two_errors_are_noise_where_they_mean_nothing():
-    """There is no GPU; whole numbers, which oneDNN supports on no processor."""
+def test_three_errors_are_noise_where_they_mean_nothing():
+    """No GPU is here; whole numbers, which oneDNN supports on no processor; a worker has a GPU."""
     assert quiet.is_noise(NO_GPU, "2", gpu=False) and not quiet.is_noise(NO_GPU, "2", gpu=True)
     said = "oneDNN supports {} only on platforms with AVX-512. Falling back to the default ..."
     whole = [LINE.format("E", said.format(f"DT_{kind}")) for kind in ("BOOL", "INT32", "UINT8")]
     assert all(quiet.is_noise(line, "2", gpu=False) for line in whole)
     assert not any(quiet.is_noise(line, "0", gpu=False) for line in [NO_GPU, *whole])
     assert not quiet.is_noise(LINE.format("E", said.format("DT_HALF")), "2", gpu=False)
+    elsewhere = LINE.format("E", "NOT_FOUND: TensorFlow device GPU:0 was not registered")
+    assert quiet.is_noise(elsewhere, "2", gpu=True) and not quiet.is_noise(elsewhere, "0", gpu=True)
 
 
 def test_the_import_is_quiet_and_what_is_not_noise_comes_through(run):

@@ -79,8 +79,8 @@ class Chief:
         return self._missed >= _LOOKS
 
 
-def serve(config: TFConfig) -> NoReturn:
-    """Serve as this task; end the process with 0 once the chief is gone."""
+def serve(config: TFConfig, gpu: str | None) -> NoReturn:
+    """Serve as this task, on that GPU or none; end the process with 0 once the chief is gone."""
     startup.check_free(config.index, config.cluster[config.role][config.index])
     with startup.quiet():
         server = tf.distribute.Server(
@@ -90,6 +90,10 @@ def serve(config: TFConfig) -> NoReturn:
             config=tf.compat.v1.ConfigProto(
                 inter_op_parallelism_threads=threads_to_wait_with(),
                 intra_op_parallelism_threads=int(os.environ.get("TF_NUM_INTRAOP_THREADS", "0")),
+                device_count={"GPU": 0 if gpu is None else 1},
+                gpu_options=tf.compat.v1.GPUOptions(
+                    visible_device_list="" if gpu is None else gpu.rpartition(":")[2]
+                ),
             ),
             start=True,
         )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtk import placement
+from dtk.cluster import TFConfig
 from dtk.cluster.environment import Environment
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
@@ -49,6 +50,40 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
             gpus, index = [gpus[index]], 0
     set_memory_growth(gpus, memory_growth, place.rank)
     return f"/gpu:{index}"
+
+
+def take_gpu_of_task(config: TFConfig) -> str | None:
+    """Take the GPU of a task of parameter servers, and hide the others from TensorFlow.
+
+    A worker has the GPU of its place among the workers of its host, an evaluator the next one if
+    there is one. Servers and the chief compute no steps, and would hold the memory of all.
+
+    Returns:
+        The GPU's name, such as "/physical_device:GPU:1"; None for the CPU.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        return None
+    names = [gpu.name for gpu in gpus]
+    hosts = [address.rpartition(":")[0] for address in config.cluster["worker"]]
+    index = None
+    if config.role == "worker":
+        host = hosts[config.index]
+        earlier = hosts[: config.index].count(host)
+        try:
+            index = choose_gpu(earlier, hosts.count(host), names, restricted_by(names))
+        except ValueError as error:
+            raise ValueError(f"worker {config.index}: {error}") from None
+    elif config.role == "evaluator":
+        listed = config.cluster.get("evaluator")
+        beside = hosts.count(listed[0].rpartition(":")[0]) if listed else len(hosts)
+        index = beside if beside < len(gpus) else None
+    try:
+        tf.config.set_visible_devices([] if index is None else [gpus[index]], "GPU")
+    except RuntimeError:
+        told = f"{_STARTED}the {config.role} holds memory on all {len(gpus)} GPUs it sees{_FIRST}"
+        warnings.warn(told, RuntimeWarning, stacklevel=4)
+    return None if index is None else names[index]
 
 
 def choose_gpu(

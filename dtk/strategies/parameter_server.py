@@ -91,8 +91,9 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         self.exchange = _checked(exchange, self.consistency)
         config = _config()
         _check(config, self.consistency)
+        gpu = devices.take_gpu_of_task(config)
         if config.role in ("ps", "worker"):
-            run_server.serve(config)
+            run_server.serve(config, gpu)
         self.workers = len(config.cluster["worker"])
         self.moved = np.zeros((self.workers, 3), np.int64)
         self.is_evaluator = config.role == "evaluator"

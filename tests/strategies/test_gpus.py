@@ -9,12 +9,14 @@ import ctypes
 
 import keras
 import numpy as np
+import pretend
 import pytest
 import tensorflow as tf
 
 import dtk
 from dtk.communicators.sequencer import CollectiveSequencer
 
+from launched import dtk_run
 from strategies import bodies
 
 
@@ -114,6 +116,48 @@ def test_replicas_of_one_process_sum_by_nccl(pool):
     ((alone, nothing),), ((weights, carried),) = pool.run(mirrored, 0), pool.run(mirrored, 2)
     assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
     assert nothing == 0 and carried >= 2 * 9 * weights.size
+
+
+SERVED = """
+import sys, dtk, keras, numpy as np, tensorflow as tf
+servers, alone = dtk.strategies.ParameterServerStrategy, dtk.strategies.AllReduceStrategy
+strategy = alone("local") if sys.argv[1:] else servers(consistency="sync")
+random = np.random.default_rng(0)
+x, y = (random.normal(size=(64, n)).astype("float32") for n in (8, 1))
+with strategy.scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+if getattr(strategy, "is_evaluator", False):
+    print("evaluator", *(one.name for one in tf.config.list_logical_devices()))
+else:
+    losses = model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    print("chief", *(one.name for one in tf.config.list_logical_devices()))
+    print("losses", *losses)
+"""
+
+
+def told_by(done):
+    """What each role of SERVED printed, without the marks of `dtk run`."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.partition("] ")[2].split() or line.split() for line in done.stdout.splitlines()]
+    return {name: rest for name, *rest in filter(None, lines)}
+
+
+def test_workers_have_a_gpu_each_and_the_evaluator_the_next_one(tmp_path):
+    """Servers and the chief have none; each task would hold the memory of every GPU."""
+    (tmp_path / "served.py").write_text(SERVED)
+    options = ("-n", 2, "--ps", 1, "--evaluator", "served.py")
+    done = dtk_run(*options, cwd=tmp_path, **pretend.environment(3), TF_CPP_MIN_LOG_LEVEL="2")
+    told, alone = told_by(done), told_by(dtk_run("-n", 1, "served.py", "alone", cwd=tmp_path))
+    gpus = [device for device in told["chief"] if "GPU" in device]
+    assert [one.split("/")[1:4:2] for one in gpus] == [
+        ["job:worker", f"task:{task}"] for task in range(2)
+    ]
+    assert len([one for one in told["evaluator"] if "GPU" in one]) == 1
+    assert "GPU" not in done.stderr
+    losses = [[float(loss) for loss in one["losses"]] for one in (told, alone)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def eager():
