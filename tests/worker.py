@@ -107,6 +107,10 @@ def _leave_out_what_only_gpus_can() -> None:
 
     trainer.model_supports_jit = lambda model: False
     tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
+    if os.environ["DTK_TEST_COMMUNICATOR"] == "collective":
+        from strategies import bodies
+
+        bodies.strategy()  # takes its GPU before any body starts TensorFlow
 
 
 if __name__ == "__main__":

@@ -683,7 +683,7 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        if self.cards is not None and self._is_on_card(value.dtype):
+        if self.cards is not None and self._is_on_card(value.dtype) and not self._lane_name:
             return self.cards.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run(
@@ -712,7 +712,7 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
-        if self.cards is not None and self._is_on_card(like.dtype):
+        if self.cards is not None and self._is_on_card(like.dtype) and not self._lane_name:
             return self.cards.recv(shape, dtype, source, tag)
         encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
@@ -799,6 +799,9 @@ class Communicator(abc.ABC):
         Collectives in a graph run in the order they were traced. Concurrent ones are ordered only
         among collectives of the same name, so they start when their values are ready.
         `seconds_communicating` leaves them out: the step meanwhile waits for others.
+
+        From GPU to GPU all messages have one order. What is sent to one rank out of turn would wait
+        for a message that comes later there, and goes through the host.
 
         Args:
             name: The same on every rank.

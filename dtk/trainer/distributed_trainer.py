@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data, keras_models, keras_variables, tf_replicas
+from dtk import placement
+from dtk.compat import (
+    keras_data,
+    keras_models,
+    keras_optimizers,
+    keras_variables,
+    tf_replicas,
+)
 from dtk.input import digests, slicing
 from dtk.nests import Args, Function, Kwargs, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
@@ -120,6 +127,22 @@ class DistributedTrainer(ModelState):
         """Return whether another process validates in place of this one."""
         del asked
         return False
+
+    def settle_counts(self) -> None:
+        """Agree on the optimizers' steps after an epoch on GPUs.
+
+        Where Keras does not know how long a dataset is, it reads beyond the end. The optimizer
+        counts that step, too, if the GPU is fast enough: all else of the step waits for data.
+        """
+        if not placement.is_gpu(placement.computing(self.strategy)):
+            return
+        for optimizer in shared_optimizer.optimizers_of(self.model):
+            for member in keras_optimizers.members(optimizer):
+                copies = keras_variables.components(member.iterations.value)
+                counts = [int(copy.numpy()) for copy in copies]
+                most = self.strategy.world.allreduce(tf.constant(max(counts), tf.int64), "max")
+                if {int(most)} != set(counts):
+                    member.iterations.assign(most)
 
     # Step functions.
 

@@ -380,6 +380,7 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
+        self.trainer.settle_counts()
         self._check(f"after epoch {epoch + 1}")
         self._agree_on_stopping()
         self._selection.end_epoch()
