@@ -94,6 +94,11 @@ def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return found
 
 
+def steps_of(optimizer: keras.Optimizer) -> keras.Variable:
+    """Return the number of an optimizer's steps, those that only accumulate included."""
+    return optimizer._iterations
+
+
 def is_linear(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer does the same with two slices as with their sum."""
     if type(optimizer) is not keras.optimizers.SGD:

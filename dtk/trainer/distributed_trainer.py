@@ -138,11 +138,11 @@ class DistributedTrainer(ModelState):
             return
         for optimizer in shared_optimizer.optimizers_of(self.model):
             for member in keras_optimizers.members(optimizer):
-                copies = keras_variables.components(member.iterations.value)
-                counts = [int(copy.numpy()) for copy in copies]
+                steps = keras_optimizers.steps_of(member)
+                counts = [int(copy.numpy()) for copy in keras_variables.components(steps.value)]
                 most = self.strategy.world.allreduce(tf.constant(max(counts), tf.int64), "max")
                 if {int(most)} != set(counts):
-                    member.iterations.assign(most)
+                    steps.assign(most)
 
     # Step functions.
 
