@@ -234,7 +234,7 @@ FULL = (
 COMMANDS = re.compile(
     r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks"
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
-    r"|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
+    r"|strategies/test_gpus.py::test_workers|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
     r"|communicators/test_create"
     r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_wheel|test_site|test_import_time|test_versions|search/test_study.py::test_the_job_ends|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
 )

@@ -57,8 +57,8 @@ class WorldError(Exception):
 
 def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
-    if backend == "nccl" and shutil.which("g++") is None:
-        return "no g++, to build what stands for CUDA: install Debian's g++"
+    if backend == "nccl":
+        return _missing_for_gpus()
     if backend == "mpi-wheel" and mpi_installs.mpirun() is None:
         return "no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'"
     if not backend.startswith("horovod"):
@@ -69,6 +69,16 @@ def missing(backend: str) -> str | None:
         return (
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
+    return None
+
+
+def _missing_for_gpus() -> str | None:
+    import tensorflow as tf
+
+    if not tf.sysconfig.get_build_info().get("is_cuda_build"):
+        return "this TensorFlow was built without CUDA: install `tensorflow` on x86-64 Linux"
+    if shutil.which("g++") is None:
+        return "no g++, to build what stands for CUDA: install Debian's g++"
     return None
 
 

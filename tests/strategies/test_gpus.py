@@ -16,6 +16,7 @@ import tensorflow as tf
 import dtk
 from dtk.communicators.sequencer import CollectiveSequencer
 
+import world
 from launched import dtk_run
 from strategies import bodies
 
@@ -146,6 +147,8 @@ def told_by(done):
 
 def test_workers_have_a_gpu_each_and_the_evaluator_the_next_one(tmp_path):
     """Servers and the chief have none; each task would hold the memory of every GPU."""
+    if (reason := world.missing("nccl")) is not None:
+        pytest.skip(reason)
     (tmp_path / "served.py").write_text(SERVED)
     options = ("-n", 2, "--ps", 1, "--evaluator", "served.py")
     done = dtk_run(*options, cwd=tmp_path, **pretend.environment(3), TF_CPP_MIN_LOG_LEVEL="2")
