@@ -22,6 +22,7 @@ FULL = (
     r"communicators/test_contract.py::test_collectives\[collective-2",
     r"communicators/test_contract.py::test_collectives\[(collective-3|nccl-2)-eager",
     r"strategies/test_promises.py::\S*(horovod|collective-3)",
+    r"strategies/test_gpus.py::test_groups_that_share",  # four processes
     # half a minute of waiting, for a rule that is tested by its times as well
     r"launch/test_stall.py::test_a_loop_without_an_end",
     # ranks of plain Python are missing in the same ways; these are those of real training
@@ -234,7 +235,7 @@ FULL = (
 COMMANDS = re.compile(
     r"cli/test_(bench|check|run|doctor|install)|launch/|published/|documents/test_blocks"
     r"|test_examples|test_benchmarks|strategies/test_(lost_tasks|evaluator|proximal|resolver|devices)"
-    r"|strategies/test_gpus.py::test_workers|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
+    r"|strategies/test_gpus.py::test_(workers|groups)|strategies/test_mistakes.py::test_an?_|strategies/test_served_steps.py::\S*refused_step_ends"
     r"|communicators/test_create"
     r"|callbacks/test_(termination|checkpoint_files)|test_garbage|test_quiet|test_makefile|test_wheel|test_site|test_import_time|test_versions|search/test_study.py::test_the_job_ends|inference/\S+killed_job|cluster/test_(detect|slurm|mpi_installs|heartbeats)"
 )

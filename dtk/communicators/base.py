@@ -774,8 +774,13 @@ class Communicator(abc.ABC):
     def _sequencer(self) -> CollectiveSequencer:
         name = self._lane_name
         if name not in self._sequencers:
-            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name)
+            order = self._order_of_card()
+            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name, order=order)
         return self._sequencers[name]
+
+    def _order_of_card(self) -> tf.Tensor | None:
+        """Return the resource that orders the messages of all groups; None: each has its order."""
+        return None
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:

@@ -59,6 +59,10 @@ _PIECE_BYTES = 1 << 20
 # would do. Four leave room for what TensorFlow clears up after an op has ended.
 _KEYS_IN_TURN = 4
 
+# What orders the messages of a GPU. TensorFlow sends those of all groups through one stream of
+# NCCL: in another order than on another rank, one group's message would wait behind another's.
+_ORDERS: dict[str, tf.Tensor] = {}
+
 # A process has one runtime: a second strategy shares it.
 _STARTED: dict[Environment, Communicator] = {}
 
@@ -148,6 +152,11 @@ class CollectiveCommunicator(Communicator):
         # TensorFlow orders a group by device name, where task:10 comes before task:2.
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
+
+    def _order_of_card(self) -> tf.Tensor | None:
+        if self._by_nccl and self.device not in _ORDERS:
+            _ORDERS[self.device] = counters(placement.host())
+        return _ORDERS[self.device] if self._by_nccl else None
 
     def _group_keys(self, label: str, size: int | tf.Tensor) -> dict[str, int | str | tf.Tensor]:
         """Return the keys of one collective; `size` is the part of its shape that varies."""

@@ -49,9 +49,14 @@ class Span(NamedTuple):
 
 
 class CollectiveSequencer:
-    """Runs a communicator's collectives in trace order; counts their bytes and microseconds."""
+    """Runs a communicator's collectives in trace order; counts their bytes and microseconds.
 
-    def __init__(self, device: str | None = None, timed: bool = True) -> None:
+    Sequencers that share an `order` run theirs in one order.
+    """
+
+    def __init__(
+        self, device: str | None = None, timed: bool = True, order: tf.Tensor | None = None
+    ) -> None:
         self._timed = timed
         self._device = device or placement.messages()
         self._eager_bytes, self._eager_seconds = 0, 0.0
@@ -61,6 +66,7 @@ class CollectiveSequencer:
         self._handle = counters(
             placement.host() if placement.is_gpu(self._device) else self._device
         )
+        self._order = self._handle if order is None else order
 
     @property
     def bytes(self) -> int:
@@ -122,7 +128,7 @@ class CollectiveSequencer:
         # Outside the control dependencies below: TensorFlow omits them on an op whose inputs
         # already have them, and loses them when it folds constant inputs away.
         sent = _bytes(inputs if sends else [])
-        before = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
+        before = tf.raw_ops.ReadVariableOp(resource=self._order, dtype=tf.int64)
         zero = tf.minimum(before[:1], 0)
         with tf.device(self._device):
             behind = [_behind(zero, t) for t in inputs]
@@ -138,6 +144,8 @@ class CollectiveSequencer:
             took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
             update = tf.stack([sent + no_elements, took])
             tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
+            if self._order is not self._handle:
+                tf.raw_ops.AssignAddVariableOp(resource=self._order, value=tf.stack([sent, took]))
         if begins and len(inputs) == len(outputs):
             self._note([name + _size([one]) for one in behind], begins, self._clocks(outputs))
         elif begins:  # a gather has an output for each rank

@@ -119,6 +119,32 @@ def test_replicas_of_one_process_sum_by_nccl(pool):
     assert nothing == 0 and carried >= 2 * 9 * weights.size
 
 
+GRID = """
+import dtk, keras, numpy as np
+dtk.communicators.Communicator.bucket_bytes = 64  # one for each gradient
+strategy = dtk.strategies.AllReduceStrategy("collective", model_parallel=2)
+random = np.random.default_rng(0)
+x, y = (random.normal(size=(64, n)).astype("float32") for n in (8, 1))
+with strategy.scope():
+    keras.utils.set_random_seed(1)
+    inner = [dtk.layers.ChannelParallelDense(16, activation="tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((8,)), *inner, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+print(model.fit(x, y, batch_size=16, epochs=20, verbose=0).history["loss"][-1])
+"""
+
+
+def test_groups_that_share_a_gpu_do_not_wait_for_each_other(tmp_path):
+    """A rank is in a group that divides a model, and in one that adds up its gradients."""
+    if (reason := world.missing("nccl")) is not None:
+        pytest.skip(reason)
+    (tmp_path / "grid.py").write_text(GRID)
+    env = {**pretend.environment(4), "TF_CPP_MIN_LOG_LEVEL": "2", "DTK_CALIBRATE": "0"}
+    done = dtk_run("-n", 4, "grid.py", cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len({line.split()[-1] for line in done.stdout.splitlines()}) == 1
+
+
 SERVED = """
 import sys, dtk, keras, numpy as np, tensorflow as tf
 servers, alone = dtk.strategies.ParameterServerStrategy, dtk.strategies.AllReduceStrategy
