@@ -444,6 +444,7 @@ cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 
 struct shared {
   atomic_uint arrived, turn;
+  atomic_int opened;
   struct { atomic_size_t count; atomic_int kind, type; } told[MOST];
   struct { atomic_size_t bytes; char piece[1 << 16]; } mail[MOST][MOST]; /* from, to */
   char pieces[][PIECE];
@@ -473,6 +474,8 @@ ncclResult_t ncclCommInitRank(ncclComm_t *made, int size, ncclUniqueId id, int r
   if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
   one->shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
+  if (one->shared == MAP_FAILED) return ncclSystemError;
+  if (atomic_fetch_add(&one->shared->opened, 1) + 1 == size) shm_unlink(id.internal);
   one->size = size;
   one->rank = rank;
   cuCtxGetDevice(&one->device);
