@@ -456,7 +456,7 @@ struct ncclComm {
 
 ncclResult_t ncclGetVersion(int *version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 const char *ncclGetErrorString(ncclResult_t result) {
-  return result == ncclSuccess ? "no error" : "the ranks did not call alike";
+  return result == ncclSuccess ? "no error" : "the ranks waited for each other too long";
 }
 const char *ncclGetLastError(ncclComm_t communicator) { return ""; }
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
