@@ -138,7 +138,7 @@ class Communicator(abc.ABC):
         """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
 
     def _scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
-        """Return what to combine for this rank's block; every rank sends blocks of equal sizes."""
+        """Return the parts that combine to this rank's block; all ranks cut into equal `sizes`."""
         del op
         return self._alltoall(flat, sizes, label)
 
@@ -298,7 +298,7 @@ class Communicator(abc.ABC):
 
     def _places_on_card(self, values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[int]:
         """Return the places of the values that go from GPU to GPU."""
-        return [i for i, value in enumerate(values) if self._is_on_card(value.dtype)]
+        return [i for i, value in enumerate(values) if self._card_for(value.dtype) is not None]
 
     def _routed(
         self,
@@ -314,8 +314,8 @@ class Communicator(abc.ABC):
         by_place = dict(zip([*on_card, *others], received, strict=True))
         return [by_place[i] for i in range(len(tensors))]
 
-    def _is_on_card(self, dtype: tf.DType) -> bool:
-        return self.cards is not None and placement.is_on_card(dtype)
+    def _card_for(self, dtype: tf.DType) -> Communicator | None:
+        return self.cards if placement.is_on_card(dtype) else None
 
     def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
@@ -597,8 +597,8 @@ class Communicator(abc.ABC):
         matrix = checked_splits(value, splits, self.rank, self.size)
         if self.size == 1:
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
-        if self.cards is not None and self._is_on_card(value.dtype):
-            return self.cards.alltoall(value, matrix)
+        if (card := self._card_for(value.dtype)) is not None:
+            return card.alltoall(value, matrix)
         if matrix.shape.rank == 1:
             matrix = self.sizes_of_ranks(matrix, "alltoall")
         rows = RowBlocks(value, self.moves)
@@ -683,8 +683,8 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        if self.cards is not None and self._is_on_card(value.dtype) and not self._lane_name:
-            return self.cards.send(value, dest, tag)
+        if (card := self._card_for(value.dtype)) is not None and not self._lane_name:
+            return card.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run(
             [encoded], lambda flat: [self._send(flat[0], dest, tag)], name=f"send to {dest}"
@@ -712,8 +712,8 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
-        if self.cards is not None and self._is_on_card(like.dtype) and not self._lane_name:
-            return self.cards.recv(shape, dtype, source, tag)
+        if (card := self._card_for(like.dtype)) is not None and not self._lane_name:
+            return card.recv(shape, dtype, source, tag)
         encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
         received = self._sequencer.run(
             [encoded],

@@ -76,6 +76,8 @@ def main() -> None:
     """Become the program."""
     if len(sys.argv) < 3 or not sys.argv[1].isdigit():
         sys.exit(f"usage: {Path(__file__).name} CARDS PROGRAM [ARGUMENT...]")
+    if shutil.which(sys.argv[2]) is None:
+        sys.exit(f"there is no program {sys.argv[2]!r}: give its path, or activate its environment")
     os.environ.update(environment(int(sys.argv[1])))
     os.execvp(sys.argv[2], sys.argv[2:])
 

@@ -446,7 +446,6 @@ struct shared {
   atomic_uint arrived, turn;
   atomic_int opened;
   struct { atomic_size_t count; atomic_int kind, type; } told[MOST];
-  struct { atomic_size_t bytes; char piece[1 << 16]; } mail[MOST][MOST]; /* from, to */
   char pieces[][PIECE];
 };
 struct ncclComm {
@@ -497,43 +496,8 @@ ncclResult_t ncclCommUserRank(const ncclComm_t one, int *rank) {
   return *rank = one->rank, ncclSuccess;
 }
 
-/* What a group sends and receives moves together, a piece of each in turn. */
-static __thread struct post {
-  struct ncclComm *one;
-  char *at;
-  size_t rest;
-  int peer, sends;
-} posts[2 * MOST];
-static __thread int posted, groups;
-
-static ncclResult_t deliver(void) {
-  time_t end = time(NULL) + PATIENCE;
-  for (int left = posted; left;) {
-    left = 0;
-    for (struct post *post = posts; post < posts + posted; ++post) {
-      int from = post->sends ? post->one->rank : post->peer;
-      int to = post->sends ? post->peer : post->one->rank;
-      typeof(&post->one->shared->mail[from][to]) box = &post->one->shared->mail[from][to];
-      size_t full = atomic_load(&box->bytes);
-      if (post->rest && post->sends && !full) {
-        size_t now = post->rest < sizeof box->piece ? post->rest : sizeof box->piece;
-        memcpy(box->piece, post->at, now);
-        post->at += now, post->rest -= now;
-        atomic_store(&box->bytes, now);
-      } else if (post->rest && !post->sends && full) {
-        memcpy(post->at, box->piece, full);
-        post->at += full, post->rest -= full;
-        atomic_store(&box->bytes, 0);
-      }
-      left += post->rest > 0;
-    }
-    if (time(NULL) > end) return ncclSystemError;
-    if (left) usleep(20);
-  }
-  return posted = 0, ncclSuccess;
-}
-ncclResult_t ncclGroupStart(void) { return ++groups, ncclSuccess; }
-ncclResult_t ncclGroupEnd(void) { return --groups ? ncclSuccess : deliver(); }
+ncclResult_t ncclGroupStart(void) { return ncclSuccess; }
+ncclResult_t ncclGroupEnd(void) { return ncclSuccess; }
 
 static int barrier(struct ncclComm *one) {
   struct shared *shared = one->shared;
@@ -583,8 +547,8 @@ static void combine(char *to, const char *from, size_t count, ncclDataType_t typ
     default: stop("NCCL cannot reduce", "this type");
   }
 }
-enum { REDUCE, BROADCAST, GATHER, SCATTER };
-static const char *const kinds[] = {"reduce", "broadcast", "gather", "reduce-scatter"};
+enum { REDUCE, BROADCAST, GATHER };
+static const char *const kinds[] = {"reduce", "broadcast", "gather"};
 
 /* Piece by piece: each rank shows its values, all wait, each takes what it gets, all wait. */
 static ncclResult_t message(struct ncclComm *one, int kind, const void *from, void *to,
@@ -606,10 +570,9 @@ static ncclResult_t message(struct ncclComm *one, int kind, const void *from, vo
       stop("ranks came with", "different messages");
     }
   if (!barrier(one)) return ncclSystemError;
-  size_t all = kind == SCATTER ? count * one->size : count;
-  char *sum = malloc(all * width);
-  for (size_t at = 0; at < all; at += step) {
-    rest = (all - at < step ? all - at : step);
+  char *sum = malloc(count * width);
+  for (size_t at = 0; at < count; at += step) {
+    rest = (count - at < step ? count - at : step);
     memcpy(shared->pieces[one->rank], (const char *)from + at * width, rest * width);
     if (!barrier(one)) return free(sum), ncclSystemError;
     if (kind == GATHER)
@@ -625,7 +588,6 @@ static ncclResult_t message(struct ncclComm *one, int kind, const void *from, vo
     if (!barrier(one)) return free(sum), ncclSystemError;
   }
   if (kind == REDUCE) memcpy(to, sum, count * width);
-  if (kind == SCATTER) memcpy(to, sum + one->rank * count * width, count * width);
   free(sum);
   return ncclSuccess;
 }
@@ -640,25 +602,4 @@ ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataTyp
 ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type,
                            ncclComm_t one, cudaStream_t stream) {
   return message(one, GATHER, from, to, count, type, 0, 0);
-}
-ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
-                               ncclRedOp_t op, ncclComm_t one, cudaStream_t stream) {
-  return message(one, SCATTER, from, to, count, type, op, 0);
-}
-static ncclResult_t post(struct ncclComm *one, const void *at, size_t count, ncclDataType_t type,
-                         int peer, int sends) {
-  if (count && card_of(at) != one->device) stop("NCCL was given", "bytes that are not its card's");
-  if (posted == 2 * MOST) stop("NCCL was given", "too many messages at once");
-  posts[posted++] = (struct post){one, (char *)at, count * bytes_of(type), peer, sends};
-  counts[MESSAGES] += sends;
-  counts[VALUES] += sends * count;
-  return groups ? ncclSuccess : deliver();
-}
-ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t one,
-                      cudaStream_t stream) {
-  return post(one, from, count, type, peer, 1);
-}
-ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t one,
-                      cudaStream_t stream) {
-  return post(one, to, count, type, peer, 0);
 }

@@ -39,14 +39,12 @@ bool Stays(const std::string& op) {
 }
 
 const bool kRegistered = [] {
-  for (KernelDef& one : *new std::vector<KernelDef>([] {
-         KernelList all = GetAllRegisteredKernels();
-         return std::vector<KernelDef>(all.kernel().begin(), all.kernel().end());
-       }())) {
+  const KernelList all = GetAllRegisteredKernels();
+  for (const KernelDef& one : all.kernel()) {
     if (one.device_type() != DEVICE_GPU || Stays(one.op())) continue;
-    one.set_priority(one.priority() + 1);
-    kernel_factory::OpKernelRegistrar(new KernelDef(one), "OnTheHost",
-                                      std::make_unique<OnTheHost>());
+    auto* ours = new KernelDef(one);  // the registry keeps it
+    ours->set_priority(one.priority() + 1);
+    kernel_factory::OpKernelRegistrar(ours, "OnTheHost", std::make_unique<OnTheHost>());
   }
   return true;
 }();
