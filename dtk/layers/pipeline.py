@@ -205,7 +205,7 @@ class InterleavedStep:
     Args:
         stage: The model of this rank.
         group: The ranks of the pipeline.
-        sources: The stages it takes inputs from; none for the first.
+        sources: The stages it takes inputs from, in the order of its inputs; none for the first.
         dests: The stages that take its outputs; none for the last.
         specs: What each stage puts out.
 
@@ -223,7 +223,7 @@ class InterleavedStep:
         specs: Sequence[keras.KerasTensor],
     ):
         self._stage, self._group, self._specs = stage, group, specs
-        self._sources, self._dests = sources, dests
+        self._inputs, self._sources, self._dests = sources, sorted(set(sources)), dests
         # What a forward pass leaves for the backward pass: its tape, and what was received.
         self._kept: dict[int, tuple[tf.GradientTape, list[tf.Tensor]]] = {}
         self._upstream: dict[int, tf.Tensor] = {}
@@ -259,7 +259,9 @@ class InterleavedStep:
             taken = [tf.identity(value) for value in received]
             tape.watch(taken)
             own = tf.nest.map_structure(tf.identity, given)
-            output = self._stage(inputs_of(taken, own), training=True)
+            outputs = dict(zip(self._sources, taken, strict=True))
+            inputs = inputs_of([outputs[source] for source in self._inputs], own)
+            output = self._stage(inputs, training=True)
             if not self._dests:
                 self._upstream[number] = gradient_of_loss(number, output)
         for dest in self._dests:
@@ -333,8 +335,8 @@ class Pipeline(keras.Model):
             forwards and one backwards in turn, which holds the activations of at most P instead of
             M microbatches, for losses that are means over rows.
         links: The source stages of a stage, by its number. A stage with several sources takes a
-            list of their outputs. A stage that is left out takes the output of the stage before it;
-            stage 0 takes the model's inputs.
+            list of their outputs, in this order; a source may stand there twice. A stage that is
+            left out takes the output of the stage before it; stage 0 takes the model's inputs.
         communicator: Communicator with one rank for each stage, or with one rank that holds all
             stages, as in a script without a launcher. None: `model_communicator` of the strategy in
             whose scope the pipeline is made.
@@ -477,9 +479,7 @@ class Pipeline(keras.Model):
                     f"links={{{stage}: {sources}}} of {count} stages; a stage takes the outputs of "
                     "stages before it, counted from 0"
                 )
-        return [
-            sorted(self._links.get(stage, [stage - 1] if stage else [])) for stage in range(count)
-        ]
+        return [self._links.get(stage, [stage - 1] if stage else []) for stage in range(count)]
 
     def _take(self, number: int, stage: keras.Model) -> None:
         """Keep this rank's stage; of other stages only the configuration and the output's spec."""
@@ -518,11 +518,12 @@ class Pipeline(keras.Model):
         outputs = []
         for part in range(self._microbatches):
             given = microbatch(inputs, part, self._microbatches)
-            received = [
-                link.receive(rows_of(given), self._outputs[source], source, part)
-                for source in self._sources[self._group.rank]
-            ]
-            taken = link.begin(inputs_of(received, given))
+            sources = self._sources[self._group.rank]
+            received = {
+                source: link.receive(rows_of(given), self._outputs[source], source, part)
+                for source in sorted(set(sources))
+            }
+            taken = link.begin(inputs_of([received[source] for source in sources], given))
             output = link.end(self.stage(taken, training=training))
             self._check_losses(self.stage)
             for dest in self._dests[self._group.rank]:
