@@ -35,6 +35,11 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
+def with_global_seed(seed: int | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which what is made, such as a shuffled dataset, has a global seed."""
+    return patch(context, global_seed=lambda: seed)
+
+
 def replica_index() -> int:
     """Return the index of the running replica in the job; call in a replica context."""
     replica = tf.distribute.get_replica_context()

@@ -195,7 +195,7 @@ class PartitionedMinibatches:
         return self._sweeps is not None and position >= self._sweeps * self._rows
 
     def _minibatch(self, position: int, size: int) -> tuple[Indices, bool]:
-        """Return the rows of a global minibatch, and whether it ends its sweep, as in CNTK."""
+        """Return the rows of a global minibatch, and whether it ends its sweep."""
         sweep, begin = divmod(position, self._rows)
         end = min(begin + size, self._rows)
         return self._order(sweep)[begin:end], end == self._rows

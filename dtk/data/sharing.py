@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
+from dtk.compat import tf_replicas
 from dtk.nests import Array
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.ranks.shared_weights import spread_seed
@@ -158,7 +159,8 @@ def synchronized_iterator(
 
     Args:
         make: Makes the batches from a seed, such as
-            `lambda seed: dataset.shuffle(1000, seed=seed)`. Their order may depend on nothing else.
+            `lambda seed: dataset.shuffle(1000, seed=seed)`. Their order may depend on nothing else,
+            but for TensorFlow's global seed: what `make` itself shuffles has that of `root`.
         strategy_or_communicator: The ranks; None inside a strategy's scope.
         seed: The seed for `make`; None draws one from numpy's generator.
         root: The rank whose seed counts.
@@ -175,4 +177,7 @@ def synchronized_iterator(
         >>> [batch.tolist() for batch in batches]
         [[5, 2], [1, 3], [0, 4]]
     """
-    return iter(make(agree_on_seed(seed, group_of(strategy_or_communicator), root)))
+    group = group_of(strategy_or_communicator)
+    agreed, of_root = group.broadcast_object((drawn(seed), tf_replicas.global_seed()), root)
+    with tf_replicas.with_global_seed(of_root):
+        return iter(make(agreed))

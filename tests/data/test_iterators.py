@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -109,3 +110,70 @@ def test_every_rank_draws_the_same_order(world, backend, size):
     assert list(given) == [permutation(8, 1).tolist()] * 2
     assert drawn[0] == drawn[1] != list(range(8))
     assert np.sort(drawn[0]).tolist() == list(range(8))
+
+
+# What the tests of ChainerMN's iterators say: chainer/chainer, in tests/chainermn_tests/
+# iterators_tests, test_multi_node_iterator.py and test_synchronized_iterator.py. Theirs read 100
+# rows in batches of 4, and of 7, which leaves a tail; from rank 0 and 1; rows, and pairs of them.
+
+
+def passes(seed, batch):
+    """Batches of three passes, each in another order drawn from one generator."""
+    random = np.random.RandomState(seed)
+    for _ in range(3):
+        order = random.permutation(100)
+        yield from np.split(order, range(batch, 100, batch))
+
+
+def broadcast_passes(root, batch, paired):
+    """Batches, and what comes after their end, which a rank may ask for more often than others."""
+    strategy = bodies.strategy()
+
+    def batches():
+        for rows in passes(strategy.rank, batch):
+            values = rows.astype("float32")
+            yield list(zip(values, rows / 2, strict=True)) if paired else list(values)
+        yield ["text"]
+
+    mine = broadcast_iterator(batches() if strategy.rank == root else None, strategy, root)
+    return list(mine), [next(mine, "over") for _ in range(1 + strategy.rank)]
+
+
+@pytest.mark.parametrize("root, batch, paired", [(0, 4, False), (1, 7, True)])
+def test_every_rank_gets_the_batches_of_chainermn_s_master(
+    world, backend, size, root, batch, paired
+):
+    """Other than there a pair keeps its types, and text is sent, too."""
+    first, second = world(backend, size).run(broadcast_passes, root, batch, paired)
+    assert first[0] == second[0]
+    assert [first[1], second[1]] == [["over"], ["over"] * 2]
+    expected = [rows.tolist() for rows in passes(root, batch)]
+    if paired:
+        expected = [[(row, row / 2) for row in rows] for rows in expected]
+        kinds = {tuple(map(type, pair)) for pair in first[0][0] + second[0][0]}
+        assert kinds == {(np.float32, np.float64)}
+    assert second[0] == [*expected, ["text"]]
+
+
+def synchronized_passes(batch):
+    """Rows of two iterators, of numpy and of TensorFlow, made one after the other."""
+    strategy = bodies.strategy()
+    keras.utils.set_random_seed(strategy.rank)
+
+    def of_tensorflow(seed):
+        rows = tf.data.Dataset.range(100).shuffle(100, seed=seed)
+        return rows.batch(batch).repeat(3).as_numpy_iterator()
+
+    makes = [lambda seed: passes(seed, batch), of_tensorflow] * 2
+    iterators = [synchronized_iterator(make, strategy) for make in makes]
+    return [[rows.tolist() for rows in iterator] for iterator in iterators]
+
+
+@pytest.mark.parametrize("batch", [4, 7])
+def test_ranks_have_one_order_in_each_pass_and_another_in_the_next(world, backend, size, batch):
+    """Where ChainerMN's iterator is reset for another pass, dtk makes another iterator."""
+    first, second = world(backend, size).run(synchronized_passes, batch)
+    assert first == second
+    rows = np.concatenate([sum(batches, []) for batches in first]).reshape(4 * 3, 100)
+    assert (np.sort(rows) == np.arange(100)).all()
+    assert len({tuple(order) for order in rows}) == 4 * 3

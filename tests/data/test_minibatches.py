@@ -84,6 +84,77 @@ def test_the_order_does_not_depend_on_where_the_job_was_stopped(before, after, s
     assert read(again, after, seen) == EXPECTED
 
 
+# What CNTK's tests say of its readers, in microsoft/CNTK: Tests/UnitTests/ReaderTests/
+# ReaderLibTests.cpp (R), Tests/UnitTests/V2LibraryTests/MinibatchSourceTest.cpp (M), and
+# bindings/python/cntk/io/tests/io_tests.py (P).
+
+
+@pytest.mark.parametrize(
+    "rows, sweeps, size, expected",
+    [
+        (10, 2, 3, [3, 3, 3, 1] * 2),  # R, TestRandomization_TwoSweeps
+        (10, 2, 7, [7, 3] * 2),
+        (10, 2, 21, [10] * 2),
+        (447, 1, 128, [128] * 3 + [63]),  # R, CheckEpochBoundarySingleWorker
+        (603, 1, 603, [603]),  # M, TestEndOfSweepFlag
+        (603, 1, 1000, [603]),
+        (603, 1, 100, [100] * 6 + [3]),
+        (4, 1, 100, [4]),  # P, test_one_sweep
+        # P, test_max_sweeps, but there 5, 5, 2: `next_minibatch` lets a minibatch cross the end of
+        # a sweep, which CNTK's readers by themselves (R) and dtk do not.
+        (4, 3, 5, [4] * 3),
+    ],
+)
+def test_minibatches_have_the_lengths_of_cntk_s(rows, sweeps, size, expected):
+    (reader,) = pool(1, rows, sweeps=sweeps)
+    taken = list(iter(lambda: reader.next_minibatch(size), None))
+    assert [minibatch.rows for minibatch in taken] == expected
+    ends = (np.cumsum(expected) % rows == 0).tolist()
+    assert [minibatch.ends_sweep for minibatch in taken] == ends
+    assert [reader.next_minibatch(more) for more in (1, 2, 3)] == [None] * 3
+
+
+@pytest.mark.parametrize("size", [64, 33, 31])
+@pytest.mark.parametrize("workers", [1, 8, 16])
+def test_partitions_have_the_lengths_of_cntk_s(workers, size):
+    """R, CheckPackerOnDataSet: two sweeps of 1332 rows. (CNTK's go by chunks: some are empty.)"""
+    readers, seen = pool(workers, 1332, sweeps=2), []
+    whole = [size // workers + (size % workers > rank) for rank in range(workers)]
+    while None not in (taken := [reader.next_minibatch(size) for reader in readers]):
+        assert taken[0].ends_sweep or [len(one.data) for one in taken] == whole
+        assert all(len(one.data) <= most for one, most in zip(taken, whole, strict=True))
+        seen += [row for one in taken for row in one.data.tolist()]
+    assert sorted(seen) == sorted([*range(1332)] * 2)
+
+
+def test_a_second_worker_joins_after_two_minibatches():
+    """M, TestMinibatchSourceWarmStart(64, 128): 10000 rows, the last 9872 of them by two."""
+    (alone,) = pool(1, 10_000, sweeps=1)
+    seen = [row for _ in range(2) for row in alone.next_minibatch(64).data.tolist()]
+    lengths, both = [], pool(2, 10_000, sweeps=1)
+    for reader in both:
+        reader.set_state(alone.get_state())
+    while None not in (taken := [reader.next_minibatch(64) for reader in both]):
+        lengths.append([len(one.data) for one in taken])
+        seen += [row for one in taken for row in one.data.tolist()]
+    assert lengths == [[32, 32]] * 154 + [[8, 8]]
+    assert sorted(seen) == [*range(10_000)]
+
+
+def test_a_reader_goes_back_to_rows_it_has_read():
+    """R, RandRollback...: fifths of three sweeps, in turn and then in another order."""
+    (reader,) = pool(1, 30, seed=5)
+    state = reader.get_state()
+
+    def fifth(number):
+        reader.set_state({**state, "position": 18 * number})
+        return [row for _ in range(3) for row in reader.next_minibatch(6).data.tolist()]
+
+    fifths = [fifth(number) for number in range(5)]
+    assert sum(fifths, []) == [row for sweep in range(3) for row in sweep_order(30, 5, sweep)]
+    assert [fifth(number) for number in (1, 3, 2, 2)] == [fifths[number] for number in (1, 3, 2, 2)]
+
+
 def test_sweeps_have_orders_of_their_own_that_never_change():
     """The literal numbers are RandomState's, which numpy promises to keep."""
     assert permutation(6, 0).tolist() == [5, 2, 1, 3, 0, 4]
