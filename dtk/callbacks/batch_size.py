@@ -302,11 +302,12 @@ class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
     """Search the global batch size every few epochs, by training a little with each size.
 
     Before an epoch, sizes from half to twice the last size are tried, each a factor of sqrt 2
-    larger. A trial trains on the first rows
-    of that epoch, on all ranks; then weights, optimizer, metrics and random states are restored bit
-    for bit. The search stops when a loss is more than `margin` above the smallest size's loss, and
-    the size before wins. If even the smallest size gives no finite loss, the size stays. The first
-    epoch has `fit`'s size.
+    larger. A trial trains on the first rows of that epoch, on all ranks; then weights, optimizer,
+    metrics and random states are restored bit for bit. The search stops when a loss is more than
+    `margin` above the smallest size's loss, and the size before wins. If even the smallest size
+    gives no finite loss, the size stays. The first epoch has `fit`'s size. CNTK, which the rule is
+    from, does not bound its first search by twice the size, and counts epochs from 1 for the
+    frequency.
 
     CNTK's rates are per sample: a step of twice the rows goes twice as far. Keras's rates are per
     step, so this callback multiplies the rate along with the batch (linear scaling, with momentum
@@ -323,7 +324,7 @@ class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
         trial_batches: Length of a trial, in batches of the initial size; at most an epoch.
         margin: By how much a loss may exceed the smallest size's loss, relative to it.
         max_batch_size: The largest size to try.
-        multiple: Sizes are rounded to multiples of this number.
+        multiple: Sizes below `max_batch_size` are rounded to multiples of this number.
         batch_size: The size to begin with; None for `fit`'s. Give it for a `tf.data.Dataset` with
             batches of unknown size.
         scale_rate: Whether to multiply the rate along with the batch.
@@ -414,8 +415,9 @@ class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
         now = self._rate_at(self._size)  # for one sample
         ratio = now / self._first_rate if now and self._first_rate else 1.0
         lower, upper = bounds(self._initial, self._size, ratio, self.max_batch_size)
-        sizes = trial_sizes(lower, upper, self.multiple)
-        found, self.trials = last_good(sizes, self._trial, self.margin)
+        # Rounding may go beyond the bounds, as in CNTK; not beyond the user's.
+        sizes = [min(n, self.max_batch_size) for n in trial_sizes(lower, upper, self.multiple)]
+        found, self.trials = last_good(dict.fromkeys(sizes), self._trial, self.margin)
         told = ", ".join(f"{loss:.4g} at {size}" for size, loss in self.trials.items())
         size = self._size if found is None else found
         self.say(f"epoch {epoch + 1}: batch size {self._size} -> {size} (loss {told})")

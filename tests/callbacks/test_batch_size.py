@@ -29,8 +29,10 @@ from callbacks.bodies import (
     BATCH,
     MANY,
     Crash,
+    compiled,
     crash_at,
     difference,
+    epoch_recorder,
     fitted,
     recorder,
     strategy,
@@ -183,6 +185,7 @@ def test_one_process_has_no_limit_but_its_rows(alone):
 
 NAN = math.nan
 
+
 @pytest.mark.parametrize(
     "initial, previous, ratio, maximum, expected",
     [
@@ -231,6 +234,49 @@ def test_the_last_good_one_wins(losses, best, tried):
     found, told = last_good(range(len(losses)), losses.__getitem__, 0.01)
     assert found == best
     assert len(told) == tried
+
+
+# By hand from CNTK's AdaptiveMinibatchSizing and SearchForBestMinibatchSize (microsoft/CNTK,
+# Source/SGDLib/SGD.cpp), for minibatchSize=256 and at most 2030: what the rate is divided by before
+# an epoch, the losses of the sizes it tries, and its choice. Sizes grow by sqrt 2, and are then
+# rounded.
+CNTKS = [
+    (1, {256: 1.0, 384: 1.01, 512: 1.011}, 384),  # 256, 362, 512; 1.01 is the most that is good
+    (1, {256: 2.0, 384: 1.9, 512: 2.02, 704: 1.8}, 704),  # ..., 724; 1024 is more than 2 x 384
+    (16, {1024: 3.0}, 1024),  # from 256 / sqrt(1 / 16), more than 704 / 2; 1448 is over 2 x 704
+    (1, {1024: 1.0, 1472: 1.02}, 1024),  # 1448; 2048 is not tried after a bad one
+    (16, {2030: 9.0}, 2030),  # 256 / sqrt(1 / 256) is over the maximum, which CNTK takes untried
+]
+
+
+def searched_as_cntk():
+    """The sizes tried before each epoch, and the epochs' steps of 4096 rows and rates."""
+    tried, steps, rates = [], [], []
+
+    class Given(dtk.callbacks.AutoBatchSize):
+        def on_epoch_begin(self, epoch, logs=None):
+            divisor, self.losses, _ = [(1, {}, 256), *CNTKS][epoch]
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate / divisor
+            super().on_epoch_begin(epoch, logs)
+            tried.append(list(self.trials))
+
+        def _trial(self, size):
+            return self.losses[size]
+
+    model = compiled(keras.optimizers.SGD(1e-6))
+    watching = [Given(max_batch_size=2030), epoch_recorder(steps, rates)]
+    fitted(model, *watching, rows=4096, batch_size=256, epochs=6)
+    return tried, steps, rates
+
+
+def test_sizes_are_those_of_cntk(alone):
+    """Before the second epoch CNTK may try more than twice the size; here a bad loss ends that."""
+    [(tried, steps, rates)] = alone.run(searched_as_cntk)
+    assert tried == [[], *(list(losses) for _, losses, _ in CNTKS)]
+    sizes = [256, *(size for *_, size in CNTKS)]
+    assert steps == [math.ceil(4096 / size) for size in sizes]
+    divisors = np.cumprod([1, *(divisor for divisor, *_ in CNTKS)])
+    assert rates == pytest.approx(1e-6 * np.array(sizes) / 256 / divisors)
 
 
 def check_trials(results):
