@@ -6,16 +6,17 @@
     python benchmarks/cntk_table.py --mbit 100                         # hosts with slow links
 
 Each cell is a training of its own, examples/cifar10/train.py under `dtk run`, by CNTK's recipe at
-one global batch for any number of workers. Every worker computes with --threads threads, so one
-worker leaves cores idle where there are more: a worker stands for a node. Speed is images per
-second against one worker, the median over all epochs of all rounds; jobs take turns, so that
-whatever else the machine does falls on all alike. Error is the test set's at the end, the median
-over rounds.
+one global batch for any number of workers. An exchange with "warm" before its name begins after
+--warm-start images. Every worker computes with --threads threads, so one worker leaves cores idle
+where there are more: a worker stands for a node. Speed is images per second against one worker, the
+median over all epochs of all rounds; jobs take turns, so that whatever else the machine does falls
+on all alike. Error is the test set's at the end, the median over rounds, each with its own seed.
 
 Data is CIFAR-10 where Keras finds it on this machine, and otherwise scikit-learn's digits,
-enlarged; every table says which. With --blocks there is a second table, by the size of the block,
-for block momentum on the most workers. Results are kept in cntk_table.json in --output: a call that
-is repeated, or asks for more, trains only what is missing there.
+enlarged; --data teacher makes images. Every table says which. With --blocks there is a second
+table, by the size of the block, for block momentum on the most workers. Results are kept in
+cntk_table.json in --output: a call that is repeated, or asks for more, trains only what is missing
+there.
 """
 
 import argparse
@@ -36,12 +37,15 @@ MODELS = {"convnet": 100, "vgg9": 30, "resnet20": 100, "resnet110": 25, "bn-ince
 parser = argparse.ArgumentParser(description="CNTK's table of speed and error, for this machine.")
 parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-parser.add_argument("--exchange", nargs="*", default=["none", "1bit"], help="as of train.py")
+parser.add_argument("--exchange", nargs="*", default=["none", "1bit"], help='such as "warm 1bit"')
 parser.add_argument("--blocks", type=int, nargs="*", default=[], help="sizes, for block momentum")
-parser.add_argument("--warm-start", type=int, default=0, help="images before an exchange begins")
+parser.add_argument("--warm-start", type=int, default=0, help="images before warm ones begin")
+parser.add_argument("--local-norm", action="store_true", help="as in CNTK: of a worker's own rows")
 parser.add_argument("--epochs", type=int, help="for all models, in place of CNTK's table's")
 parser.add_argument("--stretch", action="store_true", help="fit the recipes' rates into them")
-parser.add_argument("--data", choices=("auto", "cifar10", "digits", "synthetic"), default="auto")
+parser.add_argument(
+    "--data", choices=("auto", "cifar10", "digits", "teacher", "synthetic"), default="auto"
+)
 parser.add_argument("--synthetic", action="store_true", help="--data synthetic: speed only")
 parser.add_argument("--images", type=int, help="train with the first so many")
 parser.add_argument("--batch-size", type=int, help="global batch, in place of the recipe's")
@@ -69,6 +73,7 @@ def setting_of(args):
         "batch_size": args.batch_size,
         "warm_start": args.warm_start,
         "stretch": args.stretch,
+        "local_norm": args.local_norm,
         "threads": args.threads,
         "mbit": args.mbit,
         "cores": os.cpu_count(),
@@ -87,7 +92,7 @@ def cells(args):
             yield model, epochs, max(args.workers), f"block {size}"
 
 
-def train(cell, setting):
+def train(cell, setting, seed):
     """Run one training; what its rank 0 found."""
     model, epochs, workers, exchange = cell
     options = [
@@ -97,16 +102,19 @@ def train(cell, setting):
         str(epochs),
         "--data",
         setting["data"],
+        "--seed",
+        str(seed),
         "--test-at-end",
     ]
     for name in ("images", "batch_size"):
         if setting[name]:
             options += [f"--{name.replace('_', '-')}", str(setting[name])]
-    if setting["stretch"]:
-        options.append("--stretch")
-    kind, _, size = exchange.partition(" ")
-    options += ["--block-momentum", size] if kind == "block" else ["--exchange", exchange]
-    if setting["warm_start"] and exchange != "none":
+    options += [
+        f"--{name.replace('_', '-')}" for name in ("stretch", "local_norm") if setting[name]
+    ]
+    kind, _, rest = exchange.rpartition(" ")
+    options += ["--block-momentum" if kind == "block" else "--exchange", rest]
+    if kind == "warm":
         options += ["--warm-start", str(setting["warm_start"])]
     threads = dict.fromkeys(hosts.THREADS, str(setting["threads"]))
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +159,7 @@ def measure(args, path, setting):
         for cell in cells(args):
             if len(found.get(cell, [])) <= number:
                 print(f"round {number + 1}: {name_of(cell)} ...", flush=True)
-                found.setdefault(cell, []).append(train(cell, setting))
+                found.setdefault(cell, []).append(train(cell, setting, number + 1))
                 write(path, setting, found)
     return found
 

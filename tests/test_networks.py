@@ -131,6 +131,23 @@ def test_images_are_moved_by_seeds_and_only_flipped_where_that_keeps_their_meani
         assert min(np.abs(image - one).max() for one in moved) < 1e-3
 
 
+def test_made_images_are_the_same_for_all_ranks_and_their_classes_of_one_size():
+    data = module("data")
+    taught = data.make_taught(600)
+    assert [x.shape for x in (*taught.train, *taught.test)] == [
+        (600, 8, 8, 3),
+        (600,),
+        (1000, 8, 8, 3),
+        (1000,),
+    ]
+    sizes = np.bincount(np.concatenate([taught.train[1], taught.test[1]]))
+    assert sizes.tolist() == [160] * 10
+    again = data.make_taught(600)
+    np.testing.assert_array_equal(taught.train[0], again.train[0], "every rank makes the same")
+    networks = module("networks")
+    assert networks.NETWORKS["resnet20"](networks.Style(size=8)).input_shape == (None, 8, 8, 3)
+
+
 def test_cifar10_is_what_keras_reads(monkeypatch):
     data = module("data")
     random = np.random.default_rng(0)

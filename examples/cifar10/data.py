@@ -1,4 +1,4 @@
-"""Images of 32 x 32 pixels in three channels: CIFAR-10, scikit-learn's digits, or random ones.
+"""Square images in three channels: CIFAR-10, scikit-learn's digits, made ones, or random ones.
 
 Every rank makes the same global batches; dtk gives each rank its rows of them. Random crops and
 flips depend on seeds that travel with the rows, so they are the same for any number of workers.
@@ -19,17 +19,17 @@ Next, one of:
       ~/.keras/datasets/cifar-10-batches-py-target.tar.gz
     (KERAS_HOME, when set, stands for ~/.keras)
   * add --data digits, to learn scikit-learn's handwritten digits, enlarged to 32 x 32
+  * add --data teacher, to learn what another network says of made images of 8 x 8
   * add --synthetic, to measure speed on random images."""
 
-NAMES = ("cifar10", "digits", "synthetic")
-EDGE = 4  # pixels on each side, from which random crops take up to two sides
+NAMES = ("cifar10", "digits", "teacher", "synthetic")
 
 
 class Data(NamedTuple):
     """A training set and a test set.
 
     Attributes:
-        train: Images, uint8 of shape (n, 32, 32, 3), and labels of shape (n,).
+        train: Images, uint8 of shape (n, size, size, 3), and labels of shape (n,).
         test: The same.
         title: What it is, for people.
         background: Value of the pixels around an image that is moved.
@@ -50,7 +50,7 @@ def load(name, strategy, images=None):
         name: One of `NAMES`.
         strategy: Its rank 0 downloads CIFAR-10, and the others wait and read what it found.
         images: Training images to keep, the first ones; None for all, which are 1024 of
-            "synthetic".
+            "synthetic" and 4000 of "teacher".
 
     Returns:
         A `Data`. Where CIFAR-10 is missing and cannot be downloaded, the process ends: rank 0 says
@@ -60,6 +60,8 @@ def load(name, strategy, images=None):
         found = load_digits()
     elif name == "synthetic":
         found = make_synthetic(images or 1024)
+    elif name == "teacher":
+        found = make_taught(images or 4000)
     else:
         found = load_cifar10(strategy)
     x, y = found.train
@@ -102,19 +104,46 @@ def make_synthetic(images):
     return Data((x[:images], y[:images]), (x[images:], y[images:]), title, 128, flips=True)
 
 
-def training_set(data, batch_size):
-    """Shuffled global batches of images moved by up to 4 pixels, and mirrored at random.
+def make_taught(images):
+    """Made images of 8 x 8, and which of ten filters of a random teacher answers most.
 
-    As CNTK's reader does: a crop of 32 x 32 pixels out of 40 x 40, a flip of every other image, and
-    the mean image of the training set is subtracted.
+    Images are blots of two pixels under grains of one. A filter's answer is its mean over all
+    pixels, so that an image that is moved by a pixel keeps its class. Of four images, the one whose
+    class is clearest is kept; classes are of one size.
+    """
+    random = np.random.default_rng(0)
+    total = images + 1000
+    blots = random.normal(size=(4 * total, 4, 4, 3))
+    pixels = 128 + 100 * tf.image.resize(blots, (8, 8), "bicubic").numpy()
+    x = (pixels + 8 * random.normal(size=pixels.shape)).clip(0, 255).round().astype("uint8")
+    filters = random.normal(size=(3, 3, 3, 10)) / np.sqrt(27)
+    answers = np.maximum(tf.nn.conv2d(x / 64.0 - 2, filters, 1, "SAME"), 0).mean(axis=(1, 2))
+    answers = (answers - answers.mean(axis=0)) / answers.std(axis=0)
+    y = answers.argmax(axis=1)
+    second, first = np.sort(answers, axis=1)[:, -2:].T
+    clearest = np.argsort(second - first, kind="stable")
+    each = -(-total // 10)
+    kept = np.concatenate([clearest[y[clearest] == one][:each] for one in range(10)])
+    kept = random.permutation(np.sort(kept))
+    x, y = x[kept], y[kept]
+    title = "made images of 8 x 8 with a teacher's classes (not CIFAR-10)"
+    return Data((x[:images], y[:images]), (x[images:], y[images:]), title, 128, flips=False)
+
+
+def training_set(data, batch_size):
+    """Shuffled global batches of images moved by up to an eighth, and mirrored at random.
+
+    As CNTK's reader does: of CIFAR-10 a crop of 32 x 32 pixels out of 40 x 40, a flip of every
+    other image, and the mean image of the training set is subtracted.
     """
     mean = mean_image(data)
-    around = [[EDGE, EDGE], [EDGE, EDGE], [0, 0]]
+    edge = len(mean) // 8
+    around = [[edge, edge], [edge, edge], [0, 0]]
 
     def augment(row, seed):
         image, label = row
         image = tf.pad(image, around, constant_values=tf.constant(data.background, tf.uint8))
-        image = tf.image.stateless_random_crop(image, (32, 32, 3), seed)
+        image = tf.image.stateless_random_crop(image, mean.shape, seed)
         if data.flips:
             image = tf.image.stateless_random_flip_left_right(image, seed + 1)
         return tf.cast(image, tf.float32) - mean, label
@@ -134,5 +163,5 @@ def test_set(data, batch_size):
 
 
 def mean_image(data):
-    """Mean of the training images, pixel by pixel, shape (32, 32, 3)."""
+    """Mean of the training images, pixel by pixel, shape (size, size, 3)."""
     return data.train[0].mean(axis=0, dtype="float64").astype("float32")

@@ -27,12 +27,17 @@ class Style(NamedTuple):
         norm_momentum: Part of the moving statistics that a step leaves as it is.
         synchronized: Whether batch normalization sees the rows of all workers.
         dropout: Rate of the networks that have dropout.
+        size: Height and width of the images; parameters are counted at CIFAR-10's.
     """
 
     l2: float = 0.0
     norm_momentum: float = 0.97
     synchronized: bool = True
     dropout: float = 0.5
+    size: int = 32
+
+    def image(self):
+        return keras.Input((self.size, self.size, 3))
 
     def decay(self, *names):
         """Arguments for a layer whose parameters are regularized as CNTK's learners do it: all."""
@@ -72,7 +77,7 @@ class Style(NamedTuple):
 
 def convnet(style):
     """Two pairs of convolutions, each with a pooling, and two hidden layers with dropout."""
-    parts = [keras.Input((32, 32, 3)), layers.Rescaling(1 / 256)]
+    parts = [style.image(), layers.Rescaling(1 / 256)]
     for _ in range(2):
         parts += [style.conv(64), style.conv(64), layers.MaxPooling2D(3, 2, padding="same")]
     parts.append(layers.Flatten())
@@ -83,7 +88,7 @@ def convnet(style):
 
 def vgg9(style):
     """Three pairs of convolutions, each with a pooling, and two hidden layers of 1024 units."""
-    parts = [keras.Input((32, 32, 3)), layers.Rescaling(1 / 256)]
+    parts = [style.image(), layers.Rescaling(1 / 256)]
     for filters in (64, 96, 128):
         parts += [style.conv(filters), style.conv(filters), layers.MaxPooling2D(3, 2)]
     parts += [layers.Flatten(), style.dense(1024, "relu"), style.dense(1024, "relu")]
@@ -92,7 +97,7 @@ def vgg9(style):
 
 def resnet(style, blocks):
     """6 `blocks` + 2 layers: three stages of `blocks` pairs of 16, 32 and 64 filters."""
-    inputs = keras.Input((32, 32, 3))
+    inputs = style.image()
     x = style.conv_bn_relu(inputs, 16, 3)
     for filters in (16, 32, 64):
         for block in range(blocks):
@@ -107,7 +112,7 @@ def resnet(style, blocks):
 
 def bn_inception(style):
     """Five convolutions, six blocks of parallel ones, and the mean over all pixels."""
-    inputs = x = keras.Input((32, 32, 3))
+    inputs = x = style.image()
     for filters, size in ((32, 3), (32, 3), (32, 3), (32, 1), (64, 3)):
         x = style.conv_bn_relu(x, filters, size)
     x = inception(style, x, 32, (32, 32), (32, 48), 16)

@@ -44,6 +44,7 @@ parser.add_argument("--warm-start", type=int, default=0, help="images before --e
 parser.add_argument("--block-momentum", type=int, metavar="BLOCK", help="images in a block")
 parser.add_argument("--local-norm", action="store_true", help="norms of a worker's own rows")
 parser.add_argument("--checkpoints", metavar="DIR", help="save there, and resume from there")
+parser.add_argument("--seed", type=int, default=1, help="of weights and dropout")
 parser.add_argument("--test-at-end", action="store_true", help="and not after each epoch")
 parser.add_argument("--result", type=Path, help="rank 0 writes speed and error there, as JSON")
 args = parser.parse_args()
@@ -113,13 +114,14 @@ scaled = bool(args.batch_per_worker) and not blocks
 if strategy.is_chief:
     print(f"{args.model} on {images.title}: {rows} images, global batch {batch_size}", flush=True)
 
-keras.utils.set_random_seed(1)
+keras.utils.set_random_seed(args.seed)
 with strategy.scope():
     model = NETWORKS[args.model](
         Style(
             l2=recipe.l2,
             norm_momentum=momentum_from_time_constant(NORM_SAMPLES, batch_size),
             synchronized=not (args.local_norm or blocks),
+            size=images.train[0].shape[1],
         )
     )
     optimizer, callbacks = sgd(recipe, batch_size, rows, strategy.size, blocks, scaled)
