@@ -1,8 +1,9 @@
 """Stop, silence or starve one rank in a phase of its work, and say whether the job notices.
 
-Each trial draws a phase (fit, evaluate, predict, save, start), a place in it and a fault: SIGSTOP,
-a sleep, or data that ends earlier on one rank. Looked at are: whether the job ends within its
-bound, which rank it names, whether the stack of that rank is there, and whether a process is left.
+Each trial draws a phase (fit, loop, evaluate, predict, save, start), a place in it and a fault:
+SIGSTOP, a sleep, or data that ends earlier on one rank. Looked at are: whether the job ends within
+its bound, which rank it names, whether the stack of that rank is there, and whether a process is
+left.
 Behind parameter servers a worker that is stuck must be replaced instead, and a rank that is only
 slow must be waited for. `tests/launch/test_stall_phases.py` makes one trial of each kind.
 """
@@ -21,12 +22,13 @@ from typing import NamedTuple
 
 from fault_jobs import BIN, END, RANKS, STALL, START, Way, awaited, started, ways
 
-PHASES = ("fit", "evaluate", "predict", "save", "start")
+PHASES = ("fit", "loop", "evaluate", "predict", "save", "start")
 FAULTS = ("stop", "sleep", "shorter", "slow")
 SERVERS = "dtk run, servers"
 # Where a fault comes: in fit also while data is read, in a save also in the thread that writes.
 PLACES = {
     "fit": ("callback", "data"),
+    "loop": ("step",),
     "evaluate": ("callback",),
     "predict": ("callback",),
     "save": ("state", "thread", "beside"),
@@ -73,7 +75,7 @@ def strike(where, inside=True):
 strike("import")
 import dtk
 strike("imported")
-import keras, numpy as np
+import keras, numpy as np, tensorflow as tf
 if place == "constructor":
     detect = dtk.cluster.detect
     def detected(*given):
@@ -128,6 +130,17 @@ if phase == "save":
     freq = 3 if fault != "shorter" else 1
     callbacks.append(dtk.callbacks.Checkpoint(
         folder / "saved", save_freq=freq, background=place == "thread" or asked["background"]))
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+if phase == "loop":
+    together = tf.function(lambda x, y: strategy.run(step, (x, y)))
+    for batch, (x, y) in enumerate(rows("loop")):
+        together(x, y)
+        strike("step", batch == asked["batch"])
 model.fit(rows("save" if phase == "save" else "fit"), verbose=0, callbacks=callbacks)
 model.evaluate(rows("evaluate"), verbose=0, callbacks=[Strike()])
 model.predict(((x,) for x, _ in rows("predict")), verbose=0, callbacks=[Strike()])
@@ -171,12 +184,13 @@ def drawn(chance: random.Random, served: bool, phases: tuple[str, ...]) -> Trial
         # Data is the chief's alone, and what serves runs nothing of the script but its beginning.
         fault = "sleep" if fault in ("shorter", "slow") else fault
         place = "build" if place == "trace" else place
+        phase, place = ("fit", "callback") if phase == "loop" else (phase, place)
         if victim != "chief 0":
             fault = fault if phase == "start" else "stop"
             place = (
                 chance.choice(("import", "imported", "constructor")) if phase == "start" else place
             )
-    elif fault == "shorter" and phase == "start":
+    elif fault == "shorter" and phase in ("loop", "start"):
         fault = "sleep"
     elif phase == "save" and fault != "shorter":
         # Rank 0 saves.

@@ -6,6 +6,9 @@ It counts how often it has gone inside, and a thread of its own reports once a s
     rank 0   inside train step 42                              waits
     rank 1   outside, after train step 41; no CPU for 300 s    is waited for
 
+A script's own loop says nothing of where it is. There a rank is inside while it waits in a function
+of TensorFlow's: it uses no processor, and the messages of its graphs do not go on.
+
 What a rank does alone though it is inside, such as tracing the step, is outside (`alone`). Before
 there is a communicator a rank *joins* the others: it waits, too, and often cannot report
 meanwhile, since TensorFlow and MPI keep Python's lock while they start.
@@ -34,6 +37,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -42,7 +46,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, TypeAlias
 
 from dtk.cluster import report_channel, usage
-from dtk.cluster.stall import RankReport
+from dtk.cluster.stall import RankReport, is_at_work
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
 
@@ -58,6 +62,8 @@ _LONGEST = 3000
 _ANOTHER = "and of a thread that this one waits for:"
 # Where TensorFlow calls Python: generators, `tf.py_function` and its like.
 _BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
+# Where it calls a function of its own, which may wait for other ranks.
+_A_FUNCTION = "/tensorflow/python/eager/execute.py"
 # Where a checkpoint is written while training goes on.
 _WRITES = "/dtk/callbacks/checkpointing/contents.py"
 
@@ -89,6 +95,9 @@ class _Reporter:
         # Seconds that the main thread has computed in looking for messages, and since when it does.
         self.polled = 0.0
         self.polls_since: float | None = None
+        # Since when it waits in a function, and what was seen then.
+        self._waits_since: float | None = None
+        self._seen = (0.0, 0.0, 0)
         threading.Thread(target=self._run, name="dtk-progress", daemon=True).start()
         atexit.register(self.tell)  # the launcher wants to know whether anything was done
 
@@ -99,10 +108,34 @@ class _Reporter:
         told, when = self.position, 0.0
         while True:
             position, now = self.position, time.monotonic()
+            self._look(now)
             if position is not told or now - when >= min(_AT_LEAST, self._timeout / 4):
                 told, when = position, now
                 self.tell()
             time.sleep(min(_PERIOD, self._timeout / 10))
+
+    def _look(self, now: float) -> None:
+        """Look whether a script's own loop waits for others in a function of TensorFlow's."""
+        # A chief says itself which workers it waits for.
+        is_chief = self.held is not dict
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        calls = "" if frame is None else frame.f_code.co_filename
+        if self.position.depth or is_chief or not calls.endswith(_A_FUNCTION):
+            self._waits_since = None
+            return
+        seen = (now, self._cpu(), _bytes_of_graphs())
+        (before, cpu, sent), self._seen = self._seen, seen
+        if seen[2] != sent or is_at_work(seen[1] - cpu, 0, now - before):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+
+    def _cpu(self) -> float:
+        """Return the seconds that this process has computed, without its looking for messages."""
+        polls, main = self.polled, threading.main_thread().native_id or 0
+        if (since := self.polls_since) is not None:
+            polls += max(0.0, usage.cpu(main) - since)
+        return time.process_time() - sum(map(usage.cpu, _polling)) - polls
 
     def tell(self) -> None:
         """Report now."""
@@ -111,23 +144,23 @@ class _Reporter:
             self._send(self._report(self.position, time.monotonic()))
 
     def _report(self, position: _Position, now: float) -> RankReport:
-        still = now - position.since
-        polls, main = self.polled, threading.main_thread().native_id or 0
-        if (since := self.polls_since) is not None:
-            polls += max(0.0, usage.cpu(main) - since)
+        inside, what, still = position.depth > 0, position.what, now - position.since
+        if not inside and self._waits_since is not None:
+            inside, what = True, f"a function of TensorFlow's, after {what}"
+            still = now - self._waits_since
         late = still > self._timeout / 2 and not self.serves
         stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
         return RankReport(
             count=position.number,
-            inside=position.depth > 0,
+            inside=inside,
             alone=position.alone,
             joining=position.joining,
             loops=self.loops,
             refused=self.refused,
             feeds=feeds,
-            what=position.what,
+            what=what,
             still=still,
-            cpu=time.process_time() - sum(map(usage.cpu, _polling)) - polls,
+            cpu=self._cpu(),
             io=usage.io(),
             stack=stack,
             held={str(worker): now - began for worker, began in self.held().items()},
@@ -151,6 +184,15 @@ class _Reporter:
 _reporter: _Reporter | None = None
 # Threads that ask for messages all the time: they use CPU while a rank waits. System's numbers.
 _polling: set[int] = set()
+
+
+_bytes_of_graphs: Callable[[], int] = int
+
+
+def count_bytes_by(count: Callable[[], int]) -> None:
+    """Note what counts the bytes that graphs have sent."""
+    global _bytes_of_graphs
+    _bytes_of_graphs = count
 
 
 def start(serves: bool = False) -> None:

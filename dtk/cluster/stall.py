@@ -163,7 +163,7 @@ class RankStatus:
         last, when = self.measured or (self.last or report, self.heard or now)
         # Reports that are read late come together: what is between them took longer.
         if now - when >= _LOOK:
-            if _works(report.cpu - last.cpu, report.io - last.io, now - when):
+            if is_at_work(report.cpu - last.cpu, report.io - last.io, now - when):
                 self.busy = now
             last, when = report, now
         self.measured = last, when
@@ -180,9 +180,9 @@ class RankStatus:
             before, when = self.seen
             if (seconds := now - when) < _LOOK:
                 return
-            if _works(usage.cpu - before.cpu, usage.io - before.io, seconds):
+            if is_at_work(usage.cpu - before.cpu, usage.io - before.io, seconds):
                 self.ran = self.used = now
-            if _works(usage.total - before.total, 0, seconds):
+            if is_at_work(usage.total - before.total, 0, seconds):
                 self.used = now
         self.seen = (usage, now)
 
@@ -211,7 +211,8 @@ class RankStatus:
                 setattr(self, name, time + seconds)
 
 
-def _works(cpu: float, io: float, seconds: float) -> bool:
+def is_at_work(cpu: float, io: float, seconds: float) -> bool:
+    """Return whether seconds of CPU and bytes, in so many seconds, are more than a wait takes."""
     return cpu / seconds > _IDLE_CORE or io / seconds > _IDLE_BYTES
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class CollectiveSequencer:
             placement.host() if placement.is_gpu(self._device) else self._device
         )
         self._order = self._handle if order is None else order
+        _all.add(self)
 
     @property
     def bytes(self) -> int:
@@ -199,6 +201,11 @@ class CollectiveSequencer:
             message.finish(list(itertools.islice(received, length)))
             for message, length in zip(messages, lengths, strict=True)
         ]
+
+
+_all: weakref.WeakSet[CollectiveSequencer] = weakref.WeakSet()
+progress.count_bytes_by(lambda: sum(one.bytes for one in list(_all)))
+
 
 
 def counters(device: str) -> tf.Tensor:

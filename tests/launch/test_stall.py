@@ -355,7 +355,8 @@ while True:
     pass
 """
 LOSES = """
-import sys, time
+import os, sys, time
+os.environ["DTK_STALL_TIMEOUT"] = "0"  # these report once and fall silent
 from dtk.cluster import report_channel
 from dtk.cluster.stall import RankReport
 report_channel.tell({"progress": vars(RankReport(5, inside=True, what="train step 5"))})

@@ -37,6 +37,10 @@ LATER = [
         (COLLECTIVES, "predict", "predict"),
     )
 ]
+LATER += [
+    (COLLECTIVES, "loop", "sleep", "step", "1", IDLE.format(1) + "0 waits in a function of Tens"),
+    (COLLECTIVES, "loop", "slow", "step", "1", ""),
+]
 OVER = "rank 1, host localhost, has come to the end of its data before the others, and waits "
 LATER += [
     (COLLECTIVES, "fit", "sleep", "data", "1", "rank 1, .* got no data for 5 s from Python in "),
