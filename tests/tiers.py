@@ -26,7 +26,7 @@ FULL = (
     # half a minute of waiting, for a rule that is tested by its times as well
     r"launch/test_stall.py::test_a_loop_without_an_end",
     # ranks of plain Python are missing in the same ways; these are those of real training
-    r"launch/test_stall_phases.py::(?!.*\[dtk run, collectives-fit-sleep-callback)",
+    r"launch/test_stall_phases.py::(?!.*\[dtk run, collectives-(fit-sleep-callback|loop-sleep))",
     r"launch/test_served_stall.py",
     r"strategies/test_evaluator.py::test_a_killed_evaluator",
     # what scripts do is tried in small, strategies/test_self_test.py and cases.py have most of it

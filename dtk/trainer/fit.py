@@ -242,6 +242,13 @@ def _on_this_rank(
 
     Those that save are kept where each rank has a part of what is saved: all ranks gather it.
     """
+    if strategy.processes > 1 and any(type(one).__name__ == "OrbaxCheckpoint" for one in callbacks):
+        told = (
+            f"OrbaxCheckpoint on {strategy.processes} processes: each would write the same files; "
+            "use dtk.callbacks.Checkpoint, or Keras's ModelCheckpoint or BackupAndRestore, whose "
+            "files rank 0 writes"
+        )
+        raise ValueError(at_rank(strategy.rank, told))
     if strategy.is_chief:
         return list(callbacks)
     gathering = rank_checks.SAVERS if strategy.shard_optimizer else ()

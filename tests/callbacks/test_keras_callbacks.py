@@ -101,6 +101,18 @@ def test_backup_and_restore(pool, tmp_path):
         assert apart <= 1e-6
 
 
+def orbax():
+    """Its import is left out: the packages that it needs may not be there."""
+    callback = object.__new__(keras.callbacks.OrbaxCheckpoint)
+    with pytest.raises(ValueError, match="OrbaxCheckpoint on 2 processes: each would write the sa"):
+        compiled("sgd").fit(*data(16), verbose=0, callbacks=[callback])
+
+
+@two_ranks
+def test_orbax_would_write_the_same_files_on_every_rank(pool):
+    pool.run(orbax)
+
+
 def nan_on_one_rank():
     """Rows of the last rank alone hold NaN: every rank stops at that step."""
     x, y = data(32)
