@@ -73,9 +73,11 @@ class UnwritableError(DtkError, ValueError):
 
 def script_line() -> str:
     """Return the place in the script, file:line, from which dtk was called."""
-    library = os.path.dirname(__file__) + os.sep, "site-packages"
+    # Python's own, too, such as functools, through which a property calls.
+    ours, pythons = os.path.dirname(__file__), os.path.dirname(inspect.__file__)
+    libraries = ours + os.sep, pythons + os.sep, "site-packages"
     places = [(frame.filename, frame.lineno) for frame in inspect.stack(0)]
-    own = [place for place in places if not any(part in place[0] for part in library)]
+    own = [place for place in places if not any(part in place[0] for part in libraries)]
     return "{}:{}".format(*(own or places)[0])
 
 

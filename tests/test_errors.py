@@ -1,10 +1,12 @@
-"""Exceptions that come of files which every rank makes, or one alone."""
+"""Exceptions that come of files which every rank makes, or one alone; lines of scripts."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from dtk.errors import advice_on_files
+from dtk.errors import advice_on_files, script_line
 
 MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
 
@@ -38,3 +40,9 @@ def test_the_last_exception_says_what_to_do(last, says):
 )
 def test_no_other_rank_is_blamed(rank, words):
     assert advice_on_files(words, rank) is None
+
+
+def test_a_line_of_the_script_is_none_of_pythons_own():
+    """As where a property that functools keeps calls dtk."""
+    call = eval(compile("lambda function: function()", inspect.__file__, "eval"))
+    assert call(script_line).startswith(f"{__file__}:")

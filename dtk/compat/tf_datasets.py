@@ -399,12 +399,17 @@ def _why_not_rebatched(batch: tf.data.Dataset, rows: tf.data.Dataset) -> str | N
     if None in (_number(batch._batch_size), _number(batch._drop_remainder)):
         return "the batch size is a tensor of a graph"
     if not _are_alike(rows.element_spec):
-        return f"rows have no fixed shape before they are mapped: {rows.element_spec}"
+        return f"rows have no fixed shape before they are mapped: {_shapes(rows.element_spec)}"
     mapped = batch._input_dataset.element_spec
     absent = tf.type_spec_from_value(None)
     if not _are_alike([leaf for leaf in tf.nest.flatten(mapped) if leaf != absent]):
-        return f"mapped rows have no fixed shape (tf.ensure_shape sets it): {mapped}"
+        return f"mapped rows have no fixed shape (tf.ensure_shape sets it): {_shapes(mapped)}"
     return None
+
+
+def _shapes(spec: Tree) -> str:
+    """Return the shapes of the parts of an element."""
+    return ", ".join(str(getattr(leaf, "shape", leaf)) for leaf in tf.nest.flatten(spec))
 
 
 def _why_not_left(behind: Sequence[tf.data.Dataset], rows: tf.data.Dataset) -> str | None:
