@@ -150,7 +150,8 @@ def training_set(data, batch_size):
 
     x, _ = data.train
     rows = tf.data.Dataset.from_tensor_slices(data.train).shuffle(len(x), seed=2)
-    seeds = tf.data.Dataset.random(seed=3, rerandomize_each_iteration=True).batch(2)
+    seeds = tf.data.Dataset.random(seed=3, rerandomize_each_iteration=True)
+    seeds = seeds.batch(2, drop_remainder=True)  # of a fixed shape: each worker maps its own rows
     dataset = tf.data.Dataset.zip(rows, seeds).map(augment, tf.data.AUTOTUNE)
     return dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
