@@ -18,6 +18,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import html
 import os
 import random
 import re
@@ -119,7 +120,9 @@ def _told(mutant: MutationSpec, diff: str) -> str:
         " ".join(" ".join(line[1:] for line in lines if line.startswith(sign)).split())
         for sign in "-+"
     ]
-    return f"{mutant.module_path}:{mutant.start_pos[0]} `{old}` → `{new}`".replace("|", "\\|")
+    # Not in backticks: those of a page must be true of dtk, which a mutant is not.
+    codes = [f"<code>{html.escape(one)}</code>".replace("|", "&#124;") for one in (old, new)]
+    return f"{mutant.module_path}:{mutant.start_pos[0]} {' → '.join(codes)}"
 
 
 def _write(room: str, row: str) -> None:
