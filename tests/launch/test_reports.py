@@ -157,6 +157,26 @@ def test_a_socket_that_has_the_number_of_an_end_that_was_closed_is_left_alone():
         assert report_channel.receive(reading) == b""
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_report_is_taken_where_somebody_reads(is_read):
+    """Steps whose event was not taken are told with the next ones."""
+    reading, own = report_channel.pair()
+    with reading, own:
+        if not is_read:
+            reading.close()
+        code = "from dtk.cluster import report_channel as to; print(to.tell({'a': 1}))"
+        told = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **report_channel.variables(own)},
+            pass_fds=[own.fileno()],
+            start_new_session=True,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert told.stdout == f"{is_read}\n"
+
+
 def test_ranks_that_wait_for_a_reader_are_not_stuck():
     """As behind a pager, or a terminal after Ctrl-S: the launcher ended the job."""
     before = (
