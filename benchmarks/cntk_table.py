@@ -40,7 +40,7 @@ parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--exchange", nargs="*", default=["none", "1bit"], help='such as "warm 1bit"')
 parser.add_argument("--blocks", type=int, nargs="*", default=[], help="sizes, for block momentum")
 parser.add_argument("--warm-start", type=int, default=0, help="images before warm ones begin")
-parser.add_argument("--local-norm", action="store_true", help="as in CNTK: of a worker's own rows")
+parser.add_argument("--local-norm", action="store_true", help="norms of a worker's rows, as CNTK")
 parser.add_argument("--epochs", type=int, help="for all models, in place of CNTK's table's")
 parser.add_argument("--stretch", action="store_true", help="fit the recipes' rates into them")
 parser.add_argument(
@@ -258,6 +258,10 @@ def notes(found, setting):
 
 def main():
     args = parser.parse_args()
+    for exchange in args.exchange:
+        kind, _, _ = exchange.rpartition(" ")
+        if kind not in ("", "warm") or (kind == "warm" and not args.warm_start):
+            parser.error(f'--exchange "{exchange}": give a name, or "warm NAME" and --warm-start')
     setting = setting_of(args)
     found = measure(args, args.output / "cntk_table.json", setting)
     tables = []

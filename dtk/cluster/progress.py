@@ -120,7 +120,8 @@ class _Reporter:
         is_chief = self.held is not dict
         frame = sys._current_frames().get(self._main)  # noqa: SLF001
         calls = "" if frame is None else frame.f_code.co_filename
-        if self.position.depth or is_chief or not calls.endswith(_A_FUNCTION):
+        elsewhere = self.position.depth or self.position.alone or is_chief
+        if elsewhere or not calls.endswith(_A_FUNCTION):
             self._waits_since = None
             return
         seen = (now, self._cpu(), _bytes_of_graphs())
