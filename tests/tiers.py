@@ -17,7 +17,9 @@ FULL = (
     r"communicators/test_contract.py::\S+\[horovod-mpi-[13]",
     r"communicators/test_contract.py::test_collectives\[horovod-mpi-2-graph",
     r"communicators/test_contract.py::test_collectives_between_the_devices",
-    r"communicators/test_contract.py::test_(behaviour|send_and_recv)\S*\[collective-2",
+    # how a communicator behaves is nearly all of `base.py`, and so the same over every wire
+    r"communicators/test_contract.py::test_behaviour\[(collective-3|nccl|mpi-wheel)",
+    r"communicators/test_contract.py::test_send_and_recv\[(collective-2|nccl-2-graph)",
     r"communicators/test_contract.py::test_null_keeps_shapes\S*graph",
     r"communicators/test_contract.py::test_collectives\[collective-2",
     r"communicators/test_contract.py::test_collectives\[(collective-3|nccl-2)-eager",
@@ -181,7 +183,7 @@ FULL = (
     r"inference/test_quantize.py::test_(litert_takes|a_student_of)",
     # The dearest of those whose rule a cheaper test holds, or another case of the same test: half
     # of `make test` was spent on one test in thirty.
-    r"communicators/test_contract.py::test_(places|null_keeps|split_of_one\S*\[(mpi|horovod|collective-3))",
+    r"communicators/test_contract.py::test_(places|null_keeps|split_of_one\S*\[(mpi|horovod|nccl|collective-3))",
     r"communicators/test_contract.py::test_send_and_recv\[mpi-wheel-2-graph",
     r"communicators/test_mpi.py::test_a_rank_that_leaves",
     r"communicators/test_measuring_once.py::test_(what_is_no_costs|a_strategy)",

@@ -91,21 +91,21 @@ def make(rank, shape, dtype, seed=0):
     return rng.integers(info.min, info.max, shape, dtype=dtype.as_numpy_dtype, endpoint=True)
 
 
-def pairs(graph, shapes):
+def pairs(graph, shapes, dtypes=GRAPH_DTYPES):
     """Every dtype in every shape. Tracing costs more than running, and what it does for a dtype and
-    for a shape are separate: in a graph, every dtype in one shape, and the others in one way each.
+    for a shape are separate: in a graph, each of `dtypes` in one shape, and the others in one way.
     """
     if not graph:
         return [(dtype, shape) for dtype in DTYPES for shape in shapes]
     others = [(WAYS[i % 2], shape) for i, shape in enumerate(shapes[1:])]
-    return [*((dtype, shapes[0]) for dtype in GRAPH_DTYPES), *others]
+    return [*((dtype, shapes[0]) for dtype in dtypes), *others]
 
 
-def cases(comm, graph, shapes, op="sum"):
+def cases(comm, graph, shapes, op="sum", dtypes=GRAPH_DTYPES):
     """Dtypes that an op takes, with all ranks' inputs; a shape may depend on the rank."""
     return [
         (dtype, [make(r, s(r) if callable(s) else s, dtype) for r in range(comm.size)])
-        for dtype, s in pairs(graph, shapes)
+        for dtype, s in pairs(graph, shapes, dtypes)
         if dtype.is_floating or op != "mean"
         if dtype != tf.uint64 or op in ("sum", "prod")
     ]
@@ -265,11 +265,11 @@ def aligned_slices(comm, graph):
 
 def allgather(comm, graph):
     # ragged, with a rank that has no rows; equal; and rows of zero width
-    rows = cases(comm, graph, [lambda r: (2 * r, 3), (3,), lambda r: (r + 1, 0)])
+    rows = cases(comm, graph, [lambda r: (2 * r, 3), (3,), lambda r: (r + 1, 0)], dtypes=WAYS)
     rows += [(tf.float32, [np.zeros([0, 2], np.float32)] * comm.size)]
     scalars = [
         (dtype, [make(r, (), dtype) for r in range(comm.size)])
-        for dtype in (WAYS if graph else DTYPES)
+        for dtype in (WAYS[:1] if graph else DTYPES)
     ]
 
     def gather(values):
@@ -284,7 +284,8 @@ def alltoall(comm, graph):
     # rank r sends (r + j) % 3 rows to rank j, so some blocks are empty
     splits = [[(r + j) % 3 for j in range(n)] for r in range(n)]
     starts = [np.cumsum([0, *splits[r]]) for r in range(n)]
-    sent = cases(comm, graph, [lambda r: (sum(splits[r]), 2), lambda r: (sum(splits[r]),)])
+    shapes = [lambda r: (sum(splits[r]), 2), lambda r: (sum(splits[r]),)]
+    sent = cases(comm, graph, shapes, dtypes=WAYS)
     outputs = call(
         graph,
         lambda values, splits: [comm.alltoall(v, splits) for v in values],
@@ -313,7 +314,7 @@ def reduce_scatter(comm, graph):
         def block(parts, dtype, op=op):
             return np.array_split(reference(op, parts, dtype), comm.size)[comm.rank]
 
-        runs.append((cases(comm, graph, shapes, op), scatter, block))
+        runs.append((cases(comm, graph, shapes, op, WAYS), scatter, block))
     compare(comm, graph, runs, rounded=True)
 
 
@@ -488,7 +489,7 @@ def retrace_on_one_rank(comm, graph):
     expected = np.full(4, comm.size**2, np.float32)
     for named in (True, False):
         traced = tf.function(step, reduce_retracing=False)
-        for traces in (0, 1, 2):
+        for traces in (0, 1):
             output, rows = traced(value, traces if comm.rank == 0 else 0, named)
             same(output, expected)
             assert rows.shape[0] == sum(range(comm.size))
@@ -545,10 +546,10 @@ def keys_do_not_pile_up(comm, graph):
         return
     comm.allreduce(tf.ones([3]))
     before = len(comm._eager_keys)
-    for _ in range(50):
+    for _ in range(10):
         comm.allreduce(tf.ones([3]))
         comm.barrier()
-    for size in range(1000, 1100):  # sizes a ragged gather rounds alike
+    for size in range(1000, 1020):  # sizes a ragged gather rounds alike
         comm.allgather(tf.ones([size]))
     assert len(comm._eager_keys) <= before + 4
 
