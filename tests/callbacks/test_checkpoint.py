@@ -8,7 +8,6 @@ import json
 import pathlib
 import random
 import re
-import shutil
 
 import keras
 import numpy as np
@@ -231,14 +230,13 @@ def test_resumed_equals_uninterrupted_in_one_process(alone, tmp_path, kind, name
 
 @two_ranks
 def test_another_world_size_resumes(pool, alone, tmp_path):
-    """Written by two ranks within an accumulation window; one process and two devices go on."""
-    pool.run(train, "steps", str(tmp_path / "0"), True, timeout=120)
+    """Written by two ranks within an accumulation window; two devices of one process go on."""
+    place = str(tmp_path)
+    pool.run(train, "steps", place, True, timeout=120)
     [(whole, *_)] = alone.run(train, "steps", timeout=120)
-    for kind in ("world", "mirrored"):
-        place = str(shutil.copytree(tmp_path / "0", tmp_path / kind))
-        [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, kind, timeout=120)
-        assert start == (1, 2)
-        assert difference(again, whole) <= 1e-5
+    [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, "mirrored", timeout=120)
+    assert start == (1, 2)
+    assert difference(again, whole) <= 1e-5
 
 
 def checkpoint_of(optimizer, directory, width=4):

@@ -123,7 +123,7 @@ def both_ways(directory):
     return same, len(contents[True]), any(during), best, hidden
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("local", 1), pytest.param(("collective", 2), marks=pytest.mark.full))
 def test_the_same_bits_as_without(pool, tmp_path):
     results = pool.run(both_ways, str(tmp_path), timeout=120)
     for same, count, _, best, hidden in results:

@@ -167,7 +167,7 @@ def damaged(directory, examples):
 
 @pytest.mark.worlds(("local", 1))
 def test_the_newest_that_is_whole_is_loaded_or_none(pool, tmp_path):
-    (fallen,) = pool.run(damaged, str(tmp_path), 200, timeout=200)
+    (fallen,) = pool.run(damaged, str(tmp_path), 60, timeout=200)
     assert all(fallen.values()), "every one of the three must have been the newest"
 
 
@@ -193,7 +193,7 @@ def newer(directory):
     return fails(fit, 3)
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("local", 1), pytest.param(("collective", 2), marks=pytest.mark.full))
 def test_a_format_to_come_is_refused_on_every_rank(pool, tmp_path):
     for kind, text in pool.run(newer, str(tmp_path)):
         assert kind == "CheckpointFormatError"

@@ -16,6 +16,7 @@ import tensorflow as tf
 import dtk
 from dtk.strategies import undistributed
 
+from once import once
 from strategies import bodies, cases
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
@@ -109,41 +110,42 @@ def test_fewer_files_than_workers_is_fine(world, backend, size, tmp_path):
     assert sorted(rows) == list(range(7))
 
 
-def trained_on_shards(whole_first=False):
-    """`fit` on shards of a dataset, and the plain fit on the same global batches."""
+def trained_on_shards(whole_first):
+    """`fit` on shards of a dataset."""
     strategy = bodies.strategy()
-    x, y = cases.rows(45)
-    whole = tf.data.Dataset.from_tensor_slices((x, y))
+    whole = tf.data.Dataset.from_tensor_slices(cases.rows(45))
+    return fitted(strategy, whole, dtk.data.shard(whole, strategy, 15), whole_first)
+
+
+def fitted(strategy, whole, dataset, whole_first):
     model = cases.compiled(strategy, metrics=["accuracy"])
     if whole_first:
         model.fit(whole.batch(15), verbose=0, shuffle=False)
-    dataset = dtk.data.shard(whole, strategy, 15)
     history = model.fit(dataset, epochs=3, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights()), history.history
 
+
+def trained_plainly(whole_first):
+    """The plain fit on the same global batches."""
+    x, y = cases.rows(45)
+    whole = tf.data.Dataset.from_tensor_slices((x, y))
     order = []  # step by step: rank 0's eight rows, then rank 1's seven
     queues = [list(range(45))[rank::2] for rank in range(2)]
     for _ in range(3):
         for queue, count in zip(queues, (8, 7), strict=True):
             order += queue[:count]
             del queue[:count]
-    plain = cases.compiled(None, metrics=["accuracy"])
-    if whole_first:
-        with undistributed():
-            plain.fit(whole.batch(15), verbose=0, shuffle=False)
     batches = [len(order[i * 15 : i * 15 + 15]) for i in range(3)]
     assert batches[:2] == [15, 15]
     dealt = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(15)
-    with undistributed():
-        expected = plain.fit(dealt, epochs=3, verbose=0, shuffle=False)
-    weights = [bodies.flat(m.get_weights()) for m in (model, plain)]
-    return weights, history.history, expected.history
+    return fitted(None, whole, dealt, whole_first)
 
 
 @pytest.mark.parametrize("whole_first", [False, True])
 def test_training_on_shards_weighs_rows_exactly(world, backend, size, whole_first):
     """With a fit on the whole dataset before, its step knew the rows of a batch; this must not."""
-    results = world(backend, size).run(trained_on_shards, whole_first)
-    for (mine, plain), logged, expected in results:
+    plain, expected = once(trained_plainly, whole_first)
+    for mine, logged in world(backend, size).run(trained_on_shards, whole_first):
         assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
         for name, values in expected.items():
             np.testing.assert_allclose(logged[name], values, rtol=1e-5)

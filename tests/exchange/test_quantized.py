@@ -123,7 +123,7 @@ def test_nothing_is_lost_and_packed_bits_travel(pool):
     codes = sum(codec.bytes_of(*codec.matrix_shape(shape), 1) for shape in [(3, 3, 4, 6), (40, 12)])
     # Half of the codes goes to the other owner, and the other half to everyone, in words.
     assert sent <= codes + 4 * (7 + 1) + 16
-    _, _, dense = pool.run(sums, Dense(), 2, True)[0]
+    _, _, dense = pool.run(sums, Dense(), 1, False)[0]
     assert dense == 4 * sum(int(np.prod(shape)) for shape in SHAPES)
 
 

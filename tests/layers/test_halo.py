@@ -170,7 +170,6 @@ def joins_nothing():
     comm = communicator()
     x = tf.constant(np.random.default_rng(2).normal(size=(2, 12, 20, 3)))
     for kernel, strides, split in [
-        (3, 1, "rows"),
         (4, 1, "rows"),
         (3, 2, "rows"),
         (5, 1, "columns"),

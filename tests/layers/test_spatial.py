@@ -192,23 +192,9 @@ def bytes_and_hops():
     assert comm.bytes_sent == sent
 
 
-def numerical_gradient():
-    """By differences, of all the loss and not of a formula."""
-    comm = communicator()
-    layer = dtk.layers.SpatiallyParallelConv2D(
-        2, 3, 2, padding="same", activation="tanh", communicator=comm, dtype="float64"
-    )
-    parts = Between(layer, "rows", (comm,), dtype="float64")
-    x = tf.constant(np.random.default_rng(5).normal(size=(1, 6, 4, 1)))
-    parts(x)
-    theory, numeric = tf.test.compute_gradient(lambda x: tf.reduce_sum(parts(x) ** 2), [x])
-    np.testing.assert_allclose(theory[0], numeric[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.worlds(("collective", 2))
 def test_bytes_of_a_halo(pool):
     pool.run(bytes_and_hops)
-    pool.run(numerical_gradient)
 
 
 def normalized_over_replicas():

@@ -231,10 +231,9 @@ def trained(kind, folder):
             data = {"x": pairs.repeat().batch(batch), "steps_per_epoch": len(x) // batch}
         history = model.fit(callbacks=given, **data, **how).history
         model.train_on_batch(x[:batch], y[:batch])
-        # one rank alone, while the others go on
-        alone = (
-            (model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)) if rank == 0 else None
-        )
+        alone = None
+        if rank == 0 and size > 1:  # one rank alone, while the others go on
+            alone = model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)
         loaded = None
         if kind == "average":
             hvd.allreduce(1.0)  # rank 0 has saved

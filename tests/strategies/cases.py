@@ -96,12 +96,10 @@ def outcome(model, history=None, **more):
 def evaluate_and_predict_odd_rows(strategy):
     x, y = rows(37)
     model = compiled(strategy, metrics=["accuracy", "sparse_top_k_categorical_accuracy"])
-    model.fit(x, y, batch_size=10, epochs=2, verbose=0)
     return outcome(
         model,
         evaluated=model.evaluate(x, y, batch_size=8, verbose=0),
         predicted=model.predict(x, batch_size=8, verbose=0),
-        one_row=model.predict(x[:1], verbose=0),
         evaluated_one_row=model.evaluate(x[:1], y[:1], verbose=0),
     )
 
@@ -439,8 +437,7 @@ def _metrics_of_whole_batches(strategy, eagerly):
     """The last batch has one row: the other workers have none to gather."""
     x, y = rows(33)
     model = compiled(strategy, metrics=[OfPairs(), spread, never], run_eagerly=eagerly)
-    history = model.fit(x, y, 16, 2, 0, validation_data=(x[:5], y[:5]))
-    return outcome(model, history, evaluated=model.evaluate(x, y, batch_size=16, verbose=0))
+    return outcome(model, model.fit(x, y, 16, 2, 0, validation_data=(x, y)))
 
 
 @case
@@ -759,7 +756,6 @@ def fewer_rows_than_workers(strategy):
         model,
         history,
         logged=np.array(seen),  # when an epoch ends, metrics are read once more
-        predicted=model.predict(x[:2], verbose=0),
         one_row=model.predict(x[:1], verbose=0),  # a slice is empty with two workers, too
     )
 

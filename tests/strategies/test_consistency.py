@@ -488,7 +488,7 @@ class AnyTrace(RuleBasedStateMachine):
 
 
 TestAnyTrace = AnyTrace.TestCase
-TestAnyTrace.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestAnyTrace.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 
 
 def test_weights_fetched_earlier_make_a_step_staler():

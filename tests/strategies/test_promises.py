@@ -197,32 +197,28 @@ def test_means_that_are_not_synchronized_are_averaged_by_rows(world, backend, si
         np.testing.assert_array_equal(averaged, results[0][1])
 
 
-def half_precision():
-    """mixed_float16 with dynamic loss scaling: weights with and without the strategy."""
-    strategy = bodies.strategy()
-
-    def train(under):
-        keras.mixed_precision.set_global_policy("mixed_float16")
-        try:
-            x, y = cases.rows(75)
-            # A scale that never overflows: whether a sum of float16 overflows depends on its parts.
-            inner = keras.optimizers.SGD(0.05, momentum=0.9)
-            optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8)
-            model = cases.compiled(under, optimizer=optimizer)
-            with undistributed():
-                model.fit(x, y, batch_size=16, epochs=4, verbose=0)
-        finally:
-            keras.mixed_precision.set_global_policy("float32")
-        return bodies.flat(model.get_weights())
-
-    return train(strategy), train(None)
+def half_precision(here=False):
+    """mixed_float16 with dynamic loss scaling: the weights."""
+    strategy = bodies.strategy() if here else None
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        x, y = cases.rows(75)
+        # A scale that never overflows: whether a sum of float16 overflows depends on its parts.
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8)
+        model = cases.compiled(strategy, optimizer=optimizer)
+        model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    return bodies.flat(model.get_weights())
 
 
 @TWO
 def test_mixed_precision(world, backend, size):
     """float16 rounds at 5e-4, and ranks add their halves in another order."""
-    for weights, plain in world(backend, size).run(half_precision):
-        assert np.linalg.norm(weights - plain) <= 5e-3 * np.linalg.norm(plain)
+    plain = half_precision
+    for weights in world(backend, size).run(plain, True, meanwhile=lambda: once(plain)):
+        assert np.linalg.norm(weights - once(plain)) <= 5e-3 * np.linalg.norm(once(plain))
 
 
 def own_loop(kind, devices=0):
@@ -357,7 +353,7 @@ def test_pipelines_per_worker_weigh_rows_exactly(world, backend, size):
 
 
 def nothing_left_patched():
-    """Keras as it was, after a scope and a fit."""
+    """Keras as it was, after a scope and a fit on two devices."""
 
     def patched():
         of_losses = loss.reduce_weighted_values, loss.scale_loss_for_distribution
@@ -365,15 +361,15 @@ def nothing_left_patched():
 
     x, y = cases.rows(8)
     before = patched()
-    cases.compiled(bodies.strategy()).fit(x, y, verbose=0)
+    cases.compiled(bodies.strategy(2)).fit(x, y, verbose=0)
     after = patched()
     plain = cases.compiled(None)
     return before == after, "fit" in vars(plain)
 
 
-@TWO
-def test_nothing_stays_patched(world, backend, size):
-    assert world(backend, size).run(nothing_left_patched) == [(True, False)] * 2
+@pytest.mark.worlds(("local", 1))
+def test_nothing_stays_patched(pool):
+    assert pool.run(nothing_left_patched) == [(True, False)]
 
 
 def one_reduction_per_window():
@@ -383,7 +379,7 @@ def one_reduction_per_window():
     sent = []
     for steps in (None, 4):
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
-        model = cases.compiled(strategy, cases.Subclassed, optimizer=optimizer)
+        model = cases.compiled(strategy, optimizer=optimizer)
         model.fit(x, y, batch_size=8, verbose=0)
         before = strategy.communicator.bytes_sent
         model.fit(x, y, batch_size=8, verbose=0)
@@ -442,21 +438,21 @@ def stopped():
     """Three of `fit`, 3 epochs of 5 steps, which the last rank alone stops: after 3 steps, at the
     beginning of the second epoch, and on another thread.
 
-    Returns the optimizer's count, the epochs logged, and the weights of each.
+    Returns the steps taken, the epochs logged, and the weights after each.
     """
     strategy = bodies.strategy()
     x, y = cases.rows(40)
     last = strategy.rank == strategy.size - 1
-    found = []
+    model, found = cases.compiled(strategy), []
     for callback in (Stop(after=3), StopAtEpoch(), None):
-        model = cases.compiled(strategy)
+        before = int(model.optimizer.iterations.numpy())
         given = {"callbacks": [callback] if last and callback else [], "epochs": 3, "verbose": 0}
         if callback is None:
             fitted = model.fit(StopsMeanwhile(model if last else None, x, y), **given)
         else:
             fitted = model.fit(x, y, batch_size=8, **given)
         steps, epochs = int(model.optimizer.iterations.numpy()), len(fitted.history["loss"])
-        found.append((steps, epochs, bodies.flat(model.get_weights())))
+        found.append((steps - before, epochs, bodies.flat(model.get_weights())))
     return found
 
 

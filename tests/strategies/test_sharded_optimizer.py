@@ -198,11 +198,28 @@ def test_gradients_in_half_precision(pool):
 SAVED = "windows"
 
 
+def by_epoch():
+    """Weights, their averages and the optimizer's state after each epoch in one process.
+
+    The averages are what `fit` leaves in the model when it ends.
+    """
+    model, found = compiled(None, SAVED), []
+
+    def note(epoch, logs):
+        optimizer = model.optimizer
+        averages = [v.numpy() for v in optimizer._model_variables_moving_average]
+        state = [v.numpy() for v in optimizer.variables]
+        found.append(tuple(map(bodies.flat, (model.get_weights(), averages, state))))
+
+    fit(model, 3, [keras.callbacks.LambdaCallback(on_epoch_end=note)])
+    return found
+
+
 def resumed(directory, epochs, strategy=None):
     alone = dtk.strategies.AllReduceStrategy("local", shard_optimizer=True)
     model = compiled(strategy or alone, SAVED)
     fit(model, epochs, [dtk.callbacks.Checkpoint(directory)])
-    return outcome(model)
+    return bodies.flat(model.get_weights())
 
 
 def resumed_in_parts(directory, epochs):
@@ -211,14 +228,16 @@ def resumed_in_parts(directory, epochs):
 
 @pytest.mark.worlds(*WORLDS)
 def test_checkpoints_hold_the_whole(pool, tmp_path):
-    """Five steps of an epoch leave a window of three open."""
-    weights = once(trained, SAVED)[0]
-    by_ranks, alone = tmp_path / "by ranks", tmp_path / "alone"
-    pool.run(resumed_in_parts, str(by_ranks), 1, timeout=240)
-    assert_near(resumed(by_ranks, 2)[0], weights)
-    resumed(alone, 1)
-    for weights_of_rank, _ in pool.run(resumed_in_parts, str(alone), 2, timeout=240):
-        assert_near(weights_of_rank, weights)
+    """One process saves, ranks go on and save, and one process goes on.
+
+    Five steps of an epoch leave a window of three open.
+    """
+    resumed(tmp_path, 1)
+    for weights in pool.run(
+        resumed_in_parts, str(tmp_path), 2, timeout=240, meanwhile=lambda: once(by_epoch)
+    ):
+        assert_near(weights, once(by_epoch)[1][1])
+    assert_near(resumed(tmp_path, 3), once(by_epoch)[2][1])
 
 
 def saved_and_loaded(path):
@@ -250,34 +269,34 @@ def test_files_hold_the_whole(pool, tmp_path):
 
 def backed_up(directory):
     """Keras's own callbacks save; training is cut off in its second epoch, and begun again."""
-    strategy, folder = sharded(), pathlib.Path(directory)
+    folder = pathlib.Path(directory)
+    model = compiled(sharded(), SAVED)
 
     def run(*more):
-        model = compiled(strategy, SAVED)
         save = keras.callbacks.ModelCheckpoint(str(folder / "{epoch}" / "model.keras"))
         backup = keras.callbacks.BackupAndRestore(str(folder / "backup"))
         with contextlib.suppress(Crash):
             fit(model, callbacks=[save, backup, *more])
-        return model
 
     run(crash_at(1, 2))
     assert (folder / "backup").exists()
     steps = []
-    model = run(recorder(steps))
+    run(recorder(steps))  # the same model, of which everything is restored
     assert [step[:2] for step in steps] == [(1, step) for step in range(5)]
-    return outcome(model)[0]
+    return bodies.flat(model.get_weights())
 
 
 @pytest.mark.worlds(*WORLDS)
 def test_callbacks_of_keras_that_save(pool, tmp_path):
     """Rank 0 alone ran them, and waited for the others to gather the optimizer's state."""
-    weights = once(trained, SAVED)[0]
-    for weights_of_rank in pool.run(backed_up, str(tmp_path), timeout=240):
-        assert_near(weights_of_rank, weights)
+    for weights in pool.run(backed_up, str(tmp_path), timeout=240):
+        assert_near(weights, once(by_epoch)[1][1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
     loaded = keras.models.load_model(tmp_path / "1" / "model.keras")
-    fit(loaded, 1)
-    assert_near(outcome(loaded)[0], weights)
+    weights, _, state = once(by_epoch)[0]
+    assert_near(bodies.flat(loaded.get_weights()), weights)
+    found = bodies.flat(v.numpy() for v in loaded.optimizer.variables)
+    np.testing.assert_allclose(found, state, rtol=1e-3, atol=1e-6)
 
 
 def saved_on_rank_0(directory):
