@@ -127,6 +127,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # Jobs that tests start beside each other would measure each other, for the user's cache.
     os.environ["DTK_CALIBRATE"] = "0"
+    if config.option.markexpr and "not full" in config.option.markexpr:  # see world.py
+        os.environ["DTK_TEST_REWRITING"] = "0"
     if "DTK_TEST_RESULTS" not in os.environ:  # where `once` keeps them; pytest's workers inherit it
         results = tempfile.TemporaryDirectory()
         os.environ["DTK_TEST_RESULTS"] = results.name

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import world
+
 
 @functools.cache
 def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -28,6 +30,7 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     file = folder / hashlib.blake2b(call.encode(), digest_size=16).hexdigest()
     if not file.exists():
         part = file.with_suffix(f".{os.getpid()}")
+        world.choose_rewriting(f"{function.__module__}:{function.__qualname__}")
         part.write_bytes(pickle.dumps(function(*args, **kwargs)))
         part.replace(file)
     return pickle.loads(file.read_bytes())

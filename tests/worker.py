@@ -48,6 +48,9 @@ def _run(name: str, args: tuple[Any, ...]) -> Any:
     target: Any = importlib.import_module(module_name)
     for part in qualname.split("."):
         target = getattr(target, part)
+    import world
+
+    world.choose_rewriting(name)
     try:
         return target(*args)
     finally:

@@ -49,6 +49,12 @@ BACKENDS = ("local", "collective", "nccl", "horovod-mpi", "horovod-gloo", "mpi-w
 SERVERS = 2
 TESTS = Path(__file__).resolve().parent
 START_TIMEOUT = 90.0
+# Without TensorFlow's graph optimizer a step costs a fifth less. `make test` leaves it out, but in
+# the bodies whose names begin so: how collectives, and whole trainings, stand its rewriting.
+REWRITTEN = (
+    *("communicators.", "layers.test_collectives", "strategies.graph_bodies"),
+    *("strategies.bodies:train", "strategies.compiled_bodies"),
+)
 
 
 class WorldError(Exception):
@@ -112,6 +118,15 @@ def seed(number: int) -> None:
     """Make what is drawn without a seed of its own the same in each run; Keras draws seeds, too."""
     random.seed(number)
     np.random.seed(number)
+
+
+def choose_rewriting(name: str) -> None:
+    """Have TensorFlow rewrite the graphs of a function, "module:qualname", or leave them."""
+    tensorflow = sys.modules.get("tensorflow")
+    left = os.environ.get("DTK_TEST_REWRITING") == "0" and not name.startswith(REWRITTEN)
+    if tensorflow is not None:
+        options = {"disable_meta_optimizer": left}
+        tensorflow.config.optimizer.set_experimental_options(options)
 
 
 def communicator() -> Any:
