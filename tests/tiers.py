@@ -22,13 +22,14 @@ FULL = (
     r"communicators/test_contract.py::test_send_and_recv\[(collective-2|nccl-2-graph)",
     r"communicators/test_contract.py::test_null_keeps_shapes\S*graph",
     r"communicators/test_contract.py::test_collectives\[collective-2",
-    r"communicators/test_contract.py::test_collectives\[(collective-3|nccl-2)-eager",
+    # graphs of collectives over one wire; the others carry the same messages
+    r"communicators/test_contract.py::test_collectives\[(collective-3-eager|(nccl|mpi-wheel)-2-graph)",
     r"strategies/test_promises.py::\S*(horovod|collective-3)",
     r"strategies/test_gpus.py::test_groups_that_share",  # four processes
     # half a minute of waiting, for a rule that is tested by its times as well
     r"launch/test_stall.py::test_a_loop_without_an_end",
     # ranks of plain Python are missing in the same ways; these are those of real training
-    r"launch/test_stall_phases.py::(?!.*\[dtk run, collectives-(fit-sleep-callback|loop-sleep))",
+    r"launch/test_stall_phases.py::(?!.*\[dtk run, collectives-fit-sleep-callback)",
     r"launch/test_served_stall.py",
     r"strategies/test_evaluator.py::test_a_killed_evaluator",
     # what scripts do is tried in small, strategies/test_self_test.py and cases.py have most of it
@@ -73,7 +74,7 @@ FULL = (
     r"exchange/test_blocks.py::test_block_momentum_trains\S+\[collective-3",
     r"exchange/test_factors.py::test_few_rows_send_factors\S+\[horovod",
     # dearer worlds and slower ways of what is said besides
-    r"communicators/test_contract.py::test_collectives\[(mpi-wheel|horovod-mpi)-2-eager",
+    r"communicators/test_contract.py::test_collectives\[horovod-mpi-2-eager",
     r"communicators/test_contract.py::test_send_and_recv\[(collective-3|horovod-mpi-2)-graph",
     r"cli/test_doctor.py::test_a_name_of_the_real_keras_that_has_gone",
     r"exchange/test_quantized.py::\S+\[collective-3",
@@ -166,7 +167,7 @@ FULL = (
     r"strategies/test_served_features.py::test_(no_slot\S+-schedule|the_first_steps\S+epochs=1)",
     r"strategies/test_served_features.py::test_pushing_every_fourth\S+ \S+ \S+ \S+-\(\)",
     r"strategies/test_served_features.py::test_the_rate_of_asynchronous\S+linear",
-    r"strategies/test_served_optimizers.py::test_what_needs\S+-(LAMB|LARS|lamb|muon)",
+    r"strategies/test_served_optimizers.py::test_what_needs\S+-(LAMB|LARS|lamb|muon|scaled|adafactor)",
     r"strategies/test_parameter_server.py::test_a_slow_worker\S+\[None",
     r"strategies/test_jit.py::test_two_ranks_with_fused",
     r"strategies/test_variables.py::\S+\[collective",
@@ -190,6 +191,8 @@ FULL = (
     r"strategies/test_cases.py::\S+\[mirrored-2-(layers that|summed|zipped|accumulation|model)",
     r"strategies/test_cases.py::\S+\[(collective-2-(several|single)|local-1-(evaluate|lists))",
     r"strategies/test_promises.py::test_(a_layer_that_was|every_row\S+\[5|custom_loops\[local)",
+    # test_loop_guard.py has a loop between ranks; a loss that is scaled needs no second process
+    r"strategies/test_promises.py::test_custom_loops\[collective-2",
     r"strategies/test_promises.py::test_(ranks_that_start|dropout_masks_differ_by_d|means_that_are)",
     r"strategies/test_sharded_optimizer.py::test_(files_hold|gradients_in_half|a_loop_of)",
     r"strategies/test_sharded_optimizer.py::test_equal_to_one_process\S+-(windows|adafactor|overflow)",
@@ -200,7 +203,7 @@ FULL = (
     r"strategies/test_feeding.py::test_(rows_whose_rank|workers_of_a|three_epochs)",
     r"strategies/test_saving.py::test_models_that",
     r"strategies/test_parameter_server.py::test_features_of_fit",
-    r"strategies/test_proximal.py::test_(the_norm|mistakes_of_the_loss\S+rate too high)",
+    r"strategies/test_proximal.py::test_(the_norm|without_delay|mistakes_of\S+rate too high)",
     r"strategies/test_served_steps.py::test_steps_that_need_no_update\S+disjoint",
     r"strategies/test_served_features.py::test_(synchronous_workers|what_is_not_sig|pushing_every)",
     r"strategies/test_served_features.py::test_(fetching_less|callbacks|the_first_steps|random_layers)",
@@ -208,12 +211,13 @@ FULL = (
     r"callbacks/test_checkpoint.py::test_(another_model|the_same_optimizer|a_run_that_stopped"
     r"|resumed_equals_uninterrupted_in)",
     r"callbacks/test_checkpoint_files.py::test_(a_process_killed|a_value_that)",
-    r"callbacks/test_checkpoint_save_error.py::test_(a_process_that|by_default\S+read-only)",
+    r"callbacks/test_checkpoint_save_error.py::test_(a_process_that|by_default)",
     r"callbacks/test_checkpoint_background.py::test_(a_failure\S+collective|an_exception)",
     r"callbacks/test_checkpoint_on_sigterm.py::test_sigterm_during",
     r"callbacks/test_batch_size.py::test_(one_process_and_the_order|a_resumed_run\S+arrays|two_ranks\[|every_second)",
     r"callbacks/test_sample_rate.py::test_(a_growing_batch\S+nesterov|halving)",
     r"callbacks/test_learning_rate.py::test_(a_schedule_is_m|warm_up_equals\S+True)",
+    r"callbacks/test_learning_rate.py::test_scaled_once_when\S+(BackupAndRestore-number|model-sched)",
     r"callbacks/test_keras_callbacks.py::test_(a_summary_holds|tensorboard|progress_on|everyone_starts)",
     r"callbacks/test_find_non_finite.py::test_(gradients_that_overflow|a_gradient_is_told)",
     r"callbacks/test_evaluation.py::test_(a_final_test|batches_larger)",
@@ -231,6 +235,13 @@ FULL = (
     r"migrate/test_horovod.py::test_(ranks_shuffle|two_ranks_end\S+dataset)",
     r"search/test_study.py::test_an_exception",
     r"published/test_published.py",
+    # strategies/test_equivalence.py has its equality, and README.md its own look of what is printed
+    r"test_examples.py::test_the_demo",
+    r"test_networks.py::test_networks_have\S*\[bn-inception",
+    # of one of dtk's optimizers each: what Keras does with all of them
+    r"optimizers/test_in_keras.py::test_(moving_averages\S*\[lamb|a_saved_model\S+\[(lamb|rmsprop))",
+    r"launch/test_job.py::test_children_of_a_rank_end_too\[3",
+    r"strategies/test_served_features.py::test_every_gradient_is_applied_once\S+-async-None",
     r"documents/test_blocks.py::\S+(docs/(search|callbacks).md|--model resnet20)",
 )
 # Whole commands, which `make test-fast` leaves out as it does worlds of several processes.
