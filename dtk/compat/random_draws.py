@@ -113,7 +113,8 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
         stack.enter_context(patch_around(keras.Layer, _maybe_build=build))
         stack.enter_context(patch_around(keras.random.SeedGenerator, __init__=build))
         stack.enter_context(patch_around(type(tf.function(lambda: None)), __call__=_call_anew))
-        for module, name, draw in _replacements(layouts, of_rows):
+        # Listed first: a module may hold functions of one that is patched before it.
+        for module, name, draw in [*_replacements(layouts, of_rows)]:
             draw = functools.partial(_unless_building, draw)
             stack.enter_context(patch_around(module, **{name: draw}))
         yield of_rows

@@ -32,6 +32,9 @@ layers = keras.layers
 # Numbers of each row, computed from rows of shape [4, 6]; a graph does not know how many there are.
 STEPS = {
     "two blocks of rows": lambda x: tf.split(tf.nn.dropout(tf.concat([x, x], 0), 0.5), 2)[1],
+    "two blocks by Keras": lambda x: x + tf.split(
+        keras.random.uniform((2 * tf.shape(x)[0], 4, 6)), 2
+    )[1],
     "not the first axis": lambda x: tf.transpose(tf.nn.dropout(tf.transpose(x, (1, 0, 2)), 0.5)),
     "numbers of the batch": lambda x: x + tf.random.normal([6]),
     "map": lambda x: tf.map_fn(lambda row: row + tf.random.normal(tf.shape(row)), x),
