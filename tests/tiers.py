@@ -237,6 +237,11 @@ FULL = (
     r"published/test_published.py",
     # strategies/test_equivalence.py has its equality, and README.md its own look of what is printed
     r"test_examples.py::test_the_demo",
+    # examples that train most: callbacks/ has a test of each thing that they show
+    r"data/test_docstrings.py::test_the_examples_run\S+callbacks\.(evaluation|batch_size|sample_rate"
+    r"|checkpoint|reports)\]",
+    # strategies/test_sharded_optimizer.py: one process saves, two go on and save, one goes on
+    r"callbacks/test_checkpoint.py::test_another_world_size",
     r"test_networks.py::test_networks_have\S*\[bn-inception",
     # of one of dtk's optimizers each: what Keras does with all of them
     r"optimizers/test_in_keras.py::test_(moving_averages\S*\[lamb|a_saved_model\S+\[(lamb|rmsprop))",

@@ -201,13 +201,15 @@ class Drawing(cases.Subclassed):
 
 
 def tried(kind):
-    """What a self-test finds of a step."""
+    """What a self-test finds of a step on two devices."""
     keras.utils.set_random_seed(3)
     x, y = cases.rows(16)
     x[[0, 1, 2, 4, 5], 0, 0, 0] = range(5)  # the rows that are tried
-    model = cases.compiled(bodies.strategy(), lambda: Drawing(kind), loss=None)
-    model(x[:1])
-    model.normalized.build((None, 64))
+    strategy = bodies.strategy(2)
+    model = cases.compiled(strategy, lambda: Drawing(kind), loss=None)
+    with strategy.scope():
+        model(x[:1])
+        model.normalized.build((None, 64))
     trainer = trainer_of(model)
     batch = trainer.cut(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
     trial = trainer.make_trial(model.train_step, next(iter(batch)))
@@ -217,7 +219,7 @@ def tried(kind):
     return verdict
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("local", 1))
 @pytest.mark.parametrize(
     "kind",
     [
@@ -234,7 +236,7 @@ def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
         assert verdict.difference < 1e-4
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("local", 1))
 def test_a_mistake_beside_random_numbers_is_refused(pool):
     for verdict in pool.run(tried, "spread"):
         assert "differs by" in verdict.wrong
@@ -242,7 +244,7 @@ def test_a_mistake_beside_random_numbers_is_refused(pool):
         assert note.startswith("'last' in the logs") and "of shape (8, 8, 1)" in note
 
 
-@pytest.mark.worlds(("collective", 2))
+@pytest.mark.worlds(("local", 1))
 def test_what_cannot_be_told_from_rounding_is_said(pool):
     """Breaks as a right script that is refused; its losses are means."""
     for verdict in pool.run(tried, "rounding"):
