@@ -222,6 +222,7 @@ def _on_batch(
     if calls == 1 and trainer.model.built:
         shared_weights.agree_on_weights(trainer)
     if trains:
+        shared_weights.divide_windows(trainer)
         trainer.recorder.begin()
     try:
         result = method(*args, **kwargs)
@@ -300,6 +301,7 @@ class SynchronizeWeights(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and logged numbers that differ."""
         self.trainer.recorder.end_steps()
+        shared_weights.join_windows(self.trainer)
         if not self.trainer.has_local_steps and self.trainer.same_data:
             return
         self.trainer.synchronize_weights()
@@ -354,6 +356,7 @@ class RankChecks(keras.callbacks.Callback):
         """Shuffle the data anew, in the same order on every rank; agree on stopping."""
         self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
         self._agree_on_stopping()
+        shared_weights.divide_windows(self.trainer)
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)

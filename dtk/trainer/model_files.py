@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables
+from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.strategy import tell
 
 # A SavedModel has this folder for the files of other tools.
 _STAMP = Path("assets.extra", "dtk-model-hash")
@@ -56,6 +59,7 @@ def _remove_folder(path: str, remove: Callable[[str], object]) -> None:
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:
     """Write a model to a path so that no process ever reads half of it."""
     _check_whole(model)
+    _tell_of_window(model, how)
     # Metric state is read as this process's own, not summed.
     extended = getattr(keras_models.owner_of(model), "extended", None)
     with getattr(extended, "local_reads", contextlib.nullcontext)():
@@ -83,6 +87,22 @@ def _check_whole(model: keras.Model) -> None:
             f"{part.path!r}), and would save only that. Call dtk.layers.whole(model) on every rank "
             "and save the model that it returns, or use dtk.callbacks.Checkpoint"
         )
+
+
+def _tell_of_window(model: keras.Model, how: str) -> None:
+    """Print once that a file has one rank's part of an accumulation window."""
+    for bond, variables in () if how.startswith("export") else shared_optimizer.windows_of(model):
+        several = bond.strategy.num_replicas_in_sync > 1
+        if not several or not bond.divided or bond.told:
+            continue
+        if any(np.any(keras.ops.convert_to_numpy(v)) for v in variables):
+            bond.told = True
+            tell(
+                bond.strategy,
+                f"model {model.name!r} is saved in the middle of an accumulation window, and the "
+                "file holds only one rank's part of it: save at the end of an epoch, or use "
+                "dtk.callbacks.Checkpoint",
+            )
 
 
 def _move(source: Path, target: Path) -> None:

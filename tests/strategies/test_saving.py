@@ -118,3 +118,60 @@ def test_a_feature_space_is_saved_as_by_keras(pool, tmp_path):
     """It has no strategy: "'FeatureSpace' object has no attribute '_distribute_strategy'"."""
     for saved, loaded in pool.run(feature_space, str(tmp_path)):
         assert saved == loaded < 0
+
+
+def fit_a_window_and_a_half(strategy, save):
+    """Three steps in windows of two; `save` is given the model."""
+    x, y = cases.rows(12)
+    with bodies.scope_of(strategy):
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input(x.shape[1:]), keras.layers.Flatten(), keras.layers.Dense(10)]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, jit_compile=False)
+    save(model, lambda **options: model.fit(x, y, 4, shuffle=False, verbose=0, **options))
+    return model, (x, y)
+
+
+def saved_in_a_window(path, devices):
+    """Go on from a file that Keras wrote after `fit`; it writes another when the epoch ends."""
+    strategy = bodies.strategy(devices)
+
+    def save(model, fit):
+        keeps = keras.callbacks.ModelCheckpoint(f"{path}-epoch.keras")
+        fit(callbacks=[keeps] if strategy.is_chief else [])
+        model.save(f"{path}.keras")
+
+    fit_a_window_and_a_half(strategy, save)
+    strategy.world.barrier()
+    with strategy.scope():
+        model = keras.saving.load_model(f"{path}.keras")
+    x, y = cases.rows(12)
+    model.fit(x, y, 4, shuffle=False, verbose=0)
+    model.load_weights(f"{path}.keras")  # and once more, by a model that has trained
+    model.fit(x, y, 4, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights())
+
+
+@pytest.mark.parametrize(("backend", "size"), [("collective", 2), ("mirrored", 2)])
+def test_files_of_keras_hold_a_whole_accumulation_window(world, backend, size, tmp_path):
+    """Breaks as a file with one rank's part of it, which every rank then adds."""
+    alone = tmp_path / "alone"
+
+    def save(model, fit):
+        fit()
+        model.save(f"{alone}.keras")
+
+    plain, (x, y) = fit_a_window_and_a_half(None, save)
+    pool = world("local", 1) if backend == "mirrored" else world(backend, size)
+    devices = size if backend == "mirrored" else 0
+    found = pool.run(saved_in_a_window, str(tmp_path / "all"), devices)
+    plain.fit(x, y, 4, shuffle=False, verbose=0)
+    for weights in found:
+        np.testing.assert_allclose(weights, bodies.flat(plain.get_weights()), 1e-5, 1e-6)
+    whole = keras.saving.load_model(f"{alone}.keras").optimizer.variables
+    for name in ("all", "all-epoch"):
+        saved = keras.saving.load_model(tmp_path / f"{name}.keras").optimizer.variables
+        for one, other in zip(saved, whole, strict=True):
+            np.testing.assert_allclose(one, other, 1e-5, 1e-6, err_msg=f"{name} {other.path}")

@@ -29,7 +29,7 @@ from dtk.callbacks.find_non_finite import non_finite_weights
 from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
-from dtk.compat.keras_variables import flat_shard_of, whole_shape
+from dtk.compat.keras_variables import whole_shape
 from dtk.errors import CheckpointFormatError
 from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import ModelInParts, is_in_parts
@@ -136,7 +136,7 @@ def save(
     there is a note, the checkpoint is the best so far.
     """
     trainer.flush()
-    fold_accumulators(trainer)
+    shared_weights.fold_windows(trainer)
     parts = parts_of(trainer)
     if parts is not None:
         if trainer.strategy.is_chief:
@@ -195,7 +195,7 @@ def _state(
         "variables": describe(whole),
         "best": best,
         "stopped": bool(model.stop_training),
-        "seeds": [copies_of(v, strategy)[0] for v in whole.seed_states()],
+        "seeds": [shared_weights.copies_of(v, strategy)[0] for v in whole.seed_states()],
         "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
         "random": states.of_generators(),
         "tensorflow_seed": tf_replicas.global_seed(),
@@ -238,38 +238,6 @@ def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = trainer.shared_variables()
     return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
-
-
-def accumulators_of(trainer: DistributedTrainer) -> list[keras.Variable]:
-    """Return the variables that hold this rank's part of unfinished accumulation windows."""
-    optimizers = shared_optimizer.optimizers_of(trainer.model)
-    found = [v for optimizer in optimizers for v in shared_optimizer.accumulators_of(optimizer)]
-    return [v for v in found if flat_shard_of(v) is None]  # those hold sums of all ranks
-
-
-def fold_accumulators(trainer: DistributedTrainer) -> None:
-    """Move unfinished gradient accumulation to rank 0: its sum there, zeros elsewhere.
-
-    The window ends with a sum over ranks, so nothing changes, and what rank 0 saves is what a
-    single process would have.
-    """
-    variables, strategy = accumulators_of(trainer), trainer.strategy
-    if not variables:
-        return
-    sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
-    for variable, total in zip(variables, strategy.communicator.allreduce(sums), strict=True):
-        give_to_first(variable, total, strategy)
-
-
-def give_to_first(variable: keras.Variable, value: tf.Tensor, strategy: Strategy) -> None:
-    """Set a per-replica variable: `value` on replica 0, zeros on the others."""
-    zeros, ranks = tf.zeros_like(value), strategy.local_ranks()
-    strategy.set_per_replica(variable, [zeros if rank else value for rank in ranks])
-
-
-def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
-    """Return what this process's replicas hold of a variable."""
-    return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
 def value_of(variable: keras.Variable) -> Array:
@@ -420,8 +388,8 @@ def restore(
     if parts is not None:
         parts.scatter(strategy.world)
     shared_weights.start_from(0, trainer)
-    for variable in accumulators_of(trainer):
-        give_to_first(variable, copies_of(variable, strategy)[0], strategy)
+    for bond, _ in shared_optimizer.windows_of(trainer.model):
+        bond.divided = False  # until the next epoch begins
     restore_exchange(trainer, state.get("exchange", {}))
     if parts is None:
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):

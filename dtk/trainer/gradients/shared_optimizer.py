@@ -75,6 +75,18 @@ def blocks_of(model: keras.Model) -> list[LocalOp]:
     return [block for exchange in gradient_exchanges_of(model) for block in exchange.blocks]
 
 
+def windows_of(model: keras.Model) -> list[tuple[Bond, list[keras.Variable]]]:
+    """Return the bonds of optimizers that accumulate gradients, and the variables they do so in."""
+    found = []
+    for optimizer in optimizers_of(model):
+        bond = keras_optimizers.note_of(optimizer, Bond)
+        # A sharded optimizer accumulates sums over all ranks.
+        variables = [v for v in accumulators_of(optimizer) if flat_shard_of(v) is None]
+        if bond is not None and variables:
+            found.append((bond, variables))
+    return found
+
+
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold this rank's part of an unfinished accumulation window."""
     inner = keras_optimizers.chain(optimizer)[-1]
@@ -109,6 +121,9 @@ class Bond:
     sharded: ShardedOptimizer | None = None
     # the optimizer's own `apply`, where steps only note gradients; for the outermost only
     apply: Apply | None = None
+    # whether each replica holds its own part of an accumulation window, and not the whole
+    divided: bool = False
+    told: bool = False  # that a file was written while they did
 
 
 def own(optimizer: keras.Optimizer, strategy: Strategy) -> Bond:

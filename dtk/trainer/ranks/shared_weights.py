@@ -15,6 +15,7 @@ from dtk.compat import keras_variables
 from dtk.compat.keras_variables import components
 from dtk.errors import DisagreementError, at_rank
 from dtk.nests import Array
+from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.strategy import Strategy
@@ -148,6 +149,46 @@ def agree_on_weights(trainer: ModelState) -> None:
         rank_checks.compare(shapes, strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
     spread_seeds(trainer)
+
+
+# Windows of gradient accumulation. In an epoch each replica adds to its own part. Between epochs
+# each holds the whole, as files do: whichever rank saves then, it saves what one process would.
+
+
+def join_windows(trainer: ModelState) -> None:
+    """Give every replica the sums of all replicas. All ranks call it together."""
+    strategy = trainer.strategy
+    for bond, variables in shared_optimizer.windows_of(trainer.model):
+        if bond.divided:
+            sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
+            totals = strategy.communicator.allreduce(sums)
+            for variable, total in zip(variables, totals, strict=True):
+                strategy.set_per_replica(variable, [total for _ in strategy.local_ranks()])
+        bond.divided = False
+
+
+def divide_windows(trainer: ModelState) -> None:
+    """Let rank 0 go on with the whole and the others with zeros, before steps."""
+    strategy = trainer.strategy
+    for bond, variables in shared_optimizer.windows_of(trainer.model):
+        for variable in () if bond.divided else variables:
+            whole = copies_of(variable, strategy)[0]
+            parts = [tf.zeros_like(whole) if rank else whole for rank in strategy.local_ranks()]
+            strategy.set_per_replica(variable, parts)
+        bond.divided = True
+
+
+def fold_windows(trainer: ModelState) -> None:
+    """Give rank 0 the whole, as files hold it, wherever training is. All ranks call it together."""
+    divided = any(bond.divided for bond, _ in shared_optimizer.windows_of(trainer.model))
+    join_windows(trainer)
+    if divided:
+        divide_windows(trainer)
+
+
+def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
+    """Return what this process's replicas hold of a variable."""
+    return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
 
 
 # Seeds of random layers, such as dropout.

@@ -181,6 +181,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later
+            bond.divided = True
             found, applied = tf_replicas.if_present(found), None
             trained = [v for g, v in zip(found, trained, strict=True) if g is not None]
         else:
@@ -207,6 +208,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     keras_optimizers.patch_apply(outer, apply_gradients)
     if accumulates:
         keras_optimizers.patch_clip(inner, clip_window)
+        keras_optimizers.patch_load(inner, lambda: setattr(bond, "divided", False))
         if outer is not inner:
             keras_optimizers.patch_check_finite(outer, _everywhere)
 
