@@ -232,11 +232,12 @@ class CollectiveCommunicator(Communicator):
         return tf.ensure_shape(LOCAL_REDUCE[op](rows, axis=0), flat.shape)
 
     def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        rows = tf.raw_ops.CollectiveAllToAllV2(  # one hop, where the ring of a gather has n-1
-            input=tf.tile(sizes[None], [self.size, 1]),
-            **self._group_keys(label, _elements(sizes)),
-            ordering_token=self._token(),
-        )
+        keys = self._group_keys(label, _elements(sizes)) | {"ordering_token": self._token()}
+        if self._by_nccl:
+            rows = tf.raw_ops.CollectiveGatherV2(input=sizes[None], **keys)
+        else:  # one hop, where the ring of a gather has n-1
+            every = tf.tile(sizes[None], [self.size, 1])
+            rows = tf.raw_ops.CollectiveAllToAllV2(input=every, **keys)
         return [rows[slot] for slot in self._slots]
 
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:

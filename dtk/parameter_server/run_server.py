@@ -82,6 +82,12 @@ class Chief:
 def serve(config: TFConfig, gpu: str | None) -> NoReturn:
     """Serve as this task, on that GPU or none; end the process with 0 once the chief is gone."""
     startup.check_free(config.index, config.cluster[config.role][config.index])
+    # The server's devices ask for memory by its own options, not by those of `tf.config`.
+    grows = [
+        tf.config.experimental.get_memory_growth(one)
+        for one in tf.config.get_visible_devices("GPU")
+        if one.name == gpu
+    ]
     with startup.quiet():
         server = tf.distribute.Server(
             cluster_of(config),
@@ -92,7 +98,8 @@ def serve(config: TFConfig, gpu: str | None) -> NoReturn:
                 intra_op_parallelism_threads=int(os.environ.get("TF_NUM_INTRAOP_THREADS", "0")),
                 device_count={"GPU": 0 if gpu is None else 1},
                 gpu_options=tf.compat.v1.GPUOptions(
-                    visible_device_list="" if gpu is None else gpu.rpartition(":")[2]
+                    visible_device_list="" if gpu is None else gpu.rpartition(":")[2],
+                    allow_growth=any(grows),
                 ),
             ),
             start=True,

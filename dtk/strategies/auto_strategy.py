@@ -7,6 +7,7 @@ import os
 from dtk import cluster, quiet
 from dtk.cluster import tf_config
 from dtk.strategies.allreduce import AllReduceStrategy
+from dtk.strategies.devices import set_memory_growth
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.mirrored import MirroredStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
@@ -22,8 +23,8 @@ def auto_strategy(
     is plain Keras for one process.
 
     Args:
-        memory_growth: As for `AllReduceStrategy` and `MirroredStrategy`; `ParameterServerStrategy`
-            leaves GPUs to TensorFlow.
+        memory_growth: Whether TensorFlow allocates GPU memory as it needs it; None keeps
+            TensorFlow's own setting.
         self_test: As for `AllReduceStrategy`.
 
     Returns:
@@ -42,6 +43,7 @@ def auto_strategy(
     environment = cluster.detect()
     config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
     if environment.kind == "tf_config" and config is not None and config.cluster.get("ps"):
+        set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
         return ParameterServerStrategy(self_test=self_test)
     if environment.size == 1:
         with quiet.device_start():

@@ -155,8 +155,8 @@ def link(communicator: Communicator, device: str) -> str:
     elif communicator.cards is None:
         told = shared or (
             f"{communicator.name} sends gradients through host memory here. From GPU to GPU: start "
-            "with `dtk run`, whose ranks use TensorFlow's collectives over NCCL; or build Horovod "
-            "with NCCL (`dtk install-horovod`)"
+            "with `dtk run --communicator collective`, or build Horovod with NCCL "
+            "(`dtk install-horovod`)"
         )
     if told and communicator.rank == 0:
         warn(0, told, 4)

@@ -124,6 +124,29 @@ def test_replicas_of_one_process_sum_by_nccl(pool):
     assert nothing == 0 and carried >= 2 * 9 * weights.size
 
 
+def ragged():
+    """What two replicas gather of three and four rows, by a graph that does not know how many."""
+    strategy = bodies.strategy(2)
+
+    def gathered(rows):
+        replica = strategy.extended.replica_communicator()
+        return replica.allgather(tf.range(float(rows + replica.rank)))
+
+    @tf.function(input_signature=[tf.TensorSpec((), tf.int32)])
+    def run(rows):
+        return strategy.run(gathered, (rows,))
+
+    return [found.numpy() for found in strategy.experimental_local_results(run(3))]
+
+
+@pytest.mark.worlds(("nccl", 1))
+def test_replicas_of_one_process_gather_as_many_rows_as_each_has(pool):
+    """Breaks as sizes that are all zero but one's own, or as memory for rows that nobody has."""
+    (found,) = pool.run(ragged)
+    for rows in found:
+        np.testing.assert_array_equal(rows, [0, 1, 2, 0, 1, 2, 3])
+
+
 GRID = """
 import dtk, keras, numpy as np
 dtk.communicators.Communicator.bucket_bytes = 64  # one for each gradient

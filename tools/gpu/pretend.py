@@ -1,4 +1,6 @@
-"""Run a program as if this machine had GPUs: `pretend.py 2 dtk run -n 2 train.py`.
+"""Run a program as if this machine had GPUs.
+
+    pretend.py 2 dtk run -n 2 --communicator collective train.py
 
 TensorFlow finds the cards, places and copies as it does on real ones, and its own NCCL collectives
 sum between processes (pretended/cuda.c says how). What that shows is where tensors are, what is
