@@ -72,17 +72,6 @@ def patch_clip(
     optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
 
 
-def patch_load(optimizer: keras.Optimizer, loaded: Callable[[], object]) -> None:
-    """Call `loaded` whenever Keras has loaded an optimizer's variables."""
-    load = optimizer.load_own_variables
-
-    def load_own_variables(store: object) -> None:
-        load(store)
-        loaded()
-
-    optimizer.load_own_variables = load_own_variables
-
-
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and the optimizers it wraps, outermost first."""
     found = [optimizer]

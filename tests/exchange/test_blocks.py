@@ -275,6 +275,7 @@ def test_what_else_a_callback_puts_into_the_logs_is_not_sent():
     strategy = types.SimpleNamespace(world=types.SimpleNamespace(allgather_object=gather))
     trainer = types.SimpleNamespace(
         has_local_steps=True,
+        model=types.SimpleNamespace(),
         synchronize_weights=lambda: None,
         strategy=strategy,
         recorder=types.SimpleNamespace(end_steps=lambda: None),

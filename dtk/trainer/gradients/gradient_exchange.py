@@ -61,6 +61,10 @@ class GradientExchange:
         """Number of steps per exchange of gradients."""
         return self._inner.gradient_accumulation_steps or 1
 
+    def is_between_windows(self) -> tf.Tensor:
+        """Return whether no window of accumulated gradients is open."""
+        return keras_optimizers.is_between_windows(self._inner)
+
     @property
     def local(self) -> bool:
         """Whether replicas also take local steps."""

@@ -125,6 +125,11 @@ class Bond:
     divided: bool = False
     told: bool = False  # that a file was written while they did
 
+    @property
+    def in_window(self) -> bool:
+        """Whether an accumulation window is open, by the number of steps: alike on all ranks."""
+        return self.exchange is not None and not bool(self.exchange.is_between_windows())
+
 
 def own(optimizer: keras.Optimizer, strategy: Strategy) -> Bond:
     """Take over an optimizer and those inside it, so that none reduces gradients by itself."""

@@ -159,12 +159,12 @@ def join_windows(trainer: ModelState) -> None:
     """Give every replica the sums of all replicas. All ranks call it together."""
     strategy = trainer.strategy
     for bond, variables in shared_optimizer.windows_of(trainer.model):
-        if bond.divided:
+        if bond.divided and bond.in_window:
             sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
             totals = strategy.communicator.allreduce(sums)
             for variable, total in zip(variables, totals, strict=True):
                 strategy.set_per_replica(variable, [total for _ in strategy.local_ranks()])
-        bond.divided = False
+            bond.divided = False
 
 
 def divide_windows(trainer: ModelState) -> None:

@@ -21,7 +21,7 @@ from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart
 from dtk.input import slicing
-from dtk.nests import Gradients, Leaf, Tree
+from dtk.nests import Array, Gradients, Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
@@ -204,11 +204,15 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
                 grads, _ = exchange.update(list(grads), variables, part)
         return clip(grads)
 
+    def load(store: dict[str, Array], own_load: Callable[[dict[str, Array]], None]) -> None:
+        own_load(store)
+        bond.divided = False  # files hold whole windows
+
     keras_optimizers.patch_scale_loss(outer, shared_optimizer.weighed_in_scale)
     keras_optimizers.patch_apply(outer, apply_gradients)
     if accumulates:
         keras_optimizers.patch_clip(inner, clip_window)
-        keras_optimizers.patch_load(inner, lambda: setattr(bond, "divided", False))
+        keras_optimizers.patch_state(inner, inner.save_own_variables, load)
         if outer is not inner:
             keras_optimizers.patch_check_finite(outer, _everywhere)
 
