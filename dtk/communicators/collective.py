@@ -117,7 +117,7 @@ def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
             "before the first: make the strategy at the top of the script, before any tensor, "
             "variable, layer or dataset"
         )
-        raise CommunicatorError(at_rank(rank, told)) from error
+        raise CommunicatorError(at_rank(rank, told)) from None
 
 
 class CollectiveCommunicator(Communicator):
