@@ -113,7 +113,7 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
         stack.enter_context(patch_around(keras.Layer, _maybe_build=build))
         stack.enter_context(patch_around(keras.random.SeedGenerator, __init__=build))
         stack.enter_context(patch_around(type(tf.function(lambda: None)), __call__=_call_anew))
-        # Listed first: a module may hold functions of one that is patched before it.
+        # Listed first: all draw by functions of gen_stateless_random_ops, which are patched, too.
         for module, name, draw in [*_replacements(layouts, of_rows)]:
             draw = functools.partial(_unless_building, draw)
             stack.enter_context(patch_around(module, **{name: draw}))
