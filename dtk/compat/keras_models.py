@@ -45,6 +45,14 @@ _MISFITS = (
 # The name or config of a loss or metric, as `compile` accepts it.
 _Identifier: TypeAlias = str | dict[str, object]
 
+# Keras's losses that are not means over rows.
+_OF_ALL_ROWS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+# Operations of functional models of which each element of the result is of one element's row.
+_BY_ELEMENT = {
+    *("Absolute", "Add", "Cast", "Divide", "Exp", "Gelu", "Multiply", "Negative", "Power", "Relu"),
+    *("Sigmoid", "Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh", "TrueDivide"),
+}
+
 _Found = TypeVar("_Found")
 _Batch = TypeVar("_Batch")
 _Logs = TypeVar("_Logs")
@@ -79,10 +87,11 @@ def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterato
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
-    """Return the losses given to `compile` that are not Keras's own."""
+    """Return the losses given to `compile` that are not Keras's own, or compare rows."""
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
-    return [loss for loss in given if loss is not None and not is_from_keras(loss)]
+    tried = [loss for loss in given if loss is not None]
+    return [loss for loss in tried if not is_from_keras(loss) or loss in _OF_ALL_ROWS]
 
 
 def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:
@@ -346,6 +355,14 @@ def make_function(
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """Return every layer of a model, nested layers included."""
     return list(model._flatten_layers())
+
+
+def operations_of(model: keras.Model) -> list[str]:
+    """Return the names of a functional model's operations that may combine rows, as `mean` may."""
+    models = [one for one in model._flatten_layers() if hasattr(one, "_operations")]
+    found = [operation for one in models for operation in one._operations]
+    names = {type(one).__name__ for one in found if not isinstance(one, keras.Layer)}
+    return sorted(names - _BY_ELEMENT)
 
 
 def tables_of(model: keras.Model) -> list[tf.Variable]:

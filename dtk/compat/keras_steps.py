@@ -197,10 +197,32 @@ def patch_take(
     return patch_around(names.home_of(_BACKEND, "take"), take=replacement)
 
 
-def patch_moments(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> AbstractContextManager[None]:
-    """Return a context in which a function computes the moments of synchronized layers."""
+@contextlib.contextmanager
+def patch_moments(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> Iterator[None]:
+    """Return a context in which a function computes the moments of synchronized layers.
+
+    Keras does not synchronize inputs with a mask; the function gets it, in their shape, as `kept`.
+    """
+
+    def masked(
+        layer: keras.layers.BatchNormalization,
+        inputs: tf.Tensor,
+        mask: tf.Tensor | None,
+        *,
+        original: Function[tuple[tf.Tensor, tf.Tensor]],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        if mask is None or not layer.synchronized:
+            return original(layer, inputs, mask)
+        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+        alone = functools.partial(original, layer, inputs, mask)
+        return moments(inputs, layer._reduction_axes, kept=kept, original=lambda *_: alone())
+
     home = names.home_of(_BACKEND, "_compute_moments_sync")
-    return patch_around(home, _compute_moments_sync=moments)
+    with (
+        patch_around(home, _compute_moments_sync=moments),
+        patch_around(keras.layers.BatchNormalization, _moments=masked),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class _Drawn(threading.local):
     """This thread's draws since `restart`; replicas may be threads."""
 
     building = False
+    of_python = True
 
 
 _drawn = _Drawn()
@@ -81,20 +82,26 @@ def _draw_for(name: str) -> Function[tf.Tensor] | None:
 
 
 def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
-    """Restart this thread's draws before a step is traced."""
+    """Restart this thread's draws before a step is traced; NumPy's and Python's, too, if asked."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of
-    np.random.seed(0)
-    random.seed(0)
+    if _drawn.of_python:
+        np.random.seed(0)
+        random.seed(0)
 
 
 @contextlib.contextmanager
-def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[int]]:
+def by_row(
+    layouts: Mapping[int, str] = MappingProxyType({}), of_python: bool = True
+) -> Iterator[list[int]]:
     """Return a context in which functions are traced so that their draws belong to rows.
 
     Each `tf.function` that a step calls is traced anew and the trace discarded: earlier draws were
     not of these rows, and draws made here are not random. Layers that a step builds still get their
     usual first weights.
+
+    NumPy's and Python's generators are left alone unless `of_python`: all threads share them, and
+    one may read data ahead and draw.
 
     Example:
         >>> with by_row():
@@ -106,8 +113,10 @@ def by_row(layouts: Mapping[int, str] = MappingProxyType({})) -> Iterator[list[i
         True
     """
     of_rows: list[int] = []
+    outer, _drawn.of_python = _drawn.of_python, of_python
     with contextlib.ExitStack() as stack:
         own = _Generators()
+        stack.callback(setattr, _drawn, "of_python", outer)
         stack.callback(own.swap)  # restores the generators that `restart` has seeded
         build = functools.partial(_with_own_numbers, own)
         stack.enter_context(patch_around(keras.Layer, _maybe_build=build))
@@ -143,6 +152,8 @@ class _Generators:
         self._states = np.random.get_state(), random.getstate()
 
     def swap(self) -> None:
+        if not _drawn.of_python:
+            return
         of_numpy, of_python = self._states
         self._states = np.random.get_state(), random.getstate()
         np.random.set_state(of_numpy)

@@ -238,6 +238,7 @@ class ChiefTrial(step_trial.Trial):
         x: tf.Tensor,
         axes: int | Sequence[int],
         keepdims: bool = False,
+        kept: tf.Tensor | None = None,
         *,
         original: Function[tuple[tf.Tensor, tf.Tensor]],
     ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -151,10 +151,31 @@ def _joined(
 
 def _gathered(rows: Leaf, communicator: Communicator) -> Leaf:
     if not isinstance(rows, tf.RaggedTensor):
-        return communicator.allgather(rows)
+        return communicator.allgather(_of_one_shape(rows, communicator))
     values = _gathered(rows.values, communicator)
     lengths = communicator.allgather(rows.row_lengths())
     return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+
+
+def _of_one_shape(rows: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+    """Refuse rows of other shapes on other ranks, such as text padded to a rank's longest row."""
+    if rows.shape[1:].is_fully_defined():
+        return rows
+    sizes, none = tf.shape(rows)[1:], tf.shape(rows)[0] == 0
+    # On all ranks: one that raised alone would leave the others waiting. No rows have no shape.
+    largest = communicator.allreduce(tf.where(none, 0, sizes), "max")
+    smallest = -communicator.allreduce(tf.where(none, -sizes.dtype.max, -sizes), "max")
+    same = tf.debugging.Assert(
+        tf.reduce_all(largest == smallest),
+        [
+            at_rank(communicator.rank, "predict: an output's rows have other shapes on other ranks,"
+            " from"), smallest, "to", largest, "; here", sizes, ". A layer pads a batch to its "
+            "longest row, and each rank has only a part of the rows: give it a fixed length, such "
+            "as TextVectorization(output_sequence_length=...)",
+        ],
+    )
+    with tf.control_dependencies([] if same is None else [same]):
+        return tf.reshape(rows, tf.concat([tf.shape(rows)[:1], largest], 0))
 
 
 def _check_sharding(exchange: Exchange, parts: int, rank: int) -> None:

@@ -233,7 +233,7 @@ class DistributedTrainer(ModelState):
         servers must know their variables before a step is traced.
         """
         if keras_models.lacks_state(self.model):
-            step_trial.Trial(self, step_function, first).whole()
+            self.make_trial(step_function, first).whole()
             self._take_metrics()
 
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> step_trial.Trial:

@@ -1,17 +1,20 @@
 """The checks around `fit`, `evaluate` and `predict` on every rank. Public Keras names only.
 
 Ranks compare the data and callbacks they were given; the progress bar and callbacks that write
-files run on rank 0 only, but for those that save an optimizer of which each rank has a part. dtk's
-callbacks run around the script's: before the first step all ranks take rank 0's weights; after it
-and after every epoch they compare every weight bit for bit. If ranks have diverged, `fit` stops and
-names the first variable that differs.
+files run on rank 0 only, but for those that save an optimizer of which each rank has a part, and
+those that a script has extended. dtk's callbacks run around the script's: before the first step all
+ranks take rank 0's weights; after it and after every epoch they compare every weight bit for bit.
+If ranks have diverged, `fit` stops and names the first variable that differs.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, cast
 
@@ -127,6 +130,7 @@ def _fit(
     data = {"training data": data_of(asked), "validation data": asked["validation_data"]}
     every_batch = rank_checks.check_same_call(strategy, data if trainer.same_data else {}, flat)
     trainer.synchronize_weights()
+    strategy.shuffle_seed.begin_fit()
     first, last = SynchronizeWeights(trainer), RankChecks(trainer, every_batch)
     mine = _on_this_rank(flat, strategy)
     if listed:  # built by the script
@@ -158,6 +162,7 @@ def _fit(
     asked["callbacks"] = trainer.callbacks = callbacks
     try:
         history = method(*given.args, **given.kwargs)
+        _share_best(flat, strategy)
         shared_weights.share_seeds(trainer)
         return history
     finally:
@@ -165,6 +170,17 @@ def _fit(
         trainer.callbacks = None
         trainer.feed.end()
         trainer.release()
+
+
+def _share_best(
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy
+) -> None:
+    """Give every rank what rank 0's ModelCheckpoints have found; scripts decide by it."""
+    mine = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
+    found = strategy.world.broadcast_object([one.best for one in mine])
+    if len(found) == len(mine):  # or this rank was given others
+        for one, best in zip(mine, found, strict=True):
+            one.best = best
 
 
 def _has(callbacks: Sequence[keras.callbacks.Callback], kind: type) -> bool:
@@ -192,6 +208,7 @@ def _evaluate_or_predict(
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         asked["callbacks"] = _on_this_rank(keras.tree.flatten(callbacks or []), strategy)
     trainer.synchronize_weights()
+    spread = shared_weights.are_spread(trainer)  # in `fit`, and between calls of train_on_batch
     # `fit` has compared the validation data, and compares the weights in every epoch.
     if trainer.callbacks is None:
         rank_checks.check_same_call(strategy, {"data": data_of(asked)})
@@ -200,7 +217,7 @@ def _evaluate_or_predict(
     try:
         with trainer.reading_of(name):
             result = method(*given.args, **given.kwargs)
-        if trainer.callbacks is None:
+        if not spread:
             shared_weights.share_seeds(trainer)
         return result
     finally:
@@ -222,6 +239,8 @@ def _on_batch(
     if calls == 1 and trainer.model.built:
         shared_weights.agree_on_weights(trainer)
     if trains:
+        if trainer.model.built and not shared_weights.are_spread(trainer):
+            shared_weights.spread_seeds(trainer)
         shared_weights.divide_windows(trainer)
         trainer.recorder.begin()
     try:
@@ -257,12 +276,23 @@ def _on_this_rank(
     mine = [
         one
         for one in callbacks
-        if isinstance(one, gathering) or not (isinstance(one, silent) or _is_tracker(one))
+        if isinstance(one, gathering)
+        or _is_extended(one)
+        or not (isinstance(one, silent) or _is_tracker(one))
     ]
     for one in mine:
         if isinstance(one, keras.callbacks.ModelCheckpoint):
             one.verbose = 0
+        if isinstance(one, keras.callbacks.TensorBoard):  # what it writes here nobody reads
+            one.log_dir = tempfile.mkdtemp(prefix="dtk-tensorboard-")
+            weakref.finalize(one, shutil.rmtree, one.log_dir, ignore_errors=True)
     return mine
+
+
+def _is_extended(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a script has extended a callback that writes: it may call `predict`, too."""
+    writes = keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard
+    return isinstance(callback, writes) and type(callback) not in writes
 
 
 def _is_tracker(callback: keras.callbacks.Callback) -> bool:

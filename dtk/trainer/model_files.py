@@ -66,6 +66,8 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
             return save(path)
         target = Path(path)
+        if how.startswith("export"):
+            target.parent.mkdir(parents=True, exist_ok=True)  # as Keras does
         if not target.parent.is_dir():
             return save(path)  # Keras makes the folder, or raises its own error
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -133,9 +135,13 @@ def _exchange(source: Path, target: Path, stamp: str) -> None:
         there = target / _STAMP
         if there.is_file() and there.read_text() == stamp:
             return
+        before = source.parent / "before"
         if target.exists():
-            target.rename(source.parent / "before")
+            target.rename(before)
         source.rename(target)
+        for entry in before.iterdir() if before.is_dir() else ():
+            if not (target / entry.name).exists():  # a file of one's own, beside the model's
+                entry.rename(target / entry.name)
 
 
 @contextlib.contextmanager

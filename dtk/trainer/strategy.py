@@ -31,6 +31,10 @@ def tell(strategy: tf.distribute.Strategy, text: str) -> None:
         print(f"dtk: {text}", file=sys.stderr, flush=True)
 
 
+# Between the seeds of one `fit` and the next, so that no epochs of the two have the same.
+_FITS_APART = 0x9E3779B1
+
+
 class ShuffleSeed:
     """Seed of the order of rows, for scripts that leave it to dtk.
 
@@ -41,6 +45,13 @@ class ShuffleSeed:
 
     def __init__(self, chosen: int | None):
         self.value = self._in_force = chosen
+        self._fits = 0
+
+    def begin_fit(self) -> None:
+        """Change the order of rows from one `fit` to the next, as one process does unseeded."""
+        if self.value is not None and self._fits:
+            self.value = (self.value + _FITS_APART) % 2**31
+        self._fits += 1
 
     def of_epoch(self, epoch: int) -> int | None:
         """Return the seed of an epoch; None once the script has set a global seed itself."""

@@ -294,7 +294,7 @@ def all_state(model):
     kept = step_trial.Snapshot(step_trial.changed_by_training(model))._kept
     numpy_state = np.random.get_state(legacy=False)["state"]
     return (
-        [value.tobytes() for _, value in kept],
+        [value.tobytes() for _, value in kept.values()],
         random.getstate(),
         (numpy_state["pos"], numpy_state["key"].tobytes()),
     )

@@ -55,6 +55,7 @@ def keras_callbacks(directory):
     reloaded = None
     if (place / "best.keras").exists():
         reloaded = keras.models.load_model(place / "best.keras").count_params()
+    assert given[5].best == min(history.history["val_loss"]), "on every rank"
     return history.history, everything(model), files, reloaded, model.count_params()
 
 
@@ -128,13 +129,22 @@ def test_terminate_on_nan_ends_all_ranks_at_one_step(pool):
     assert pool.run(nan_on_one_rank) == [[(0, 0), (0, 1)]] * 2
 
 
+class Board(keras.callbacks.TensorBoard):
+    """Predicts, which takes all ranks."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["mean"] = float(self.model.predict(data()[0], verbose=0).mean())
+        super().on_epoch_end(epoch, logs)
+
+
 def tensorboard(directory):
     place = pathlib.Path(directory, str(strategy().rank))
     place.mkdir()
     model = compiled("sgd")
     x, y = data()
-    board = keras.callbacks.TensorBoard(str(place), update_freq=2, histogram_freq=1)
-    model.fit(x, y, epochs=2, verbose=0, callbacks=[board], validation_data=(x, y))
+    board = Board(str(place), update_freq=2, histogram_freq=1)
+    history = model.fit(x, y, epochs=2, verbose=0, callbacks=[board], validation_data=(x, y))
+    assert len(history.history["mean"]) == 2
     return sorted(p.name for p in place.rglob("events*"))
 
 

@@ -176,6 +176,21 @@ def test_layers_built_in_a_trial_have_their_own_first_weights(run):
     np.testing.assert_array_equal(tried, alone)
 
 
+def test_numpy_and_python_draw_on_while_a_step_is_tried():
+    """Breaks as data that repeats numbers, or differs by rank: a thread reads it ahead."""
+
+    def two():
+        return np.random.rand(), random.random()
+
+    keras.utils.set_random_seed(3)
+    expected = [two(), two()]
+    keras.utils.set_random_seed(3)
+    with random_draws.by_row(of_python=False):
+        random_draws.restart(3)
+        drawn = [two()]
+    assert [*drawn, two()] == expected
+
+
 def test_what_is_not_of_rows_is_the_same_on_all():
     @tf.function
     def noise():

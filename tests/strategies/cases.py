@@ -101,7 +101,15 @@ def evaluate_and_predict_odd_rows(strategy):
         evaluated=model.evaluate(x, y, batch_size=8, verbose=0),
         predicted=model.predict(x, batch_size=8, verbose=0),
         evaluated_one_row=model.evaluate(x[:1], y[:1], verbose=0),
+        predicted_pieces=pieces(strategy).predict(x[:9], batch_size=4, verbose=0),
     )
+
+
+def pieces(strategy):
+    """A model that gives four rows for each."""
+    with scope_of(strategy):
+        images = keras.Input((8, 8, 1))
+        return keras.Model(images, keras.ops.reshape(images, (-1, 16)))
 
 
 @case
@@ -171,6 +179,25 @@ def masked_sequences(strategy):
     model = compiled(strategy, build)
     history = model.fit(tokens, tokens, batch_size=16, epochs=2, verbose=0)
     return outcome(model, history)
+
+
+@case
+def masked_norms_and_a_loss_without_a_reduction(strategy):
+    """Keras's masked norm synchronizes nothing by itself, and of such losses it trains the sum."""
+    random = np.random.default_rng(5)
+    words = random.integers(1, 9, (21, 6)) * (np.arange(6) < random.integers(1, 7, (21, 1)))
+
+    def build():
+        keras.utils.set_random_seed(3)
+        norm = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+        embedding = keras.layers.Embedding(9, 4, mask_zero=True)
+        layers = [embedding, norm, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+
+    loss = keras.losses.MeanSquaredError(reduction=None)
+    model = compiled(strategy, build, loss=loss, optimizer=keras.optimizers.SGD(0.05))
+    targets = random.normal(size=(21, 2)).astype("float32")
+    return outcome(model, model.fit(words, targets, batch_size=8, epochs=2, verbose=0))
 
 
 @case

@@ -25,6 +25,7 @@ BY_RANKS = [
     "evaluate and predict odd rows",
     "fewer rows than workers",
     "gathered rows",
+    "masked norms and a loss without a reduction",
     "several outputs",
     "single batches",
     "steps per execution",

@@ -476,6 +476,75 @@ def a_loss_between_rows(strategy):
     cases.compiled(strategy, InBatch).fit(x, y, batch_size=8, verbose=0)
 
 
+@mistake("NotDistributedError", "not Keras's own: loss dice", "Dice and Tversky: with axis=")
+def a_loss_of_keras_that_is_one_number_for_all_rows(strategy):
+    x, y = np.ones((8, 4), "float32"), np.arange(8) < 4
+
+    def build():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+
+    cases.compiled(strategy, build, loss=keras.losses.Dice()).fit(x, y[:, None], verbose=0)
+
+
+def centred(values):
+    return values - keras.ops.mean(values, axis=0, keepdims=True)
+
+
+@mistake("NotDistributedError", "not Keras's own: operation Mean", "the gradient of")
+def an_operation_between_rows(strategy):
+    def build():
+        images = keras.Input((8, 8, 1))
+        return keras.Model(images, keras.layers.Dense(10)(centred(keras.layers.Flatten()(images))))
+
+    x, y = cases.rows(8)
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
+@mistake("NotDistributedError", "not Keras's own: layer Dense", "the gradient of")
+def an_activation_between_rows(strategy):
+    def build():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten()]
+        layers += [keras.layers.Dense(4, centred), keras.layers.Dense(10)]
+        return keras.Sequential(layers)
+
+    x, y = cases.rows(8)
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
+@mistake("InvalidArgumentError", "have other shapes on other ranks", "output_sequence_length=")
+def text_padded_to_the_longest_row_of_a_rank(strategy):
+    texts = tf.data.Dataset.from_tensor_slices([["a b c"], ["a"], ["b"], ["a"]]).batch(4)
+    with strategy.scope():
+        layer = keras.layers.TextVectorization(vocabulary=["a", "b", "c"])
+        model = keras.Sequential([keras.Input((1,), dtype="string"), layer])
+    model.predict(texts, verbose=0)
+
+
+class EverySecondTime(cases.Subclassed):
+    """Applies gradients in a branch."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def apply():
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return loss
+
+        return {"loss": tf.cond(self.optimizer.iterations % 2 == 0, apply, lambda: 0.0)}
+
+
+@mistake("NotDistributedError", "rank {rank}: ", "in a branch or a loop", "self_test=False")
+def gradients_applied_in_a_branch(strategy):
+    x, y = cases.rows(8)
+    model = cases.compiled(strategy, EverySecondTime)
+    model.build(x.shape)
+    model.optimizer.build(model.trainable_variables)
+    model.fit(x, y, verbose=0)
+
+
 class Summing(keras.layers.Layer):
     """Keeps a number of a batch that is no mean over its rows."""
 

@@ -53,22 +53,23 @@ def order_of_rows(seed, devices=0):
     # It would remember the rows of a trial, too.
     trainer_of(model).kinds["train"] = {}
     x = np.arange(23, dtype="float32")[:, None]
-    model.fit(x, x[:, 0] % 10, batch_size=5, epochs=2, verbose=0)
-    return model.seen[:5], model.seen[5:]
+    for epochs in (2, 1):
+        model.fit(x, x[:, 0] % 10, batch_size=5, epochs=epochs, verbose=0)
+    return model.seen[:5], model.seen[5:10], model.seen[10:]
 
 
 @SEVERAL
 @pytest.mark.parametrize("seed", [5, None])
 def test_every_row_is_seen_once_an_epoch(world, backend, size, seed):
-    """Breaks when ranks shuffle apart, or, without a seed, when epochs repeat one order."""
+    """Breaks when ranks shuffle apart, or, without a seed, when epochs or fits repeat one order."""
     ranks = world(backend, size).run(order_of_rows, seed)
     orders = []
-    for epoch in range(2):
+    for epoch in range(3):
         steps = [[row for rank in ranks for row in rank[epoch][step]] for step in range(5)]
         orders.append([row for step in steps for row in step])
         assert sorted(orders[-1]) == list(range(23))
         assert orders[-1] != sorted(orders[-1]), "not shuffled"
-    assert (orders[0] == orders[1]) == (seed is not None)
+    assert (orders[0] == orders[1]) == (orders[0] == orders[2]) == (seed is not None)
 
 
 def differing(model):
@@ -141,6 +142,27 @@ def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, s
     first, second = world(backend, size).run(dropout_masks)
     assert first[0] != second[0]
     assert first[0] == first[1] and second[0] == second[1]
+
+
+def seeds_of_single_batches():
+    """The seeds of dropout while single batches are trained, before and after others predict."""
+    model = cases.compiled(bodies.strategy(), lambda: keras.Sequential([
+        keras.Input((4,)), keras.layers.Dropout(0.5, seed=7), keras.layers.Dense(10)
+    ]))  # fmt: skip
+    x, y, seeds = np.ones((4, 4), "float32"), np.zeros(4), []
+    for _ in range(2):
+        model.train_on_batch(x, y)
+        seeds.append(int(model.layers[0].seed_generator.state[0]))
+        model.predict(x, verbose=0)
+        seeds.append(int(model.layers[0].seed_generator.state[0]))
+    return seeds
+
+
+@TWO
+def test_single_batches_keep_a_seed_for_each_rank_when_others_predict(world, backend, size):
+    first, second = world(backend, size).run(seeds_of_single_batches)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]
 
 
 def augments_after_training():

@@ -65,7 +65,9 @@ def rank_0_alone(folder):
         copy = pickle.loads(pickle.dumps(model))
         assert_equal(copy, model)
         model.set_weights([weight + 0.5 for weight in model.get_weights()])
+        Path(folder, "exported", "labels.txt").write_text("ten digits")
         model.export(f"{folder}/exported", verbose=False)
+        assert Path(folder, "exported", "labels.txt").is_file(), "not a file of the model"
         exported = tf.saved_model.load(f"{folder}/exported")  # its functions need its variables
         np.testing.assert_allclose(exported.serve(x), model(x), 1e-5, 1e-6)
     return sorted(path.name for path in Path(folder).glob("[!.]*"))

@@ -102,9 +102,13 @@ def schedule_of(optimizer: keras.Optimizer) -> Callable[[], tf.Tensor] | None:
 
 
 def weighed_in_scale(loss: tf.Tensor) -> tf.Tensor:
-    """Weigh the loss by the replica's share, in Keras's own step, when Keras scales the loss."""
+    """Weigh the loss by the replica's share, in Keras's own step, when Keras scales the loss.
+
+    Losses without a reduction stay as they are: Keras differentiates their sum over rows.
+    """
     step = traced_step.current()
-    return step.weighed(loss) if step is not None and step.own else loss
+    is_mean = tf.convert_to_tensor(loss).shape.rank == 0
+    return step.weighed(loss) if step is not None and step.own and is_mean else loss
 
 
 # Whose an optimizer is.

@@ -195,11 +195,24 @@ def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
 
 # Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
 _SEED_STEP = 0x9E3779B1
+# Noted on the state of a random number generator: whether replicas have different ones.
+_SPREAD = "_dtk_spread"
 
 
 def spread_seeds(trainer: ModelState) -> None:
     """Give every replica different random masks, reproducibly: seeds derive from rank 0's."""
     _derive_seeds(trainer, fold_seed)
+    _note_spread(trainer, True)
+
+
+def are_spread(trainer: ModelState) -> bool:
+    """Return whether replicas have different seeds; another model may have the same layers."""
+    return all(getattr(state, _SPREAD, False) for state in trainer.seed_states())
+
+
+def _note_spread(trainer: ModelState, spread: bool) -> None:
+    for state in trainer.seed_states():
+        setattr(state, _SPREAD, spread)
 
 
 def share_seeds(trainer: ModelState) -> None:
@@ -209,6 +222,7 @@ def share_seeds(trainer: ModelState) -> None:
     rows on all ranks.
     """
     _derive_seeds(trainer, lambda state, rank: state)
+    _note_spread(trainer, False)
 
 
 def _derive_seeds(trainer: ModelState, derive: Callable[[Array, int], Array]) -> None:

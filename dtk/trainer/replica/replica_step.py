@@ -322,4 +322,11 @@ def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
             "predict cannot put sparse outputs of several workers together; end the model with "
             "tf.sparse.to_dense"
         )
-    return output[:rows]
+    given, made = tf.maximum(rows, 1), slicing.count_rows(output)
+    fits = tf.debugging.Assert(
+        made % given == 0,
+        ["predict: a worker's", given, "rows give an output of", made, "rows; they must give one "
+         "row each, or several, since workers' outputs are joined in the order of their rows"],
+    )
+    with tf.control_dependencies([] if fits is None else [fits]):
+        return output[: made // given * rows]  # none of a padding row

@@ -101,8 +101,9 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
             f"the {name} of model {model.name!r} (not Keras's own: "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
-            f"{verdict.wrong}. Losses must be means or sums over rows, such as keras.losses "
-            "are, and no row's outputs may depend on other rows; nothing was updated. "
+            f"{verdict.wrong}. Losses must be means or sums over rows, such as most of "
+            "keras.losses are (Dice and Tversky: with axis=, one value for each row), and no row's "
+            "outputs may depend on other rows; nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(strategy.rank, told))
@@ -128,6 +129,7 @@ def _judge(trial: Trial) -> Verdict:
     # All ranks follow rank 0's verdict, since rounding may differ by rank.
     agreed = trial.strategy.world.broadcast_object
     best, layouts = agreed(_compute(trial)), {}
+    trial.of_python = bool(best.wrong)
     for others in _layouts(trial.draws) if best.wrong else ():
         trial.layouts = others
         verdict = agreed(_compute(trial))
@@ -145,12 +147,11 @@ def _judge(trial: Trial) -> Verdict:
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
-    """Yield the other layouts: every combination; with many draws, one layout for all of them."""
+    """Yield layouts: every combination; with many draws, one layout for all of them."""
     if len(draws) > _DRAWS:
-        yield from (dict.fromkeys(draws, one) for one in random_draws.LAYOUTS[1:])
+        yield from (dict.fromkeys(draws, one) for one in random_draws.LAYOUTS)
         return
-    every = itertools.product(random_draws.LAYOUTS, repeat=len(draws))
-    for one in itertools.islice(every, 1, None):  # the first has been tried
+    for one in itertools.product(random_draws.LAYOUTS, repeat=len(draws)):
         yield dict(zip(draws, one, strict=True))
 
 
@@ -378,6 +379,7 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
     found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
     found += [f"layer {name}" for name in sorted(layers)]
+    found += [f"operation {name}" for name in keras_models.operations_of(model)]
     return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
@@ -397,12 +399,28 @@ def _called(thing: object) -> str:
 def _is_foreign(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Lambda):
         return True
-    if getattr(layer, "activity_regularizer", None) is not None:
+    if getattr(layer, "activity_regularizer", None) is not None or _pads(layer):
+        return True
+    functions = [getattr(layer, name, None) for name in ("activation", "recurrent_activation")]
+    if any(f is not None and not _is_of_rows(f) for f in functions):
         return True
     if type(layer).__module__.startswith("dtk."):
         return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)
+
+
+def _is_of_rows(activation: object) -> bool:
+    module = str(getattr(activation, "__module__", ""))
+    return keras_models.is_from_keras(activation) or module.startswith("tensorflow.")
+
+
+def _pads(layer: keras.Layer) -> bool:
+    """Return whether a layer pads a batch to its longest row, which another rank may have."""
+    if not isinstance(layer, keras.layers.TextVectorization):
+        return False
+    config = layer.get_config()
+    return config["output_mode"] == "int" and config["output_sequence_length"] is None
 
 
 # Models made for a fixed number of rows: a worker has only its share of the rows.
@@ -439,6 +457,16 @@ def _explaining_failures(
     """
     try:
         yield
+    except ValueError as error:
+        if type(error).__name__ != "InaccessibleTensorError":
+            raise
+        told = (
+            f"the {name} of model {model.name!r} applies gradients in a branch or a loop of the "
+            "graph (tf.cond, tf.while_loop, an `if` on a tensor), where the test of its parts "
+            "cannot see them. Call apply in the step itself, or train untested, with "
+            "self_test=False (or DTK_SELF_TEST=0)"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, told)) from error
     except tf.errors.InvalidArgumentError as error:
         said, _, node = error.message.partition("[[")
         said = re.sub(r"\{\{.*?\}\}", "", said).strip()

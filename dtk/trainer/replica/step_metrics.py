@@ -310,21 +310,27 @@ def moments_of_all_replicas(
     x: tf.Tensor,
     axes: int | Sequence[int],
     keepdims: bool = False,
+    kept: tf.Tensor | None = None,
     *,
     original: Function[tuple[tf.Tensor, tf.Tensor]],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute mean and variance over these axes and all replicas, as Keras does."""
+    """Compute mean and variance over these axes and all replicas, as Keras does.
+
+    A mask, in the shape of `x`, says which numbers count.
+    """
     axes = [axes] if isinstance(axes, int) else axes
     replica = tf.distribute.get_replica_context()
     if traced_step.current() is None or replica is None:
         return original(x, axes, keepdims)
+    x = x if kept is None else tf.where(kept, x, 0.0)
     sums = tf.reduce_sum(x, axes, keepdims=True)
     squares = tf.reduce_sum(tf.square(x), axes, keepdims=True)
     shape = sums.shape
     if not shape.is_fully_defined():
         return original(x, axes, keepdims)
     length = math.prod(shape)
-    count = tf.cast(tf.size(x, tf.int64) // length, x.dtype)
+    size = tf.size(x, tf.int64) if kept is None else tf.math.count_nonzero(kept)
+    count = tf.cast(size // length, x.dtype)
     joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
     joined = _sum_moments(joined)
     sums, squares, counts = tf.split(joined, [length, length, 1])

@@ -129,6 +129,7 @@ class Trial:
             _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
         )
         self.layouts: Mapping[int, str] = {}
+        self.of_python = False  # whether NumPy's and Python's draws belong to rows, too
         self.draws: list[int] = []
         self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.counted: list[metric_trial.Call] = []
@@ -176,7 +177,7 @@ class Trial:
             self._global_numbers(),
             traced_step.magnifying(self.model, self._factor),
             keras_steps.patch_moments(self._moments),
-            random_draws.by_row(self.layouts) as drawn,
+            random_draws.by_row(self.layouts, self.of_python) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
             if self.model.run_eagerly:
@@ -184,7 +185,7 @@ class Trial:
                 self._move_weights()
                 found = trace(assigned)
             else:
-                way = f"{sorted(self.layouts.items())} {way}"
+                way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
                 if way not in self._concrete:
                     function = tf.function(lambda: trace(assigned), autograph=False)
                     self._concrete[way] = function.get_concrete_function(), assigned
