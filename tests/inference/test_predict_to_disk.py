@@ -192,9 +192,9 @@ def test_a_killed_job_is_resumed_by_another_number_of_ranks(tmp_path, plain):
     script = ROOT / "tests/inference/killed_job.py"
     command = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "2"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "DTK_CALIBRATE": "0"}
-    # three batches tell the data from others, the fourth one is refused
+    # three batches tell the data from others, and one what comes out; then six are predicted
     job = subprocess.run(
-        [*command, str(script), str(tmp_path), "9"],
+        [*command, str(script), str(tmp_path), "10"],
         capture_output=True, text=True, timeout=120, env=env,
     )  # fmt: skip
     assert job.returncode != 0, job.stdout + job.stderr
