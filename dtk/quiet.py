@@ -34,7 +34,8 @@ DEFAULT_LEVEL = "2"
 _PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 # Lines that LiteRT's interpreter and converter print for every model, at any level.
 _LITERT = re.compile(r"INFO: Created TensorFlow Lite XNNPACK delegate|fully_quantize: \d, ")
-_LOGGED = re.compile(r"([IWE])\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w./-]+:\d+\] ")
+# By C++: the lines of Python's absl, which a script may print, look the same but for the file.
+_LOGGED = re.compile(r"([IWE])\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w./-]+\.(cc|h|cpp|hpp|cu):\d+\] ")
 _NO_GPU = re.compile(r".*failed call to cuInit: .*(CUDA_ERROR_NO_DEVICE|\(303\))")
 # Printed once for integers and booleans, which oneDNN supports on no processor.
 _NOT_ONEDNN = re.compile(r".*oneDNN supports DT_U?(BOOL|INT\d+) only on platforms with AVX-512")

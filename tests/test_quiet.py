@@ -69,6 +69,11 @@ def test_levels(level, dropped):
     assert [line for line in lines if quiet.is_noise(line, level, gpu=True)] == lines[:dropped]
 
 
+def test_what_a_script_logs_by_absl_stays():
+    line = "I1126 19:58:04.354673 140340726467456 train.py:3] epoch 1"
+    assert not quiet.is_noise(line, "2")
+
+
 def test_three_errors_are_noise_where_they_mean_nothing():
     """No GPU is here; whole numbers, which oneDNN supports on no processor; a worker has a GPU."""
     assert quiet.is_noise(NO_GPU, "2", gpu=False) and not quiet.is_noise(NO_GPU, "2", gpu=True)

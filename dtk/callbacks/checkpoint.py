@@ -59,7 +59,8 @@ class Checkpoint(StrategyCallback):
             `steps_per_execution` is larger than 1).
         max_to_keep: How many to keep, older ones are removed; None keeps all.
         monitor: A number in the epoch's logs, such as "val_loss"; the best epoch's weights are
-            copied to `best.weights.h5` in the directory, for `model.load_weights`.
+            copied to `best.weights.h5` in the directory, for `model.load_weights`. The best epoch
+            so far is saved whatever `save_freq` says.
         mode: "min" or "max"; "auto" decides by the name.
         resume: Whether to go on from the newest checkpoint; an empty directory starts afresh.
         save_on_sigterm: Whether to catch SIGTERM during `fit`.
@@ -134,6 +135,7 @@ class Checkpoint(StrategyCallback):
         self._begun = self._fitting = False
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
+        self._rates: list[tuple[keras.Variable, Array]] = []
         self._trained: Logs | None = None
         self._initial_epoch: int | None = None
 
@@ -184,6 +186,8 @@ class Checkpoint(StrategyCallback):
             contents.restore(state, trainer, epochs, parts)
             self._metrics, self._resumed_step = state["metrics"], state["step"]
             self.best, self._trained = state["best"], state["trained"]
+            if self._resumed_step or self._trained is not None:
+                self._rates = [(v, v.numpy()) for v in contents.learning_rates(self.model)]
             self.say(contents.resume_message(state, epochs, self.directory / name))
 
     # Saving. Between steps means at the beginning of a batch: the step before it is complete on
@@ -197,6 +201,15 @@ class Checkpoint(StrategyCallback):
                 variable.assign(value)
         self._metrics = None
         self._frequency.begin_epoch(done, self.model)
+
+    def on_epoch_started(self, epoch: int) -> None:
+        """Put back the rates of an epoch that is resumed in its middle: they hold for all of it.
+
+        LearningRateScheduler multiplies the rate where an epoch begins, and has done so for this.
+        """
+        for variable, rate in self._rates:
+            variable.assign(rate)
+        self._rates = []
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save between two steps."""
@@ -236,7 +249,11 @@ class Checkpoint(StrategyCallback):
         progress = TrainingProgress(epoch + 1, 0, in_epoch=False, logs=logs)
         if ending:
             self._exit(progress)
-        if last or self._frequency.each_epoch or self._frequency.due:
+        unseen = self.monitor is not None and self.monitor not in (logs or {})
+        if last and unseen and self.best is None:
+            self.say(f"monitor={self.monitor!r} was in no epoch's logs: no best weights are kept")
+        better = improvement(self.monitor, self.larger_is_better, self.best, logs) is not None
+        if last or better or self._frequency.each_epoch or self._frequency.due:
             self.save(progress)
         else:
             self.finish(wait=False)
@@ -495,6 +512,9 @@ def improvement(
     """
     if monitor is None or logs is None:
         return None
+    validated = any(name.startswith("val_") for name in logs)
+    if monitor.startswith("val_") and not validated:
+        return None  # an epoch that `validation_freq` leaves out
     if monitor not in logs:
         raise ValueError(
             f"Checkpoint: monitor={monitor!r} is not among this epoch's logs "

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
+from dtk.cluster.detect import detect
 from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import ClusterError
 
@@ -230,6 +231,7 @@ def _leave() -> NoReturn:
     """End this process; the launcher ends the others, which may be stopped, on other hosts."""
     try:
         with contextlib.suppress(OSError, ClusterError):  # nothing may keep it from ending
-            slurm.end_step(os.environ)
+            if detect().kind == "slurm":  # else the step may be the user's shell
+                slurm.end_step(os.environ)
     finally:
         os._exit(STUCK)

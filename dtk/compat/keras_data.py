@@ -281,6 +281,8 @@ class Feed:
         self._given_adapter: DataAdapter = None
         self._batch_size: int | None = None
         self._openings = 0
+        # what the next epoch of an iterator begins with, see `resume_at`
+        self._resuming: tuple[TFEpochIterator, Callable[[Steps], Steps]] | None = None
         # The seed of an epoch's order of rows; None where Keras draws the order.
         self._order: tf.Variable | None = None
 
@@ -508,7 +510,7 @@ class Feed:
                 elif iterator.steps_per_epoch is None:
                     _pass_over(batches, end - begin + 1)
 
-        patch_steps(iterator, resumed, once=True)
+        self._resume_by(resumed)
 
     def resume_after_steps(self, logs: Logs, position: FeedPosition) -> None:
         """Make the next epoch run no steps: all are done, and only its validation is left."""
@@ -520,7 +522,21 @@ class Feed:
             keras_models.answer_once(self.model, logs)
             yield from ()
 
-        patch_steps(self.iterator, none_left, once=True)
+        self._resume_by(none_left)
+
+    def _resume_by(self, change: Callable[[Steps], Steps]) -> None:
+        """Let the next epoch begin so, and no longer as another checkpoint has said before."""
+        iterator = self.iterator
+        waits = self._resuming is not None and self._resuming[0] is iterator
+        self._resuming = iterator, change
+
+        def resumed(steps: Steps) -> Steps:
+            assert self._resuming is not None
+            (_, latest), self._resuming = self._resuming, None
+            return latest(steps)
+
+        if not waits:
+            patch_steps(iterator, resumed, once=True)
 
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator

@@ -118,15 +118,19 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
         if len(caught) <= 2:
             raise _Signalled
 
-    def set_all(handlers: Iterable[_Handler]) -> list[_Handler]:
-        return [signal.signal(*one) for one in zip(_ENDING, handlers, strict=True)]
+    # nohup ignores the end of the terminal for what it starts
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    ending = [one for one in _ENDING if one not in ignored]
 
-    before = set_all([handle] * len(_ENDING))
+    def set_all(handlers: Iterable[_Handler]) -> list[_Handler]:
+        return [signal.signal(*one) for one in zip(ending, handlers, strict=True)]
+
+    before = set_all([handle] * len(ending))
     try:
         try:
             return work()
         finally:
-            set_all([signal.SIG_IGN] * len(_ENDING) if caught else before)
+            set_all([signal.SIG_IGN] * len(ending) if caught else before)
     except _Signalled:
         # A second signal may have come before `with` could begin to end the job.
         for job in jobs:

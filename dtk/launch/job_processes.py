@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import resource
@@ -158,7 +159,7 @@ def start(
     if shutil.which(argv[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     setpriv = shutil.which("setpriv")
-    if setpriv is not None and not serves:
+    if setpriv is not None and not serves and _tells_of_death(setpriv):
         command = [setpriv, "--pdeathsig", "TERM", "--", *argv]
     with bound_to(cores):
         process = subprocess.Popen(
@@ -176,6 +177,13 @@ def start(
     while process.poll() is None and not _is_loaded(process.pid, setpriv):
         time.sleep(0.001)
     return process
+
+
+@functools.cache
+def _tells_of_death(setpriv: str) -> bool:
+    """Return whether setpriv has --pdeathsig, which came with util-linux 2.33."""
+    tried = subprocess.run([setpriv, "--pdeathsig", "TERM", "--", "true"], capture_output=True)
+    return tried.returncode == 0
 
 
 def _is_loaded(pid: int, setpriv: str | None) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import keras
+import numpy as np
 import psutil
 import tensorflow as tf
 
@@ -101,6 +102,8 @@ def _text_hash(path: str) -> str | None:
 def share_seed(communicator: Communicator) -> int | None:
     """Give all ranks one seed, unless the script has set one, so that all shuffle alike.
 
+    NumPy and Python draw on as on rank 0: a script may have seeded them.
+
     Every rank reads the same global batches and keeps a slice of each, so the order of rows must be
     the same on all ranks. `fit` derives the seeds that must differ by rank, such as for dropout.
     """
@@ -109,7 +112,10 @@ def share_seed(communicator: Communicator) -> int | None:
     seeds = [seed for seed, _ in gathered]
     if all(seed is None for seed in seeds):
         chosen = gathered[0][1]
+        states = communicator.broadcast_object((np.random.get_state(), random.getstate()))
         keras.utils.set_random_seed(chosen)
+        np.random.set_state(states[0])
+        random.setstate(states[1])
         return chosen
     what = "random seed (every rank must shuffle alike)"
     mine = [(what, seeds[communicator.rank])]

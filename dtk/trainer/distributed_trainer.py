@@ -249,6 +249,15 @@ class DistributedTrainer(ModelState):
     @contextlib.contextmanager
     def reading_of(self, name: str) -> Iterator[None]:
         """Return a context in which `evaluate` or `predict` must read the same on all ranks."""
+        unread = self._unread  # whether `fit`, which may be around it, has yet to read
+        try:
+            with self._compared(name):
+                yield
+        finally:
+            self._unread = unread
+
+    @contextlib.contextmanager
+    def _compared(self, name: str) -> Iterator[None]:
         if not self.takes_over or self.strategy.world.size == 1:
             yield
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import shutil
 import tempfile
 import time
@@ -283,6 +284,8 @@ def _on_this_rank(
     for one in mine:
         if isinstance(one, keras.callbacks.ModelCheckpoint):
             one.verbose = 0
+        if isinstance(one, keras.callbacks.CSVLogger):
+            one.filename = os.devnull
         if isinstance(one, keras.callbacks.TensorBoard):  # what it writes here nobody reads
             one.log_dir = tempfile.mkdtemp(prefix="dtk-tensorboard-")
             weakref.finalize(one, shutil.rmtree, one.log_dir, ignore_errors=True)
@@ -291,8 +294,7 @@ def _on_this_rank(
 
 def _is_extended(callback: keras.callbacks.Callback) -> bool:
     """Return whether a script has extended a callback that writes: it may call `predict`, too."""
-    writes = keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard
-    return isinstance(callback, writes) and type(callback) not in writes
+    return isinstance(callback, WRITERS) and type(callback) not in WRITERS
 
 
 def _is_tracker(callback: keras.callbacks.Callback) -> bool:
@@ -350,6 +352,7 @@ class RankChecks(keras.callbacks.Callback):
 
     A callback that must run after all others, such as one that saves their state, defines
 
+        on_epoch_started(epoch)         every on_epoch_begin has run
         on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
         on_end_agreed(logs)             every on_train_end has run: training ended without exception
@@ -384,6 +387,7 @@ class RankChecks(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Shuffle the data anew, in the same order on every rank; agree on stopping."""
+        notify(self.trainer.callbacks.callbacks, "on_epoch_started", epoch)
         self.trainer.strategy.meet(f"epoch {epoch + 1} begins")
         self._agree_on_stopping()
         shared_weights.divide_windows(self.trainer)

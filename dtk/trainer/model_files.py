@@ -120,7 +120,12 @@ def _move(source: Path, target: Path) -> None:
 
 def hash_of(model: keras.Model, how: str = "") -> str:
     """Compute a hash of a model's weights, and of how they are written."""
-    digest = hashlib.blake2b(f"{type(model).__name__} {how}".rstrip().encode(), digest_size=16)
+    layers = [
+        f"{type(layer).__name__} {getattr(getattr(layer, 'activation', None), '__name__', '')}"
+        for layer in keras_models.layers_of(model)
+    ]
+    kind = f"{type(model).__name__} {how}".rstrip()
+    digest = hashlib.blake2b(f"{kind} {layers}".encode(), digest_size=16)
     for variable in model.weights:
         digest.update(f"{tuple(variable.shape)} {variable.dtype}".encode())
         digest.update(keras.ops.convert_to_numpy(variable).tobytes())

@@ -124,7 +124,9 @@ def block_momentum_case():
 def steps_case():
     # Step 7 is in the middle of an accumulation window.
     adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.5)
-    return {**WITHIN, "optimizer": adam}
+    # The scheduler multiplies the rate at the beginning of every epoch, also of a resumed one.
+    falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
+    return {**WITHIN, "optimizer": adam, "callbacks": [falling]}
 
 
 def execution_case():
@@ -237,6 +239,37 @@ def test_another_world_size_resumes(pool, alone, tmp_path):
     [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, "mirrored", timeout=120)
     assert start == (1, 2)
     assert difference(again, whole) <= 1e-5
+
+
+def beside_another(directory):
+    """Steps after a resume by the last of two; and what a run of four epochs notes as its best."""
+    first, second, best = (pathlib.Path(directory, name) for name in ("first", "second", "best"))
+
+    def run(*callbacks, **more):
+        model = compiled("sgd")
+        with contextlib.suppress(Crash):
+            fitted(model, *callbacks, **more)
+        return int(model.optimizer.iterations)
+
+    def two():
+        return dtk.callbacks.Checkpoint(first, 4), dtk.callbacks.Checkpoint(second)
+
+    whole = run()
+    run(*two(), crash_at(1, 3))
+    watching = dtk.callbacks.Checkpoint(best, save_freq=7, monitor="val_loss", mode="max")
+    run(watching, epochs=4, validation_data=data(), validation_freq=2)
+    return run(*two()), whole, json.loads((best / "best.json").read_text())["epoch"]
+
+
+def test_two_checkpoints_and_the_best_epoch_wherever_it_is_saved(alone, tmp_path):
+    """Breaks as steps that are passed over for the other one, or as the last epoch for the best.
+
+    The loss falls, so that of the epochs that validate, the second and the fourth, the second has
+    the largest.
+    """
+    [(resumed, whole, epoch)] = alone.run(beside_another, str(tmp_path))
+    assert resumed == whole
+    assert epoch == 2
 
 
 def checkpoint_of(optimizer, directory, width=4):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import signal
+import time
 
 import keras
 import pytest
@@ -11,6 +13,8 @@ import tensorflow as tf
 
 import dtk
 from dtk.callbacks import checkpoint
+from dtk.callbacks.checkpointing.termination import Termination
+from dtk.communicators.local import LocalCommunicator
 
 from callbacks.bodies import (
     BATCH,
@@ -157,3 +161,21 @@ def test_two_checkpoints_in_one_fit_both_save(pool, tmp_path):
     paths = str(tmp_path / "three"), str(tmp_path / "four")
     ((code, saved),) = pool.run(two_of_them, *paths, False)
     assert code is None and [len(found) for found in saved] == [2, 1, 1]
+
+
+def test_a_forked_process_ends_by_sigterm_and_its_parent_notices_nothing():
+    """Breaks as a pool whose workers do not end, and as a rank that ends with them."""
+    fork = multiprocessing.get_context("fork")
+    runs, termination = fork.Event(), Termination(LocalCommunicator(), patience=60)
+    termination.install()
+    try:
+        child = fork.Process(target=lambda: (runs.set(), time.sleep(60)))
+        child.start()
+        assert runs.wait(10)
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+        assert not termination.wanted_after_step()
+    finally:
+        child.kill()
+        termination.remove()

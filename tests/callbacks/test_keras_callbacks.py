@@ -29,6 +29,13 @@ from callbacks.bodies import (
 two_ranks = pytest.mark.worlds(("collective", 2))
 
 
+class Evaluated(keras.callbacks.CSVLogger):
+    """Evaluates, which takes all ranks."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, {**logs, "twice": self.model.evaluate(*data(), verbose=0)[0]})
+
+
 def keras_callbacks(directory):
     """Keras's own callbacks, all in one fit of four epochs on every rank."""
     place = pathlib.Path(directory, str(strategy().rank))
@@ -41,7 +48,7 @@ def keras_callbacks(directory):
         chosen.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
         chosen.ReduceLROnPlateau("val_loss", patience=1, factor=0.5, min_delta=1.0),
         chosen.EarlyStopping("val_loss", patience=2, min_delta=1.0, restore_best_weights=True),
-        chosen.CSVLogger(str(place / "log.csv")),
+        Evaluated(str(place / "log.csv")),
         chosen.ModelCheckpoint(str(place / "epoch-{epoch}.keras")),
         chosen.ModelCheckpoint(str(place / "best.keras"), save_best_only=True),
         chosen.ModelCheckpoint(str(place / "w.weights.h5"), save_weights_only=True, save_freq=2),

@@ -1,5 +1,9 @@
 """Slurm's compact lists, and which shells are not a job step."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,3 +131,23 @@ def test_ports_stay_below_the_ephemeral_range_and_jobs_apart():
     assert slurm.port_base({**STEP, "DTK_PORT_BASE": "15000"}) == 15000
     with pytest.raises(ClusterError, match="DTK_PORT_BASE=0"):
         slurm.port_base({**STEP, "DTK_PORT_BASE": "0"})
+
+
+@pytest.mark.parametrize(("launcher", "ended"), [("srun", "--quiet 7.0"), ("mpirun", "")])
+def test_a_rank_that_is_stuck_ends_its_own_step_only(tmp_path, launcher, ended):
+    """Breaks as a stall of `mpirun` within `srun --pty bash` that ends the user's shell."""
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/ended\n')
+    scancel.chmod(0o755)
+    of_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    of_mpi |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    size = "2" if launcher == "srun" else "1"
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    env |= {"SLURM_PROCID": "0", "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size}
+    env |= {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": size, "SLURM_STEP_NODELIST": "a"}
+    env |= {} if launcher == "srun" else of_mpi
+    leave = "from dtk.cluster import heartbeats; heartbeats._leave()"
+    done = subprocess.run([sys.executable, "-c", leave], env=env, timeout=60, check=False)
+    assert done.returncode == 124
+    place = tmp_path / "ended"
+    assert (place.read_text().strip() if place.exists() else "") == ended

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, job_processes, machines, plan, watch
+from dtk.launch import Job, agent, job_options, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
 
 from launched import dtk_run, until
@@ -392,3 +392,24 @@ def test_horovod_ranks_find_each_other_through_the_rendezvous(run):
     given, out, err, _ = run(processes)
     assert (given, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] x0 127.0.0.1 False", "[1] x1 127.0.0.1 False"]
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        while_working = job_options.interruptible(
+            lambda: int(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN), "run", []
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert while_working
+
+
+def test_a_setpriv_without_the_option_is_left_out(run, tmp_path, monkeypatch):
+    """Breaks as a job that does not start where util-linux is older than 2.33."""
+    old = tmp_path / "setpriv"
+    old.write_text("#!/bin/sh\necho unrecognized option >&2\nexit 1\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given, out, err, _ = run(python("print('ran')", 1))
+    assert (given, out.strip(), err) == (0, "[0] ran", "")

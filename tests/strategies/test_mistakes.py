@@ -545,6 +545,16 @@ def gradients_applied_in_a_branch(strategy):
     model.fit(x, y, verbose=0)
 
 
+@mistake("NotDistributedError", "does not add up over 2 replicas", "neither a mean")
+def a_loss_between_rows_after_a_callback_has_evaluated(strategy):
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, InBatch)
+    evaluating = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: model.evaluate(x, y, verbose=0)
+    )
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[evaluating])
+
+
 class Summing(keras.layers.Layer):
     """Keeps a number of a batch that is no mean over its rows."""
 

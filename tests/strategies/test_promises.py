@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 import tensorflow as tf
 from keras.src.losses import loss
 
-from dtk.strategies import AllReduceStrategy, MirroredStrategy, undistributed
+from dtk.compat import tf_replicas
+from dtk.strategies import AllReduceStrategy, MirroredStrategy, start, undistributed
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import shared_weights
 from dtk.trainer.strategy import ShuffleSeed
@@ -163,6 +166,21 @@ def test_single_batches_keep_a_seed_for_each_rank_when_others_predict(world, bac
     first, second = world(backend, size).run(seeds_of_single_batches)
     assert len(set(first)) == len(set(second)) == 1
     assert first[0] != second[0]
+
+
+def seeded_by_the_script():
+    """What NumPy and Python draw after a script has seeded them and nothing else."""
+    np.random.seed(0)
+    random.seed(0)
+    with mock.patch.object(tf_replicas, "global_seed", return_value=None):
+        start.share_seed(bodies.strategy().world)
+    return np.random.rand(), random.random()
+
+
+@TWO
+def test_seeds_of_numpy_and_python_are_kept(world, backend, size):
+    expected = np.random.RandomState(0).rand(), random.Random(0).random()
+    assert world(backend, size).run(seeded_by_the_script) == [expected] * 2
 
 
 def augments_after_training():

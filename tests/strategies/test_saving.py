@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.trainer import model_files
+
 from strategies import bodies, cases
 
 TWO = pytest.mark.worlds(("collective", 2))
@@ -78,6 +80,13 @@ def test_rank_0_may_save_alone_and_export_again(pool, tmp_path):
     """Breaks as a rank that waits for others to read a metric, or as an export that stays."""
     names = pool.run(rank_0_alone, str(tmp_path))[0]
     assert names == ["exported", "model.keras", "model.weights.h5"]
+
+
+def test_models_with_equal_weights_are_told_apart():
+    """Breaks as an export that keeps another model which stood there."""
+    base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    likely = keras.Sequential([base, keras.layers.Softmax()])
+    assert model_files.hash_of(base) != model_files.hash_of(likely)
 
 
 def uncompiled(folder):

@@ -433,6 +433,12 @@ def restore_exchange(trainer: DistributedTrainer, saved: dict[str, SavedItem]) -
         )
 
 
+def learning_rates(model: keras.Model) -> list[keras.Variable]:
+    """Return the learning rates of a model's optimizers that are variables."""
+    variables = [v for o in shared_optimizer.optimizers_of(model) for v in o.variables]
+    return [v for v in variables if v.path.endswith("/learning_rate")]
+
+
 def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer) -> None:
     strategy = trainer.strategy
     if strategy.shuffle_seed.value is not None and state["shuffle_seed"] is not None:

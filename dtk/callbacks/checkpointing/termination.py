@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 import time
+import weakref
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN = 1.0
 
 EXIT_CODE = 128 + signal.SIGTERM
+
+
+def _forget(of_parent: weakref.ref[Termination]) -> None:
+    termination = of_parent()
+    if termination is not None and termination.is_installed:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Termination:
@@ -60,7 +69,14 @@ class Termination:
         os.set_blocking(self._pipe[1], False)
         self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
+        # A process forked from this one, such as a worker of a pool, is to end as it would.
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         progress.tell_saving("ready")
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether SIGTERM is caught."""
+        return self._pipe is not None
 
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""

@@ -150,7 +150,9 @@ def _part_shape(shape: Sequence[int], size: int, undivided: bool) -> tuple[int, 
     """Return the shape in which an optimizer sees so many elements of a variable."""
     if undivided and len(shape):
         return tuple(shape) if size == math.prod(shape) else (0,) * len(shape)
-    if len(shape) == 2 and size:
+    # One row is a vector: Keras would add it to others of its kind as a bias, and TensorFlow's
+    # optimizer of graphs then refuses it ("Biases must be 1D").
+    if len(shape) == 2 and size > shape[1]:
         return size // shape[1], shape[1]
     return (size,)
 
@@ -470,10 +472,10 @@ class ScatterOp(DenseOp):
     def _product(self, place: int, factors: Factored) -> tf.Tensor:
         """Multiply the rows of this rank's part."""
         part = self._sharded.parts[id(self._variables[place])]
-        rows = _rows_of(part)
-        if rows is None:  # of a matrix: it is empty
-            return tf.zeros(part.shape, factors.dtype)
-        return Factored(factors.left[:, rows.start : rows.stop], factors.right).product()
+        width = part.whole.shape[1]
+        first, size = _shard_of(part).offset // width, math.prod(part.shape)
+        left = factors.left[:, first : first + size // width]
+        return tf.reshape(Factored(left, factors.right).product(), part.shape)
 
     def _sums(
         self, places: Sequence[int], gradients: Sequence[Gradient]
