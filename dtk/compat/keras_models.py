@@ -359,8 +359,7 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 
 def operations_of(model: keras.Model) -> list[str]:
     """Return the names of a functional model's operations that may combine rows, as `mean` may."""
-    models = [one for one in model._flatten_layers() if hasattr(one, "_operations")]
-    found = [operation for one in models for operation in one._operations]
+    found = [o for one in model._flatten_layers() for o in getattr(one, "operations", ())]
     names = {type(one).__name__ for one in found if not isinstance(one, keras.Layer)}
     return sorted(names - _BY_ELEMENT)
 

@@ -109,6 +109,7 @@ steps, their losses and moments:
     keras.src.backend.tensorflow.*  take _compute_moments_sync
     keras.Variable  _value _path _initialize _initialize_with_initializer
     keras.layers.Embedding  _embeddings
+    keras.layers.BatchNormalization  _moments _reduction_axes
 models:
     keras.Model  _distribute_strategy _make_function _maybe_symbolic_build _symbolic_build
         _initial_epoch _compile_loss _compile_metrics _flatten_layers _metrics

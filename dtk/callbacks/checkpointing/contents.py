@@ -266,7 +266,12 @@ def load_newest(
     name, packed, arrays = _newest_readable(files, names)
     path = files.directory / name
     state: ModelState = trainer if parts is None else ModelState(parts.build(), trainer.strategy)
-    check_same_model(packed["variables"], describe(state), path)
+    try:
+        check_same_model(packed["variables"], describe(state), path)
+    except ValueError as error:
+        if unbuilt := _unbuilt(state.model):
+            raise ValueError(unbuilt.format(path)) from error
+        raise
     check_same_counts(packed, state, path)
     state.model.load_weights(files.weights(name))
     # The keys stay, and arrays take the places of their names.
@@ -353,6 +358,17 @@ def check_same_model(saved: states.Described, mine: states.Described, path: Path
             f"{path} belongs to another model: only {where} has "
             f"{more[min(len(saved), len(mine))][0]}; {_ELSE}"
         )
+
+
+def _unbuilt(model: keras.Model) -> str:
+    """Return what to do about optimizers that the first step would build, which is too late."""
+    optimizers = shared_optimizer.optimizers_of(model)
+    names = ", ".join(repr(one.name) for one in optimizers if not one.built)
+    return names and (
+        f"{{}} cannot be loaded: the model's optimizers {names} have no state yet, since the first "
+        "step would build them. Build each where the model is compiled, such as "
+        "self.d_optimizer.build(self.discriminator.trainable_variables)"
+    )
 
 
 def _last_word(path: str) -> str:

@@ -1,9 +1,10 @@
 """Test that a step's parts add up to the step: compute a few rows by one replica, and by all.
 
 Losses and metrics must be means or sums over rows, or the parts of several replicas do not add up
-to the result of one process. Keras's own losses, metrics and layers add up. A script's own are
-tried before the first update: a few rows of the first batch go through the step as a whole and as
-the parts of all replicas. Nothing is applied, and every variable gets its old value back.
+to the result of one process. Nearly all of Keras's losses, metrics and layers add up. The others
+and a script's own are tried before the first update: a few rows of the first batch go through the
+step as a whole and as the parts of all replicas. Nothing is applied, and every variable gets its
+old value back.
 
     terms        shows which losses are sums or ratios, to be counted as such (see `loss_terms`)
     gradients    must agree, or NotDistributedError; for slices, which optimizers such as Adam
