@@ -47,7 +47,7 @@ _Identifier: TypeAlias = str | dict[str, object]
 
 # Keras's losses that are not means over rows.
 _OF_ALL_ROWS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
-# Operations of functional models of which each element of the result is of one element's row.
+# Operations of functional models that compute each element from elements of the same row.
 _BY_ELEMENT = {
     *("Absolute", "Add", "Cast", "Divide", "Exp", "Gelu", "Multiply", "Negative", "Power", "Relu"),
     *("Sigmoid", "Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh", "TrueDivide"),
@@ -87,7 +87,7 @@ def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterato
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
-    """Return the losses given to `compile` that are not Keras's own, or compare rows."""
+    """Return the losses given to `compile` that are not Keras's own, or not means over rows."""
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
     tried = [loss for loss in given if loss is not None]
@@ -357,7 +357,7 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
-def operations_of(model: keras.Model) -> list[str]:
+def combining_operations(model: keras.Model) -> list[str]:
     """Return the names of a functional model's operations that may combine rows, as `mean` may."""
     found = [o for one in model._flatten_layers() for o in getattr(one, "operations", ())]
     names = {type(one).__name__ for one in found if not isinstance(one, keras.Layer)}

@@ -46,7 +46,6 @@ class _Drawn(threading.local):
     """This thread's draws since `restart`; replicas may be threads."""
 
     building = False
-    of_python = True
 
 
 _drawn = _Drawn()
@@ -81,11 +80,13 @@ def _draw_for(name: str) -> Function[tf.Tensor] | None:
     return draw
 
 
-def restart(rows: int = 1, first: int = 0, of: int | None = None) -> None:
-    """Restart this thread's draws before a step is traced; NumPy's and Python's, too, if asked."""
+def restart(
+    rows: int = 1, first: int = 0, of: int | None = None, of_python: bool = True
+) -> None:
+    """Restart this thread's draws before a step is traced; see `by_row` for `of_python`."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of
-    if _drawn.of_python:
+    if of_python:
         np.random.seed(0)
         random.seed(0)
 
@@ -113,10 +114,8 @@ def by_row(
         True
     """
     of_rows: list[int] = []
-    outer, _drawn.of_python = _drawn.of_python, of_python
     with contextlib.ExitStack() as stack:
-        own = _Generators()
-        stack.callback(setattr, _drawn, "of_python", outer)
+        own = _Generators(of_python)
         stack.callback(own.swap)  # restores the generators that `restart` has seeded
         build = functools.partial(_with_own_numbers, own)
         stack.enter_context(patch_around(keras.Layer, _maybe_build=build))
@@ -148,11 +147,12 @@ def _replacements(
 class _Generators:
     """Saved states of NumPy's and Python's generators, to swap with the present ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, swapped: bool) -> None:
+        self._swapped = swapped
         self._states = np.random.get_state(), random.getstate()
 
     def swap(self) -> None:
-        if not _drawn.of_python:
+        if not self._swapped:
             return
         of_numpy, of_python = self._states
         self._states = np.random.get_state(), random.getstate()

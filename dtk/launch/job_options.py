@@ -118,9 +118,9 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
         if len(caught) <= 2:
             raise _Signalled
 
-    # nohup ignores the end of the terminal for what it starts
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    ending = [one for one in _ENDING if one not in ignored]
+    # nohup has SIGHUP ignored, so that the job outlives its terminal
+    outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    ending = [one for one in _ENDING if one != signal.SIGHUP or not outlives]
 
     def set_all(handlers: Iterable[_Handler]) -> list[_Handler]:
         return [signal.signal(*one) for one in zip(ending, handlers, strict=True)]

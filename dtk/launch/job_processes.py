@@ -159,7 +159,7 @@ def start(
     if shutil.which(argv[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     setpriv = shutil.which("setpriv")
-    if setpriv is not None and not serves and _tells_of_death(setpriv):
+    if setpriv is not None and not serves and _has_pdeathsig(setpriv):
         command = [setpriv, "--pdeathsig", "TERM", "--", *argv]
     with bound_to(cores):
         process = subprocess.Popen(
@@ -180,7 +180,7 @@ def start(
 
 
 @functools.cache
-def _tells_of_death(setpriv: str) -> bool:
+def _has_pdeathsig(setpriv: str) -> bool:
     """Return whether setpriv has --pdeathsig, which came with util-linux 2.33."""
     tried = subprocess.run([setpriv, "--pdeathsig", "TERM", "--", "true"], capture_output=True)
     return tried.returncode == 0

@@ -272,7 +272,7 @@ class ChiefTrial(step_trial.Trial):
     ) -> FunctionalStep:
         """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy
-        random_draws.restart(rows, first, self.rows)
+        random_draws.restart(rows, first, self.rows, self.of_python)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
             tables = keras_models.tables_of(model)
             pulled = functional_step.pulled_variables(model, tables)

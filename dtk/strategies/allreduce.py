@@ -163,8 +163,8 @@ def _of_one_shape(rows: tf.Tensor, communicator: Communicator) -> tf.Tensor:
         return rows
     sizes, none = tf.shape(rows)[1:], tf.shape(rows)[0] == 0
     # On all ranks: one that raised alone would leave the others waiting. No rows have no shape.
-    largest = communicator.allreduce(tf.where(none, 0, sizes), "max")
-    smallest = -communicator.allreduce(tf.where(none, -sizes.dtype.max, -sizes), "max")
+    both = tf.where(none, [[0], [-sizes.dtype.max]], tf.stack([sizes, -sizes]))
+    largest, smallest = tf.unstack(communicator.allreduce(both, "max") * [[1], [-1]])
     same = tf.debugging.Assert(
         tf.reduce_all(largest == smallest),
         [

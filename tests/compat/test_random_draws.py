@@ -186,7 +186,7 @@ def test_numpy_and_python_draw_on_while_a_step_is_tried():
     expected = [two(), two()]
     keras.utils.set_random_seed(3)
     with random_draws.by_row(of_python=False):
-        random_draws.restart(3)
+        random_draws.restart(3, of_python=False)
         drawn = [two()]
     assert [*drawn, two()] == expected
 

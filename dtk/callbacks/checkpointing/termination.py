@@ -28,9 +28,8 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 def _forget(of_parent: weakref.ref[Termination]) -> None:
     termination = of_parent()
-    if termination is not None and termination.is_installed:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if termination is not None:
+        termination.give_back()
 
 
 class Termination:
@@ -73,17 +72,18 @@ class Termination:
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         progress.tell_saving("ready")
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether SIGTERM is caught."""
-        return self._pipe is not None
-
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
         self._agreed.set()
         if self._pipe is None:
             return
         progress.tell_saving("over")
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let this process alone end by SIGTERM as before; one that is forked calls it."""
+        if self._pipe is None:
+            return
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             signal.set_wakeup_fd(self._woken_before)

@@ -99,7 +99,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
         verdict = _judge(trial)
     if verdict.wrong:
         told = (
-            f"the {name} of model {model.name!r} (not Keras's own: "
+            f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
             f"{verdict.wrong}. Losses must be means or sums over rows, such as most of "
@@ -380,7 +380,9 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
     found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
     found += [f"layer {name}" for name in sorted(layers)]
-    found += [f"operation {name}" for name in keras_models.operations_of(model)]
+    own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
+    found += [f"activation {name}" for name in sorted({*map(_called, own)})]
+    found += [f"operation {name}" for name in keras_models.combining_operations(model)]
     return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
@@ -402,18 +404,19 @@ def _is_foreign(layer: keras.Layer) -> bool:
         return True
     if getattr(layer, "activity_regularizer", None) is not None or _pads(layer):
         return True
-    functions = [getattr(layer, name, None) for name in ("activation", "recurrent_activation")]
-    if any(f is not None and not _is_of_rows(f) for f in functions):
-        return True
     if type(layer).__module__.startswith("dtk."):
         return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)
 
 
-def _is_of_rows(activation: object) -> bool:
-    module = str(getattr(activation, "__module__", ""))
-    return keras_models.is_from_keras(activation) or module.startswith("tensorflow.")
+def _own_activations(layer: keras.Layer) -> Iterator[object]:
+    """Yield the activations of a layer that a script has written."""
+    for given in (getattr(layer, "activation", None), getattr(layer, "recurrent_activation", None)):
+        module = str(getattr(given, "__module__", ""))
+        known = given is None or keras_models.is_from_keras(given)
+        if not known and not module.startswith("tensorflow."):
+            yield given
 
 
 def _pads(layer: keras.Layer) -> bool:

@@ -237,7 +237,7 @@ class Trial:
 
     def _trace_whole(self, assigned: list[keras.Variable]) -> Found:
         with tf_replicas.as_one_replica(self.strategy):
-            random_draws.restart(self.rows, 0, self.rows)
+            random_draws.restart(self.rows, 0, self.rows, self.of_python)
             rows = tf.constant(self.rows, tf.int64)
             step = traced_step.Step(
                 tf.ones([]),
@@ -264,7 +264,8 @@ class Trial:
             def one(batch: slicing.Slices) -> Found:
                 with strategy.sequence(sequence):
                     rank = strategy.local_ranks()[strategy.local_index()]
-                    random_draws.restart(max(1, self.parts[rank]), int(starts[rank]), self.rows)
+                    rows, first = max(1, self.parts[rank]), int(starts[rank])
+                    random_draws.restart(rows, first, self.rows, self.of_python)
                     data, step = replica_step.begin_step(
                         self.step_function, batch, model, strategy, kinds
                     )
