@@ -251,3 +251,17 @@ def test_what_cannot_be_told_from_rounding_is_said(pool):
         assert verdict.wrong is None and verdict.difference > 1e-4
         (note,) = (note for note in verdict.notes if "cannot tell" in note)
         assert "self_test=False" in note
+
+
+def drawn_after_a_trial():
+    """What NumPy draws after training on two devices, whose steps are traced by threads."""
+    model = cases.compiled(bodies.strategy(2), loss=scalar)
+    x, y = cases.rows(8)
+    np.random.seed(3)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return np.random.rand()
+
+
+@pytest.mark.worlds(("local", 1))
+def test_numpy_draws_on_where_it_was(pool):
+    assert pool.run(drawn_after_a_trial) == [np.random.RandomState(3).rand()]
