@@ -69,6 +69,7 @@ def _cut(
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     if strategy.world.size == 1:
         return slicing.cut_dataset(dataset, ranks, size, ahead=ahead)
+    dataset = tf_datasets.in_known_order(dataset)
     maps = strategy.extended.row_maps(dataset)
     if maps is not None:
         return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)

@@ -167,6 +167,15 @@ def cut_in_order(
     return cut(batches, False).prefetch(_number(node._buffer_size))
 
 
+def in_known_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Put a dataset in order whose options allow any: ranks that each read all must agree on it."""
+    if dataset.options().deterministic is not False:
+        return dataset
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
+
+
 def _shuffles_again(dataset: tf.data.Dataset) -> bool:
     if _kind(dataset) == "Repeat":
         return any(_kind(node) == "Shuffle" for node in _all_sources(dataset))
@@ -437,7 +446,7 @@ def _number(tensor: tf.Tensor) -> int | None:
 
 
 def _order(node: tf.data.Dataset) -> bool | None:
-    # Of any order dtk takes the one that all ranks know.
+    # See `in_known_order`.
     return None if node._deterministic == "default" else True
 
 
@@ -500,7 +509,4 @@ def _as_behind(
     count = int(dataset.cardinality())
     if count != tf.data.UNKNOWN_CARDINALITY:
         given = given.apply(tf.data.experimental.assert_cardinality(count))
-    options = tf.data.Options().merge(dataset.options())
-    if options.deterministic is False:
-        options.deterministic = True  # see `_order`
-    return given.with_options(options)
+    return given.with_options(tf.data.Options().merge(dataset.options()))

@@ -27,7 +27,13 @@ from dtk.cluster.variables import SELF_TEST
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables, tf_replicas
-from dtk.compat.tf_datasets import MakesDataset, PerRankDataset, cut_in_order, take_apart
+from dtk.compat.tf_datasets import (
+    MakesDataset,
+    PerRankDataset,
+    cut_in_order,
+    in_known_order,
+    take_apart,
+)
 from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
 from dtk.input.row_maps import RowMaps
@@ -209,6 +215,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         digest = None if self._observe is None else digests.digest_of
 
         def cut(given: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+            given = in_known_order(given)
             maps = self.row_maps(given)
             if maps is not None:
                 return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)

@@ -97,7 +97,8 @@ class StreamSource:
         self._dataset = dataset
         count = int(dataset.cardinality())
         self.steps = count if count >= 0 else None  # None where only reading tells
-        self.read = (0, 0)  # batches that `parts_of` has read, and their digest
+        # batches that `parts_of` has read, their rows, and their digest
+        self.read = (0, 0, 0)
 
     def first(self) -> Tree:
         return next(iter(self._dataset))
@@ -116,11 +117,13 @@ class StreamSource:
                 turn += 1
 
     def _observed(self) -> Iterator[tuple[int, Tree]]:
-        digest = tf.constant(0, tf.int64)
+        digest, rows = tf.constant(0, tf.int64), 0
         for number, batch in enumerate(self._dataset):
-            found = digests.digest_of(tf.constant(number, tf.int64), _inputs(batch))
+            inputs = _inputs(batch)
+            found = digests.digest_of(tf.constant(number, tf.int64), inputs)
             digest = digests.add(digest, found)
-            self.read = number + 1, int(digest)
+            rows += int(slicing.count_rows(inputs))
+            self.read = number + 1, rows, int(digest)
             yield number, batch
 
 
@@ -304,16 +307,16 @@ def predict_to_disk(
         return before, done
 
     manifest, done = on_root(ranks, begin)
-    if manifest.parts is not None:
+    if manifest.parts is not None and source.steps is not None:
         return Predictions(files.directory)
     for part, batches in source.parts_of(ranks.rank, ranks.size, done, manifest.per_part):
         files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
     if source.read is not None:
-        what = "batches that were read (their number and hash)"
+        what = "batches that were read (their number, their rows and a hash)"
         compare([(what, source.read)], ranks, _SAME_DATA)
-    read_steps = source.steps if source.read is None else source.read[0]
+    read_steps, rows = (source.steps, source.rows) if source.read is None else source.read[:2]
     ranks.barrier()
-    on_root(ranks, lambda: _complete(files, manifest, read_steps, ranks.rank))
+    on_root(ranks, lambda: _complete(files, manifest, read_steps, rows, ranks.rank))
     return Predictions(files.directory)
 
 
@@ -427,7 +430,9 @@ def _predict_part(
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
 
 
-def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int) -> None:
+def _complete(
+    files: PartFiles, manifest: Manifest, steps: int | None, rows: int | None, rank: int
+) -> None:
     """Say in the manifest that all is there, after all ranks have written."""
     assert steps is not None
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
@@ -439,11 +444,12 @@ def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rank: int
             "system that all hosts share"
         )
         raise ValueError(at_rank(rank, told))
-    parts = tuple(rows for rows in found if rows is not None)
-    if manifest.rows is not None and sum(parts) != manifest.rows:
+    parts = tuple(count for count in found if count is not None)
+    if rows is not None and sum(parts) != rows:
         told = (
-            f"{sum(parts)} rows were predicted of {manifest.rows} rows of data; the model must "
-            "return one row for each row of a batch"
+            f"{files.directory} holds {sum(parts)} rows that were predicted, and the data has "
+            f"{rows}; the model must return one row for each row of a batch, and data that has "
+            "grown or shrunk since an earlier run must be predicted anew, with resume=False"
         )
         raise ValueError(at_rank(rank, told))
     files.write_manifest(dataclasses.replace(manifest, parts=parts))

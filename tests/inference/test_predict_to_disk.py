@@ -253,6 +253,18 @@ def test_parts_that_are_gone_or_cut_are_made_again(tmp_path, plain):
     assert changed == {"00002", "00004"}
 
 
+def test_a_stream_that_has_grown_is_not_taken_for_predicted(tmp_path):
+    def rows(count):
+        data = {name: array[:count] for name, array in bodies.data().items()}
+        return tf.data.Dataset.from_tensor_slices(data).filter(lambda x: True).batch(8)
+
+    model = bodies.model()
+    predict_to_disk(model, rows(60), tmp_path, rows_per_file=16)
+    with pytest.raises(ValueError, match="holds 96 rows .* and the data has 100"):
+        predict_to_disk(model, rows(100), tmp_path)
+    assert len(predict_to_disk(model, rows(100), tmp_path, resume=False)) == 100
+
+
 def test_another_plan_is_refused_and_removed_when_asked(tmp_path):
     model, x = bodies.model(), bodies.data()
 
@@ -316,7 +328,7 @@ class Odd(keras.Model):
         ("ragged", r"to_tensor\(\)"),
         ("rows", "different numbers of rows"),
         ("strings", "no number"),
-        ("fewer", "rows were predicted of 10 rows"),
+        ("fewer", "rows that were predicted, and the data has 10"),
     ],
 )
 def test_outputs_that_are_no_rows_are_refused(kind, said, tmp_path):

@@ -218,6 +218,38 @@ def test_rows_whose_rank_tensorflow_does_not_know(pool):
         np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+def in_any_order():
+    """Loss of a dataset that may be in any order, whose first row comes late on rank 0."""
+    strategy = AllReduceStrategy()
+
+    def late(number):
+        time.sleep(0.3 if number == strategy.rank == 0 else 0)
+        return number
+
+    def rows(first):
+        numbers = tf.data.Dataset.range(first, 16, 2)
+        return numbers.map(lambda n: tf.ensure_shape(tf.numpy_function(late, [n], tf.int64), ()))
+
+    options = tf.data.Options()
+    options.deterministic = False
+    data = tf.data.Dataset.range(2).interleave(rows, 2, num_parallel_calls=2)
+    data = data.batch(4).map(lambda n: (tf.cast(n[:, None], tf.float32), n[:, None]))
+    data = data.with_options(options)
+
+    def build():
+        return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+
+    model = cases.compiled(strategy, build, loss="mse")
+    return model.fit(data, verbose=0).history["loss"]
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_dataset_in_any_order_is_read_in_one(pool):
+    """Ranks disagreed by chance: recipes for TFRecords set `options.deterministic = False`."""
+    first, second = pool.run(in_any_order)
+    assert first == second
+
+
 def of_drawn_weights(scope):
     """Weights that `tf.random.normal` draws for a model without an input, and the next draw."""
     keras.utils.set_random_seed(1)
