@@ -93,25 +93,25 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 @click.option(
     "--output-dir",
     metavar="DIR",
-    type=click.Path(),
+    type=job_file.HomePath(),
     help="Also write each rank's output to a file there.",
 )
 @click.option(
     "--events",
     metavar="FILE",
-    type=click.Path(),
+    type=job_file.HomePath(),
     help="Write what happens to a file, as JSON lines.",
 )
 @click.option(
     "--timeline",
     metavar="FILE",
-    type=click.Path(),
+    type=job_file.HomePath(),
     help="Write a timeline for https://ui.perfetto.dev.",
 )
 @click.option(
     "--report",
     metavar="FILE",
-    type=click.Path(),
+    type=job_file.HomePath(),
     help="Write a report of the job, a page of HTML.",
 )
 @job_options.remote_shell

@@ -97,10 +97,23 @@ def apply(ctx: click.Context, parameter: click.Parameter, file: str | None) -> s
     return file
 
 
+class HomePath(click.Path):
+    """A path; shells leave the ~ in `--option=~/folder` as it is, and files have no shell."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        """Put the home directory in the place of ~."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
 option = click.option(
     "--config",
     metavar="FILE",
-    type=click.Path(),
+    type=HomePath(),
     is_eager=True,
     expose_value=False,
     callback=apply,

@@ -39,7 +39,7 @@ hosts = click.option(
 hostfile = click.option(
     "--hostfile",
     metavar="FILE",
-    type=click.Path(),
+    type=job_file.HomePath(),
     help="The same, one `host slots=n` per line.",
 )
 remote_shell = click.option(

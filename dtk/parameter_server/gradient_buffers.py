@@ -389,6 +389,7 @@ class GradientCommit:
                 "self.trainable_variables)"
             )
         found: dict[int, Gradient] = {}
+        before = self._planned_ids() if self._plan else None
         self._plan = []
         for optimizer, gradients, variables in traced.applied:
             planned: list[Weight] = []
@@ -408,7 +409,17 @@ class GradientCommit:
         ordered = [found.get(id(w)) for w in self.layout.weights]
         pairs = zip(self.layout.weights, ordered, strict=True)
         self._without_gradient = {id(w) for w, g in pairs if g is None}
+        # Buffers of steps that were traced before are still on their way.
+        if before not in (None, self._planned_ids()):
+            raise self._refusal(
+                "trains other weights, or by other optimizers, than when it was traced before; "
+                "compile the model again before a fit that trains others"
+            )
         return ordered
+
+    def _planned_ids(self) -> tuple[list[tuple[int, list[int]]], set[int]]:
+        plan = [(id(optimizer), [id(w) for w in weights]) for optimizer, weights in self._plan]
+        return plan, self._without_gradient
 
     def _refusal(self, what: str) -> NotDistributedError:
         return NotDistributedError(f"the train_step of model {self._model.name!r} {what}")

@@ -187,6 +187,44 @@ def test_kernels_of_dense_layers_on_sequences_are_coded(pool):
 # Another number of workers.
 
 
+class TwoHeads(keras.Model):
+    """Trains one of two heads, by gradients of both, of which one is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = [keras.layers.Dense(2), keras.layers.Dense(2)]
+        self.trained = 0
+
+    def build(self, shape):
+        for head in self.heads:
+            head.build(shape)
+
+    def call(self, x):
+        return self.heads[self.trained](x)
+
+
+def heads_apart():
+    """Changes of both heads' kernels in the first step that trains the second one."""
+    with exchanging(Delayed()) as strategy, strategy.scope():
+        model = TwoHeads()
+        model.build((None, 4))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = np.ones((8, 4), "float32"), np.zeros((8, 2), "float32")
+    model.train_on_batch(x, y)
+    before = [np.array(head.kernel) for head in model.heads]
+    model.trained = 1
+    model.make_train_function(force=True)
+    model.train_on_batch(x, y)
+    pairs = zip(model.heads, before, strict=True)
+    return [np.abs(head.kernel - kernel).max() for head, kernel in pairs]
+
+
+@two
+def test_what_is_remembered_of_one_weight_is_not_added_to_another(pool):
+    """It was numbered by the gradients that are not None."""
+    assert pool.run(heads_apart) == [[0, 0]] * 2
+
+
 def make_variables(state, rows):
     for kind in ("same", "sum", "mean"):
         state.variable(kind, kind, (2,))

@@ -49,10 +49,14 @@ def test_the_command_line_wins_over_variables_over_the_file_over_pyproject():
     assert done.stderr == f"{told}; job.toml gives stall-timeout = 60.0\n"
 
 
-def test_a_variable_wins_over_the_communicator_of_a_file():
-    Path("pyproject.toml").write_text('[tool.dtk.run]\nworkers = 1\ncommunicator = "horovod"\n')
-    done = dtk("run", "train.py", DTK_COMMUNICATOR="collective")
+def test_a_variable_wins_over_the_communicator_of_a_file_and_home_is_known(tmp_path):
+    Path("pyproject.toml").write_text(
+        '[tool.dtk.run]\nworkers = 1\ncommunicator = "horovod"\noutput-dir = "~/logs"\n'
+    )
+    variables = {"DTK_COMMUNICATOR": "collective", "HOME": str(tmp_path)}
+    done = dtk("run", "--events=~/events", "train.py", **variables)
     assert done.stdout == "[0] collective 300 60\n", done.stderr
+    assert Path("events").exists() and [*Path("logs").iterdir()]
 
 
 TABLE = "[tool.dtk.run]\n"

@@ -238,6 +238,14 @@ def _by_hand(model, ids):
     return loss
 
 
+def _by_dtype(model, ids):
+    """Another optimizer for the ids of another trace."""
+    weights = model.trainable_weights
+    gradients, loss = model.gradients(ids, weights)
+    (model.optimizer if ids.dtype == tf.int32 else model.second).apply(gradients, weights)
+    return loss
+
+
 STEPS = {
     "kernel": _then_read(lambda model, ids: model.dense(ops.ones((1, 3)))),
     "table": _then_read(lambda model, ids: model.table(ids)),
@@ -254,6 +262,7 @@ STEPS = {
     "compiled": _compiled,
     "stranger": _of_a_stranger,
     "by hand": _by_hand,
+    "by dtype": _by_dtype,
 }
 
 
@@ -267,6 +276,8 @@ def stepped(strategy, name):
         model.optimizer.build(model.trainable_variables)
         stranger()
     model.fit(ids, batch_size=8, verbose=0)
+    if name == "by dtype":
+        model.fit(ids.astype("int64"), batch_size=8, verbose=0)
     return flat(model.get_weights())
 
 
@@ -304,6 +315,7 @@ MISTAKES = {
     "twice": _refused("twice", "(and 3 more)", "its own update"),
     "branch": _refused("branch", "inside a branch, a loop or a function", "in train_step itself"),
     "stranger": _refused("stranger", "/kernel' to optimizer", "no trainable weight of the model"),
+    "by dtype": _refused("by dtype", "other optimizers", "compile the model again"),
     "by hand": _refused(
         "by hand", "assigns 'stepping/dense/bias'", "only optimizers", "constraint"
     ),

@@ -49,6 +49,7 @@ class GradientExchange:
         alone = strategy.communicator.size == 1
         self.exchange: Exchange = (None if alone else strategy.exchange) or Dense()
         self._ops: dict[tuple[int, ...], ExchangeOp] = {}
+        self._of_step: list[ExchangeOp] = []  # those of the last traced update
         self._notes: NonFiniteNotes | None = None
         self.chooses = isinstance(self.exchange, Auto)
         # Specs of the gradients that are summed whole, and of those that may go as factors.
@@ -95,6 +96,7 @@ class GradientExchange:
         """
         updated: Gradients = [None] * len(gradients)
         flags = []
+        self._of_step = []
         for group in self._groups(variables):
             of_group = [variables[i] for i in group]
             found, applied = self._update([gradients[i] for i in group], of_group, part)
@@ -112,10 +114,11 @@ class GradientExchange:
     ) -> Update:
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         paths = [variables[i].path for i in places]
-        trained = list(variables)
-        if self._sharded is not None:
-            trained = [variables[i] for i in places]
+        # What an exchange remembers belongs to the gradients that were there; blocks of local steps
+        # average all weights.
+        trained = list(variables) if self.local else [variables[i] for i in places]
         op = self._op(trained)
+        self._of_step.append(op)
         found = [_with_static_shape(gradients[i], variables[i]) for i in places]
         if op.factors:
             found = [factored(gradient) for gradient in found]
@@ -146,10 +149,10 @@ class GradientExchange:
         by_place = dict(zip(places, found, strict=True))
         return [by_place.get(i) for i in range(len(gradients))], applied
 
-    def count(self, variables: Sequence[keras.Variable], part: BatchPart | None) -> None:
+    def count(self, part: BatchPart | None) -> None:
         """Count a step once its gradients are applied or accumulated."""
-        for group in self._groups(variables):
-            self._op([variables[i] for i in group]).count(part)
+        for op in self._of_step:
+            op.count(part)
 
     def _groups(self, variables: Sequence[keras.Variable]) -> list[list[int]]:
         """Divide variables into whole ones and parts, each with its own buckets.

@@ -192,7 +192,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
             result = sharded.updated(lambda: apply(found, parts), in_step=True)
         else:
             result = _apply_if(applied, lambda: apply(found, variables))
-        exchange.count(trained, _part_of(step))
+        exchange.count(_part_of(step))
         return result
 
     def clip_window(grads: Gradients, variables: Variables, clip: Clip) -> Gradients:
