@@ -29,6 +29,7 @@ from dtk.launch import (
     views,
 )
 from dtk.launch.attempts import Attempt, Attempts
+from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
 # Packages that ranks import. Each is a folder, so a file with the same name is another module.
@@ -89,6 +90,14 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     is_flag=True,
     help="Give the job a separate network: nothing outside can reach its ports, and it can reach "
     "nothing outside. On this machine only.",
+)
+@click.option(
+    "-x",
+    "exported",
+    metavar="NAME[=VALUE]",
+    multiple=True,
+    help="Give every rank this variable, on other hosts as well; repeat it for more. Those of "
+    f"TensorFlow and the like ({', '.join(FORWARDED)}) are given anyway.",
 )
 @click.option(
     "--output-dir",
@@ -160,6 +169,7 @@ def run(
     hostfile: str | None,
     bind: bool,
     isolate: bool,
+    exported: tuple[str, ...],
     output_dir: str | None,
     events: str | None,
     timeline: str | None,
@@ -192,6 +202,7 @@ def run(
     if max_restarts is not None and max_restarts < 0:
         raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
     job_options.check_remote_shell(remote_shell)
+    variables = dict(map(_variable, exported))
     where = job_options.places(hosts, hostfile)
     check_plan(command, workers, where, communicator, ps, evaluator)
     _check_fewest(min_workers, workers, where, ps)
@@ -233,7 +244,7 @@ def run(
             screen.say(notice)
         places = {one.name: one.host for one in processes}
         log.begin_attempt(attempt.number, places, 0 if ps else len(processes))
-        told = {progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
+        told = {**variables, progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
         told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
@@ -273,6 +284,14 @@ def run(
         code = job_options.interruptible(attempts.run, "run", attempts.jobs)
         log.record("job end", code=code)
     sys.exit(code)
+
+
+def _variable(given: str) -> tuple[str, str]:
+    """Return name and value of a variable that is given as NAME=VALUE, or NAME if it is set."""
+    name, equals, value = given.partition("=")
+    if not equals and name not in os.environ:
+        raise ClusterError(f"-x {given}: {name} is not set here; set it, or give -x {name}=VALUE")
+    return name, value if equals else os.environ[name]
 
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:

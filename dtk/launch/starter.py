@@ -20,7 +20,7 @@ from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
 
 # Settings of the user's that ranks on other hosts need as well.
-_FORWARDED = (
+FORWARDED = (
     "TF_",
     "KERAS_",
     "DTK_",
@@ -164,7 +164,7 @@ class Starter:
         forwarded = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_FORWARDED) and not machines.is_foreign(name)
+            if name.startswith(FORWARDED) and not machines.is_foreign(name)
         }
         order = machines.first_line(
             "rank",

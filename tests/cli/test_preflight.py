@@ -17,7 +17,7 @@ def run(tmp_path, two_hosts):
     site = tmp_path / "site"
     site.mkdir()
     script, shell = tmp_path / "train.py", tmp_path / "shell"
-    script.write_text("print('trained')")
+    script.write_text("import os; print('trained on', os.environ['DATA_DIR'])")
     beside = f'[ "$1" = {second} ] && export PYTHONPATH="{site}:$PYTHONPATH"'
     shell.write_text(f'#!/bin/sh\n{beside}\nexec {there} "$@"\n')
     shell.chmod(0o755)
@@ -27,6 +27,7 @@ def run(tmp_path, two_hosts):
             (site / name).parent.mkdir(exist_ok=True)
             (site / name).write_text(content)
         command = [sys.executable, "-m", "dtk.cli.main", "run", "--communicator", "collective"]
+        command += ["-x", "DATA_DIR=/data"]
         command += ["--hosts", f"{first}:1,{second}:1", "--remote-shell", str(shell), str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         done.stderr = done.stderr.replace(first, "node1").replace(second, "node2")
@@ -52,6 +53,7 @@ def test_a_clock_that_is_wrong_is_told(run):
     assert done.stderr.count("clock") == 1 and done.returncode == 0
 
 
-def test_hosts_that_are_alike_are_not_mentioned(run):
+def test_hosts_that_are_alike_are_not_mentioned_and_get_the_variables_that_were_asked_for(run):
     done = run()
     assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] trained on /data" for rank in (0, 1)]

@@ -158,6 +158,7 @@ MISTAKES = {
         ["-n", "1", "--save-grace", "nan", SCRIPT],
         "--save-grace nan: expected 1 second or more",
     ),
+    "no variable": (["-n", "1", "-x", "NO_SUCH", SCRIPT], "NO_SUCH is not set here; set it, or"),
     "negative restarts": (
         ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
         "--max-restarts -1: expected 0 or more",
