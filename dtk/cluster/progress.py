@@ -150,6 +150,7 @@ class _Reporter:
             inside, what = True, f"a function of TensorFlow's, after {what}"
             still = now - self._waits_since
         late = still > self._timeout / 2 and not self.serves
+        seconds, moved = usage.of_started(os.getpid())
         stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
         return RankReport(
             count=position.number,
@@ -161,8 +162,8 @@ class _Reporter:
             feeds=feeds,
             what=what,
             still=still,
-            cpu=self._cpu(),
-            io=usage.io(),
+            cpu=self._cpu() + seconds,
+            io=usage.io() + moved,
             stack=stack,
             held={str(worker): now - began for worker, began in self.held().items()},
         )

@@ -19,9 +19,11 @@ class Usage(NamedTuple):
     """What a process was doing when it was looked at."""
 
     state: str  # of its main thread, a letter of proc(5)
-    cpu: float  # seconds that its main thread has computed: others may only look for messages
-    io: int  # bytes that the process has read from storage and written there
-    total: float = 0.0  # seconds that all its threads have computed
+    # seconds that its main thread and the programs it has started have computed: other threads may
+    # only look for messages
+    cpu: float
+    io: int  # bytes that the process and these programs have read from storage and written there
+    total: float = 0.0  # seconds that all its threads and these programs have computed
 
 
 def of(pid: int) -> Usage | None:
@@ -30,7 +32,28 @@ def of(pid: int) -> Usage | None:
         main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")
     except OSError:
         return None
-    return Usage(main[0], _seconds(main), io(pid), _seconds(total))
+    started = of_started(pid)
+    seconds = started[0]
+    return Usage(
+        main[0], _seconds(main) + seconds, io(pid) + started[1], _seconds(total) + seconds
+    )
+
+
+def of_started(pid: int) -> tuple[float, int]:
+    """Return seconds and bytes of the programs that a process's main thread has started.
+
+    It may wait for one, such as a `tar` that unpacks the data. Where one has ended, there may be
+    less than before.
+    """
+    seconds, moved = 0.0, 0
+    with contextlib.suppress(OSError):  # the kernel does not tell, or one has just ended
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            children = [int(child) for child in file.read().split()]
+        for child in children:
+            below = of_started(child)
+            seconds += _seconds(_stat(f"{child}")) + below[0]
+            moved += io(child) + below[1]
+    return seconds, moved
 
 
 def cpu(thread: int) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtk.cluster import usage
 from dtk.cluster.stall import (
     ALONE,
     RankReport,
@@ -23,7 +28,7 @@ from dtk.cluster.stall import (
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
 
-from launched import ranks
+from launched import ranks, until
 
 TIMEOUT = 100.0
 NOW = 1e4
@@ -244,6 +249,18 @@ def test_a_rank_of_which_any_thread_computes_is_not_stopped():
         rank.observe(Usage("S", 1.0, 0, total), seconds)
     assert not rank.is_silent(since=40.0)
     assert rank.is_silent(since=60.0)
+
+
+def test_a_rank_works_while_a_program_that_it_has_started_does():
+    """Breaks as the end of a job whose rank 0 unpacks the data by `tar`."""
+    before = usage.of(os.getpid())
+    command = ["sh", "-c", f"'{sys.executable}' -c 'while True: pass'; true"]
+    with subprocess.Popen(command, start_new_session=True) as started:
+        try:
+            until(lambda: usage.of_started(os.getpid())[0] > 0.3)
+            assert usage.of(os.getpid()).cpu > before.cpu + 0.3
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
 
 
 def test_a_silent_rank_is_what_others_have_lost():
