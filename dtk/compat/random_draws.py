@@ -1,4 +1,7 @@
-"""Make random numbers belong to rows: the same on every replica and in every trace.
+"""Random numbers of a step: a rank's own in training, and a row's own where steps are tried.
+
+Ranks hold the same seeds and trace the same step; inside `apart` the draws for the rows of a batch
+are the rank's own.
 
 A step that draws random numbers for its rows (dropout, the noise of a variational autoencoder)
 gives different results for a batch and for its parts, even if it is correct. Inside `by_row` the
@@ -62,6 +65,8 @@ _SHAPED = re.compile(
     r"(?:state(?:less|ful)_)?(?:random_|standard_)*"
     r"(normal|truncated_normal|uniform|uniform_int|uniform_full_int)(?:_v\d)?"
 )
+# Between the seeds of two ranks: spreads them over the 31 bits of a seed (2^32 / golden ratio).
+_APART = 0x9E3779B1
 _SAMPLERS = (
     "all_candidate_sampler",
     "fixed_unigram_candidate_sampler",
@@ -142,6 +147,58 @@ def _replacements(
     for name in _SAMPLERS:
         sampler = getattr(gen_candidate_sampling_ops, name)
         yield gen_candidate_sampling_ops, name, functools.partial(_seeded, sampler)
+
+
+@contextlib.contextmanager
+def apart(rank: int) -> Iterator[None]:
+    """Return a context in which this thread traces draws for the rows of a batch as a rank's own.
+
+    Ranks trace the same step with the same seeds. A draw whose size does not depend on the batch
+    stays the same on all ranks: noise that is added to a weight has to, and so has a coin by which
+    a step branches.
+    """
+    thread = threading.get_ident()
+
+    def drawn(*args: object, original: Function[tf.Tensor], **kwargs: object) -> tf.Tensor:
+        if threading.get_ident() == thread and not tf.executing_eagerly():
+            given = inspect.signature(original).bind(*args, **kwargs)
+            if _is_of_batch(given.arguments):
+                _fold(given.arguments, rank)
+            args, kwargs = given.args, given.kwargs
+        return original(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for module in _GENERATED:
+            names = [name for name in vars(module) if _draw_for(name) is not None]
+            others = ((n, same) for (m, n), same in _OTHERS.items() if m is module)
+            names += [name for name, same in others if same is not _in_order]
+            stack.enter_context(patch_around(module, **dict.fromkeys(names, drawn)))
+        yield
+
+
+def _is_of_batch(arguments: Mapping[str, object]) -> bool:
+    """Return whether the size of a draw depends on the batch."""
+    shape = arguments.get("shape")
+    known = shape is None or None not in _sizes(tf.convert_to_tensor(shape))
+    given = [one.shape for one in arguments.values() if isinstance(one, tf.Tensor)]
+    return not known or not all(one.is_fully_defined() for one in given)
+
+
+def _fold(arguments: dict[str, object], rank: int) -> None:
+    """Change the seed among a draw's arguments by rank, by 0 for rank 0."""
+    for name in ("key", "seed"):
+        if isinstance(value := arguments.get(name), tf.Tensor):
+            arguments[name] = value + tf.cast(tf.constant(rank * _APART, tf.int64), value.dtype)
+            return
+    if arguments.get("seed") or arguments.get("seed2"):  # else TensorFlow draws a seed
+        seed = arguments.get("seed2") or 0
+        assert isinstance(seed, int)
+        arguments["seed2"] = spread_seed(seed, rank)
+
+
+def spread_seed(seed: int, rank: int) -> int:
+    """Derive one rank's seed; rank 0 keeps the given one."""
+    return (seed + rank * _APART) % 2**31 if rank else seed
 
 
 class _Generators:

@@ -26,7 +26,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from dtk.cluster.variables import SELF_TEST
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_variables, tf_replicas
+from dtk.compat import keras_variables, random_draws, tf_replicas
 from dtk.compat.tf_datasets import (
     MakesDataset,
     PerRankDataset,
@@ -52,6 +52,20 @@ class _Collective(tf.distribute.StrategyExtended):
         # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
         # gradient accumulation and steps_per_execution > 1 work.
         return False
+
+    def _with_own_draws(self, fn: Function[Tree]) -> Function[Tree]:
+        """Return a replica's function whose draws for rows are the replica's own, if it is traced.
+
+        Eager operations do not tell which sizes depend on the batch.
+        """
+        if tf.executing_eagerly() or self._num_replicas_in_sync == 1:
+            return fn
+
+        def of_replica(*args: Tree, **kwargs: Tree) -> Tree:
+            with random_draws.apart(tf_replicas.replica_index()):
+                return fn(*args, **kwargs)
+
+        return of_replica
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
@@ -161,7 +175,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     ) -> Tree:
         replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
-            return fn(*args, **kwargs)
+            return self._with_own_draws(fn)(*args, **kwargs)
 
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, destinations: object, options: object
@@ -309,6 +323,11 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     @property
     def _num_replicas_in_sync(self) -> int:
         return 1 if tf_replicas.is_whole() else super()._num_replicas_in_sync
+
+    def _call_for_each_replica(
+        self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        return super()._call_for_each_replica(self._with_own_draws(fn), args, kwargs)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None

@@ -16,9 +16,9 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.communicators.root import on_root
 from dtk.compat import tf_replicas
+from dtk.compat.random_draws import spread_seed
 from dtk.nests import Array
 from dtk.strategies.dtk_strategy import DtkStrategy
-from dtk.trainer.ranks.shared_weights import spread_seed
 
 
 def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None) -> Communicator:

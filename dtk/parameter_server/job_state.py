@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_variables
+from dtk.compat.random_draws import spread_seed
 from dtk.input import slicing
 from dtk.nests import Array, Tree
 from dtk.parameter_server.functional_step import FunctionalStep, State
 from dtk.parameter_server.scheduler import Schedule, StepSlice
-from dtk.trainer.ranks import shared_weights
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.tracing.traced_step import Path
 
@@ -62,7 +62,7 @@ class RngStates:
         """Return the random states of a slice: the same on every worker, at any time."""
         assert self._begun is not None
         states = self._begun.at(piece.step) if schedule.tau else self._begun.states
-        folded = [shared_weights.fold_seed(state, piece.slice) for state in states]
+        folded = [(spread_seed(int(seed), piece.slice), drawn) for seed, drawn in states]
         return np.array(folded, "uint32").reshape(-1, 2)
 
     def values(self, rng_states: tf.Tensor) -> State:

@@ -105,7 +105,7 @@ def share_seed(communicator: Communicator) -> int | None:
     NumPy and Python draw on as on rank 0: a script may have seeded them.
 
     Every rank reads the same global batches and keeps a slice of each, so the order of rows must be
-    the same on all ranks. `fit` derives the seeds that must differ by rank, such as for dropout.
+    the same on all ranks. What a step draws for rows differs, see `random_draws.apart`.
     """
     proposal = random.SystemRandom().randrange(2**31)
     gathered = communicator.allgather_object((tf_replicas.global_seed(), proposal))

@@ -164,7 +164,6 @@ def _fit(
     try:
         history = method(*given.args, **given.kwargs)
         _share_best(flat, strategy)
-        shared_weights.share_seeds(trainer)
         return history
     finally:
         notify(callbacks.callbacks, "on_fit_left")
@@ -209,7 +208,6 @@ def _evaluate_or_predict(
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         asked["callbacks"] = _on_this_rank(keras.tree.flatten(callbacks or []), strategy)
     trainer.synchronize_weights()
-    spread = shared_weights.are_spread(trainer)  # in `fit`, and between calls of train_on_batch
     # `fit` has compared the validation data, and compares the weights in every epoch.
     if trainer.callbacks is None:
         rank_checks.check_same_call(strategy, {"data": data_of(asked)})
@@ -217,10 +215,7 @@ def _evaluate_or_predict(
             shared_weights.agree_on_weights(trainer)
     try:
         with trainer.reading_of(name):
-            result = method(*given.args, **given.kwargs)
-        if not spread:
-            shared_weights.share_seeds(trainer)
-        return result
+            return method(*given.args, **given.kwargs)
     finally:
         trainer.end_call()
 
@@ -240,8 +235,6 @@ def _on_batch(
     if calls == 1 and trainer.model.built:
         shared_weights.agree_on_weights(trainer)
     if trains:
-        if trainer.model.built and not shared_weights.are_spread(trainer):
-            shared_weights.spread_seeds(trainer)
         shared_weights.divide_windows(trainer)
         trainer.recorder.begin()
     try:
@@ -379,7 +372,6 @@ class RankChecks(keras.callbacks.Callback):
             rank_checks.check_same_run(trainer, self.params)
             shared_weights.start_from(0, trainer, trainer.agreed_variables())
             shared_weights.start_from_epoch_of_rank_0(trainer)
-        shared_weights.spread_seeds(trainer)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._wishes_to_stop = False

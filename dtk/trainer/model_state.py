@@ -61,10 +61,12 @@ class ModelState:
     def agreed_variables(self) -> list[keras.Variable]:
         """Return the variables that ranks must agree on before steps.
 
-        All of them, except slot variables that have come to differ by rank.
+        All of them, except slot variables that have come to differ by rank; and seeds, see
+        `random_draws.apart`.
         """
         traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
-        return self.equal_variables() if traced else self.shared_variables()
+        variables = self.equal_variables() if traced else self.shared_variables()
+        return [*variables, *self.seed_states()]
 
     def exchange_state(self) -> dict[str, SavedItem]:
         """Collect the gradient exchange's state of all ranks. All ranks call it together.

@@ -120,12 +120,12 @@ def dropout_masks(devices=0):
         ]))  # fmt: skip
         drawn = []
 
-        @tf.function
-        def masks():
-            return strategy.run(lambda: model.layers[0](tf.ones([1, 64]), training=True))
+        @tf.function(input_signature=[tf.TensorSpec([None, 64])])
+        def masks(x):
+            return strategy.run(lambda x: model.layers[0](x, training=True), args=(x,))
 
         def draw(logs):
-            values = strategy.experimental_local_results(masks())
+            values = strategy.experimental_local_results(masks(tf.ones([1, 64])))
             drawn.extend(v.numpy().ravel().tolist() for v in values)
 
         model.fit(
@@ -147,25 +147,39 @@ def test_dropout_masks_differ_by_rank_and_repeat_with_the_seed(world, backend, s
     assert first[0] == first[1] and second[0] == second[1]
 
 
-def seeds_of_single_batches():
-    """The seeds of dropout while single batches are trained, before and after others predict."""
-    model = cases.compiled(bodies.strategy(), lambda: keras.Sequential([
-        keras.Input((4,)), keras.layers.Dropout(0.5, seed=7), keras.layers.Dense(10)
-    ]))  # fmt: skip
-    x, y, seeds = np.ones((4, 4), "float32"), np.zeros(4), []
-    for _ in range(2):
-        model.train_on_batch(x, y)
-        seeds.append(int(model.layers[0].seed_generator.state[0]))
-        model.predict(x, verbose=0)
-        seeds.append(int(model.layers[0].seed_generator.state[0]))
-    return seeds
+class Drawing(keras.layers.Layer):
+    """Gives each row a number of every kind of draw, and two that are the same for all rows."""
+
+    def call(self, x):
+        rows = keras.ops.shape(x)[0]
+        of_rows = [
+            keras.random.normal((rows, 1)),
+            keras.random.gamma((rows, 1), 2.0),
+            tf.random.normal([rows, 1]),
+            tf.random.gamma([rows, 1], 2.0),
+        ]
+        of_all = [keras.random.uniform(()), tf.random.normal([])]
+        return of_rows, [tf.fill([rows, 1], number) for number in of_all]
 
 
-@TWO
-def test_single_batches_keep_a_seed_for_each_rank_when_others_predict(world, backend, size):
-    first, second = world(backend, size).run(seeds_of_single_batches)
-    assert len(set(first)) == len(set(second)) == 1
-    assert first[0] != second[0]
+def draws_of_rows(devices=0):
+    """What two batches of four rows draw."""
+    keras.utils.set_random_seed(1)
+    model = cases.compiled(
+        bodies.strategy(devices), lambda: keras.Sequential([keras.Input((4,)), Drawing()])
+    )
+    return model.predict(np.ones((8, 4), "float32"), batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("backend, size", [("collective", 2), ("local", 1)])
+def test_rows_draw_numbers_of_their_own_on_every_rank(world, backend, size):
+    """Breaks as a GAN of 64 workers that sees each number of its noise 64 times.
+
+    Numbers of known size are the same on all ranks: a step may branch by them, or change weights.
+    """
+    of_rows, of_all = world(backend, size).run(draws_of_rows, 2 if size == 1 else 0)[0]
+    assert [len(np.unique(numbers[:4])) for numbers in of_rows] == [4] * 4
+    assert [len(np.unique(numbers[:4])) for numbers in of_all] == [1, 1]
 
 
 def seeded_by_the_script():

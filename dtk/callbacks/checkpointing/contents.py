@@ -410,7 +410,6 @@ def restore(
     if parts is None:
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
-    shared_weights.spread_seeds(trainer)
     states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
     states.to_generators(state["random"])
     _restore_seeds(state, trainer)

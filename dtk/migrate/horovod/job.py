@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_data
+from dtk.compat.random_draws import spread_seed
 from dtk.errors import NotDistributedError, ReplacedError, at_rank
 from dtk.exchange import parse
 from dtk.input import slicing
@@ -26,7 +27,6 @@ from dtk.patches import definer, patch_around
 from dtk.strategies.allreduce import AllReduceStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.ranks.shared_weights import spread_seed
 from dtk.trainer.strategy import Loop, tell
 
 # The exchange of a `DistributedOptimizer`, on the optimizer itself; "" for whole gradients.

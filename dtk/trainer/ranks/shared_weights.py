@@ -1,9 +1,9 @@
-"""The weights that ranks share, bit for bit, and their random seeds, different in training only."""
+"""The weights that ranks share, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -14,7 +14,6 @@ from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables
 from dtk.compat.keras_variables import components
 from dtk.errors import DisagreementError, at_rank
-from dtk.nests import Array
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks
@@ -143,12 +142,10 @@ def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
 
 def agree_on_weights(trainer: ModelState) -> None:
     """Start from rank 0's weights before steps outside `fit`, as `fit` does itself."""
-    strategy = trainer.strategy
-    if strategy.world.size > 1:
+    if trainer.strategy.world.size > 1:
         shapes = rank_checks.shapes_of(trainer, trainer.shared_variables())
-        rank_checks.compare(shapes, strategy.communicator)
+        rank_checks.compare(shapes, trainer.strategy.communicator)
         start_from(0, trainer, trainer.agreed_variables())
-    spread_seeds(trainer)
 
 
 # Windows of gradient accumulation. In an epoch each replica adds to its own part. Between epochs
@@ -189,56 +186,3 @@ def fold_windows(trainer: ModelState) -> None:
 def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
     """Return what this process's replicas hold of a variable."""
     return [tf.convert_to_tensor(v) for v in strategy.experimental_local_results(variable.value)]
-
-
-# Seeds of random layers, such as dropout.
-
-# Spreads rank-specific seeds over the 31 bits a seed may use (2^32 / golden ratio).
-_SEED_STEP = 0x9E3779B1
-# Noted on the state of a random number generator: whether replicas have different ones.
-_SPREAD = "_dtk_spread"
-
-
-def spread_seeds(trainer: ModelState) -> None:
-    """Give every replica different random masks, reproducibly: seeds derive from rank 0's."""
-    _derive_seeds(trainer, fold_seed)
-    _note_spread(trainer, True)
-
-
-def are_spread(trainer: ModelState) -> bool:
-    """Return whether replicas have different seeds; another model may have the same layers."""
-    return all(getattr(state, _SPREAD, False) for state in trainer.seed_states())
-
-
-def _note_spread(trainer: ModelState, spread: bool) -> None:
-    for state in trainer.seed_states():
-        setattr(state, _SPREAD, spread)
-
-
-def share_seeds(trainer: ModelState) -> None:
-    """Give every replica rank 0's seeds.
-
-    The script may use these layers elsewhere, too, such as in a pipeline, which must give the same
-    rows on all ranks.
-    """
-    _derive_seeds(trainer, lambda state, rank: state)
-    _note_spread(trainer, False)
-
-
-def _derive_seeds(trainer: ModelState, derive: Callable[[Array, int], Array]) -> None:
-    strategy = trainer.strategy
-    for state in trainer.seed_states():
-        base = keras.ops.convert_to_tensor(state).numpy()
-        holders = strategy.world if keras_variables.is_of_all(state) else strategy.communicator
-        base = holders.broadcast_object(base)
-        strategy.set_per_replica(state, [derive(base, rank) for rank in strategy.local_ranks()])
-
-
-def fold_seed(state: Array, rank: int) -> Array:
-    """Derive the seed state of one rank from rank 0's; rank 0 keeps its own."""
-    return np.array([spread_seed(int(state[0]), rank), int(state[1])], state.dtype)
-
-
-def spread_seed(seed: int, rank: int) -> int:
-    """Derive one rank's seed; rank 0 keeps the given one."""
-    return (seed + rank * _SEED_STEP) % 2**31 if rank else seed
