@@ -16,8 +16,9 @@ from dtk.bench.worker import RankHost
 from dtk.errors import DtkError
 
 MODELS = ("resnet20", "mlp", "embedding", "transformer")
+_DENSE = ("none", "fp16", "bf16")  # which shard_optimizer goes with
 # The short names of dtk.exchange, which imports TensorFlow, and "none" for whole gradients.
-EXCHANGES = ("none", "fp16", "bf16", *(f"{bits}bit" for bits in range(1, 17)))
+EXCHANGES = (*_DENSE, *(f"{bits}bit" for bits in range(1, 17)))
 BLOCK = "block:ROWS"  # block momentum, with so many rows of all workers in a block
 # Bytes of two all-reduces that tell what a message takes from what a byte does: see `dtk plan`.
 # Both go round a ring; `dtk.communicators.collective` adds fewer up in one hop.
@@ -79,7 +80,7 @@ class Setting:
             >>> Setting(exchanges=("none", "1bit"), shard_optimizer=True).sharded
             ('none',)
         """
-        return tuple(e for e in self.exchanges if self.shard_optimizer and e in EXCHANGES[:3])
+        return tuple(e for e in self.exchanges if self.shard_optimizer and e in _DENSE)
 
     def steps_with(self, exchange: str, workers: int) -> int:
         """Return the steps of a measurement with an exchange.

@@ -118,6 +118,7 @@ models:
         CompileMetrics._user_weighted_metrics
     keras.metrics.MeanMetricWrapper  _fn
 what `fit` reads:
+    keras.Model  _loss_tracker
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
         _current_iterator _steps_seen _get_iterator _enumerate_iterator _interrupted_warning
         catch_stop_iteration
@@ -127,7 +128,7 @@ what `fit` reads:
     keras.src.trainers.data_adapters.tf_dataset_adapter  TFDatasetAdapter
 optimizers:
     keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients
-        _exclude_from_weight_decay _iterations
+        _exclude_from_weight_decay _iterations _use_weight_decay _apply_weight_decay
         _accumulated_gradients _learning_rate _trainable_variables
         _trainable_variables_indices _var_key _backend_apply_gradients _get_variable_index
     keras.optimizers.Adam  _momentums _velocities
