@@ -13,6 +13,8 @@ import platform
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from dtk.cluster import usage
+
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
@@ -84,4 +86,5 @@ def divide_cores(environment: Environment, environ: MutableMapping[str, str] = o
     bound = len(os.sched_getaffinity(0)) < cores
     if environment.local_size == 1 or bound or any(name in environ for name in THREADS):
         return
-    environ.update(dict.fromkeys(THREADS, str(max(1, cores // environment.local_size))))
+    share = min(cores, usage.cores_allowed() or cores) // environment.local_size
+    environ.update(dict.fromkeys(THREADS, str(max(1, share))))

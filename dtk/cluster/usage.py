@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 from typing import NamedTuple
 
 # What another host's agent reports of a rank that the out-of-memory killer has ended.
@@ -90,6 +91,32 @@ def memory() -> int:
     """Return the bytes of memory that this process holds."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cores_allowed(proc: str = "/proc/self", groups: str = "/sys/fs/cgroup") -> int | None:
+    """Return how many cores' time this process may use, as in a container; None: all of it."""
+    allowed = []
+    with contextlib.suppress(OSError), open(f"{proc}/cgroup") as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            of_cpu = "cpu" in controllers.split(",")
+            # A container may see its own group alone, as the root.
+            while of_cpu or not controllers:
+                allowed += _cores_of_group(f"{groups}/cpu{path}" if of_cpu else f"{groups}{path}")
+                if path in ("", "/"):
+                    break
+                path = os.path.dirname(path)
+    return min(allowed, default=None)
+
+
+def _cores_of_group(folder: str) -> list[int]:
+    """Return the cores a group may use, rounded up, if it has a limit; of cgroup 2, then 1."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            told = [pathlib.Path(folder, file).read_text() for file in files]
+            quota, period = map(int, " ".join(told).split())
+            return [-(-quota // period)] if quota > 0 else []
+    return []
 
 
 class MemoryKills:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from dtk.cluster.report_channel import pair, receive, record, takes_more, variables
-from dtk.cluster.usage import NO_MEMORY, MemoryKills, of
+from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, of
 from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
@@ -34,7 +34,7 @@ _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
 
 
 # Free ports of this host, its cores, and the interface of its address, "" where there is none.
-Facts: TypeAlias = tuple[list[int], list[int], str]
+Facts: TypeAlias = tuple[list[int], list[int], str, int | None]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -60,7 +60,8 @@ def survey(host: str, ports: int) -> Facts:
     """Look at this host before placing ranks on it."""
     with contextlib.ExitStack() as held:
         found = [held.enter_context(reserve(host)) for _ in range(ports)]
-        return [one.getsockname()[1] for one in found], cores(), _interface(host)
+        ports_found = [one.getsockname()[1] for one in found]
+        return ports_found, cores(), _interface(host), cores_allowed()
 
 
 def versions() -> dict[str, str]:

@@ -115,6 +115,12 @@ class HostFacts:
     # of Python and packages on another host, by name, as far as they are installed
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
+    allowed: int | None = None  # cores whose time a process may use there; None: all
+
+    @property
+    def threads(self) -> int:
+        """Threads that can compute on it at the same time."""
+        return min(len(self.cores), self.allowed or len(self.cores))
 
 
 def survey(
@@ -124,12 +130,12 @@ def survey(
     if is_local(host):
         try:
             address = "127.0.0.1" if host == "localhost" else host
-            free, cores, interface = agent.survey(address, ports)
+            free, cores, interface, allowed = agent.survey(address, ports)
         except OSError as error:
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return HostFacts(tuple(free), tuple(cores), interface)
+        return HostFacts(tuple(free), tuple(cores), interface, allowed=allowed)
     command = remote_command(host, remote_shell, python)
     asked = time.time()
     try:
@@ -139,7 +145,8 @@ def survey(
             capture_output=True,
             timeout=60,
         )
-        (free, cores, interface), versions, clock = json.loads(answer.stdout.splitlines()[-1])
+        told, versions, clock = json.loads(answer.stdout.splitlines()[-1])
+        free, cores, interface, allowed = told
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         cause = str(error)
         if not isinstance(error, OSError | subprocess.TimeoutExpired):
@@ -156,7 +163,7 @@ def survey(
         ) from None
     # It read its clock at some time in between.
     ahead = min(clock - asked, 0.0) + max(clock - time.time(), 0.0)
-    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead)
+    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead, allowed)
 
 
 def compare(facts: Mapping[str, HostFacts]) -> list[str]:

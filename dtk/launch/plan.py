@@ -136,7 +136,7 @@ def plan(
     for (role, index, host), env, address in zip(placed, envs, addresses, strict=True):
         rank = index + (ps > 0 and role == "worker")  # the chief is rank 0
         name = f"{role} {index}" if role in ("ps", "evaluator") else f"rank {rank}"
-        share = len(facts[host].cores) // max(1, computing[host])
+        share = facts[host].threads // max(1, computing[host])
         env = {**_defaults(environ, share), **secret, "DTK_RUN": "1", **env}
         processes.append(Process(name, role, rank, host, tuple(command), env, address))
     return _bound(processes, facts) if bind and not ps else processes

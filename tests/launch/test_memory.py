@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtk.cluster.usage import MemoryKills
+from dtk.cluster.usage import MemoryKills, cores_allowed
 
 from launched import dtk_run
 
@@ -101,3 +101,22 @@ def test_kills_are_counted_in_the_rank_s_own_group(tmp_path, told, file):
     machine = MemoryKills(7, str(proc), str(tmp_path / "groups"))
     (proc / "vmstat").write_text("oom_kill 5\n")
     assert machine.are_more()
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "allowed"),
+    [
+        ("0::/pod/box", {"pod/cpu.max": "150000 100000", "pod/box/cpu.max": "max 100000"}, 2),
+        ("0::/", {"cpu.max": "400000 100000"}, 4),
+        ("4:cpu,cpuacct:/docker/7", {"cpu/cpu.cfs_quota_us": "50000"}, 1),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1"}, None),
+    ],
+    ids=["group above", "container", "cgroup 1", "no limit"],
+)
+def test_the_cores_of_a_container_are_counted(group, files, allowed, tmp_path):
+    """Breaks as 64 threads that share the time of four cores."""
+    (tmp_path / "cgroup").write_text(f"{group}\n")
+    for name, content in {**files, "cpu/cpu.cfs_period_us": "100000"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    assert cores_allowed(str(tmp_path), str(tmp_path)) == allowed
