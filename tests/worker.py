@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib
@@ -51,9 +52,11 @@ def _run(name: str, args: tuple[Any, ...]) -> Any:
     import world
 
     world.choose_rewriting(name)
+    faulthandler.dump_traceback_later(50)  # before a world loses patience, at 60 s and later
     try:
         return target(*args)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         keras = sys.modules.get("keras")
         if keras is not None:
             keras.utils.clear_session()

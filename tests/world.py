@@ -222,7 +222,7 @@ class World:
 
     def _output(self) -> str:
         self._log.seek(0)
-        tail = self._log.read()[-4000:]
+        tail = self._log.read()[-12000:]
         return f"; output:\n{tail}" if tail.strip() else ""
 
     def close(self, patience: float = 10.0) -> None:

@@ -17,6 +17,7 @@ from dtk.bench import results
 from dtk.cluster import heartbeats, hostfile, slurm, stall, tf_config
 from dtk.errors import DtkError
 from dtk.launch import plan
+from dtk.launch.machines import HostFacts
 from dtk.launch.rank import Rank
 
 JSON = st.recursive(
@@ -89,10 +90,7 @@ def test_a_line_that_looks_like_a_ranks_report(value):
     assert stall.find([rank.status], 1e9, 1.0) is None or rank.status.last is not None
 
 
-class FACTS:
-    """What is known of a host, without asking it."""
-
-    ports, cores, interface = (1,), (0,), "lo"
+FACTS = HostFacts((1,), (0,), "lo")
 
 
 @given(st.lists(st.binary(max_size=80), max_size=4))
