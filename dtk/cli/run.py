@@ -203,6 +203,7 @@ def run(
         raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
     job_options.check_remote_shell(remote_shell)
     variables = dict(map(_variable, exported))
+    os.environ.update(variables)  # as if they were set: threads and settings are planned by them
     where = job_options.places(hosts, hostfile)
     check_plan(command, workers, where, communicator, ps, evaluator)
     _check_fewest(min_workers, workers, where, ps)
@@ -289,6 +290,8 @@ def run(
 def _variable(given: str) -> tuple[str, str]:
     """Return name and value of a variable that is given as NAME=VALUE, or NAME if it is set."""
     name, equals, value = given.partition("=")
+    if not name:
+        raise ClusterError(f"-x {given}: no name; give -x NAME=VALUE, or the NAME of a set one")
     if not equals and name not in os.environ:
         raise ClusterError(f"-x {given}: {name} is not set here; set it, or give -x {name}=VALUE")
     return name, value if equals else os.environ[name]

@@ -61,8 +61,8 @@ class ModelState:
     def agreed_variables(self) -> list[keras.Variable]:
         """Return the variables that ranks must agree on before steps.
 
-        All of them, except slot variables that have come to differ by rank; and seeds, see
-        `random_draws.apart`.
+        Seeds are among them, see `random_draws.apart`; slot variables that have come to differ by
+        rank are not.
         """
         traced = any(one.is_traced for one in shared_optimizer.gradient_exchanges_of(self.model))
         variables = self.equal_variables() if traced else self.shared_variables()

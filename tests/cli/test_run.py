@@ -67,6 +67,9 @@ def test_the_slots_of_the_hosts_are_the_default_number_and_ranks_are_bound(scrip
     assert len(lines) == 2
     here = len(os.sched_getaffinity(0))
     assert here == 1 or sum(int(line[4:]) for line in lines) == here, "each has its own cores"
+    asked = ("-x", f"OMP_NUM_THREADS={here}", "-n", "2")  # more than a share: nothing is bound
+    lines = dtk("run", *asked, path).stdout.splitlines()
+    assert [int(line[4:]) for line in lines] == [here, here]
 
 
 def test_the_failing_ranks_traceback_is_the_last_thing_seen(script, tmp_path):
@@ -159,6 +162,7 @@ MISTAKES = {
         "--save-grace nan: expected 1 second or more",
     ),
     "no variable": (["-n", "1", "-x", "NO_SUCH", SCRIPT], "NO_SUCH is not set here; set it, or"),
+    "variable without a name": (["-n", "1", "-x", "=3", SCRIPT], "-x =3: no name; give -x NAME="),
     "negative restarts": (
         ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
         "--max-restarts -1: expected 0 or more",
