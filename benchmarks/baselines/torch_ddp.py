@@ -20,7 +20,8 @@ class Worker:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group("gloo")  # where and with whom is in MASTER_ADDR, RANK ...
         self.rank = dist.get_rank()
-        self.versions = {"PyTorch": torch.__version__}
+        # Its own kind of string, which who receives it cannot read without PyTorch.
+        self.versions = {"PyTorch": str(torch.__version__)}
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 
     def build(self, task: str) -> tuple[int, dict[str, Any]]:

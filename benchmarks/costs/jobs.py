@@ -29,6 +29,7 @@ class Setting(NamedTuple):
     steps: int
     rounds: int
     workers: int
+    shard_optimizer: bool = False  # `dtk.bench` asks for it
 
 
 def run(rows, setting, communicator=None):
