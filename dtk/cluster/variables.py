@@ -22,9 +22,10 @@ SAVE_GRACE = "DTK_SAVE_GRACE"
 TIME_STEPS = "DTK_TIME_STEPS"
 # "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.
 JIT_COMPILE = "DTK_JIT_COMPILE"
-# "1": train batch normalization by TensorFlow's fused operation, see `dtk.compat.fused_kernels`.
+# "1" or "0": whether batch normalization trains by TensorFlow's fused operation; by default between
+# replicas. See `dtk.compat.fused_kernels`.
 FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
-# "1": update weights by TensorFlow's operation for Adam.
+# "1" or "0": the same of the operation for Adam.
 FUSED_ADAM = "DTK_FUSED_ADAM"
 # In a rank: the model that its settings were measured with. From the user, "0": use none of them.
 STEP_SETTINGS = "DTK_STEP_SETTINGS"

@@ -93,13 +93,9 @@ ADAMS = {
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
-def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
-    monkeypatch, make, dtype, tolerance
-):
-    monkeypatch.setenv(FUSED_ADAM, "0")
+def test_adam_is_fused_between_replicas_and_is_near_to_keras_s(make, dtype, tolerance):
     parts, without = trained(make, fused_kernels.fuse_updates, dtype)
-    monkeypatch.setenv(FUSED_ADAM, "1")
-    whole, graph = trained(make, fused_kernels.fuse_updates, dtype)
+    whole, graph = trained(make, lambda adam: fused_kernels.fuse_updates(adam, 2), dtype)
     assert "ResourceApplyAdam" in kinds(graph) - kinds(without)
     for ours, theirs in zip(whole, parts, strict=True):
         assert ours.dtype == theirs.dtype
@@ -113,12 +109,12 @@ def test_adam_is_fused_where_it_was_chosen_and_is_near_to_keras_s(
         (lambda: keras.optimizers.Adam(amsgrad=True), "1"),
         (lambda: type("Own", (keras.optimizers.SGD,), {})(0.1), "1"),
     ],
-    ids=["another", "amsgrad", "a class of one's own"],
+    ids=["chosen", "amsgrad", "a class of one's own"],
 )
 def test_other_optimizers_are_left_as_they_are(monkeypatch, made, chosen):
     monkeypatch.setenv(FUSED_ADAM, chosen)
     parts, before = trained(made)
-    whole, graph = trained(made, fused_kernels.fuse_updates)
+    whole, graph = trained(made, lambda optimizer: fused_kernels.fuse_updates(optimizer, 2))
     assert kinds(graph) == kinds(before)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -192,10 +188,9 @@ def normalized(shape, *, mask=None, trainable=True, training=True, dtype="float3
         ((4, 5, 6, 3), {"dtype": "float16"}),
     ],
 )
-def test_equals_keras(monkeypatch, shape, options):
-    monkeypatch.setenv(FUSED_BATCH_NORM, "1")
+def test_equals_keras(shape, options):
     own, without = normalized(shape, **options)
-    with fused_kernels.patch_norms():
+    with fused_kernels.patch_norms(2):
         fused, kinds = normalized(shape, **options)
     assert FUSED in kinds and FUSED not in without
     tolerance = 1e-2 if "dtype" in options else 2e-5
@@ -217,19 +212,20 @@ def test_equals_keras(monkeypatch, shape, options):
     ],
     ids=str,
 )
-def test_what_it_cannot_compute_stays_keras_s(monkeypatch, options):
-    monkeypatch.setenv(FUSED_BATCH_NORM, "1")
-    with fused_kernels.patch_norms():
+def test_what_it_cannot_compute_stays_keras_s(options):
+    with fused_kernels.patch_norms(2):
         found, kinds = normalized((4, 5, 6, 3), **options)
     assert FUSED not in kinds
     for one, other in zip(found, normalized((4, 5, 6, 3), **options)[0], strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_nothing_is_fused_unless_chosen(monkeypatch):
-    before = keras.layers.BatchNormalization.call
-    for chosen in ("", "0", "1"):
-        monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
-        with fused_kernels.patch_norms():
-            assert (keras.layers.BatchNormalization.call is before) == (chosen != "1")
-        assert keras.layers.BatchNormalization.call is before
+def test_one_replica_computes_as_keras_unless_chosen(monkeypatch):
+    fused = []
+    for replicas, chosen in ((1, None), (1, "1"), (2, None), (2, "0")):
+        if chosen is not None:
+            monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
+        with fused_kernels.patch_norms(replicas):
+            fused.append(FUSED in normalized((4, 7))[1])
+        monkeypatch.delenv(FUSED_BATCH_NORM, raising=False)
+    assert fused == [False, True, True, False]

@@ -33,11 +33,14 @@ def test_two_ranks_equal_one_process(pool):
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_two_ranks_with_fused_batch_norm_equal_one_process_with_it(pool):
+def test_two_ranks_with_fused_operations_equal_plain_keras_without(pool):
     """Tolerance as above; one rank that normalizes otherwise is named."""
-    plain = compiled_bodies.fused_fit
-    results = pool.run(plain, "here", meanwhile=lambda: once(plain))
-    check(results, once(plain))
+    fit = compiled_bodies.fused_fit
+    results = pool.run(fit, "here", meanwhile=lambda: once(fit))
+    plain, fused = once(fit)
+    assert fused == (False, False)
+    assert [fused for _, fused in results] == [(True, True)] * 2
+    check([found for found, _ in results], plain)
     for said in pool.run(compiled_bodies.other_norms_on_rank_1):
         assert "variable DTK_FUSED_BATCH_NORM" in said
 

@@ -145,7 +145,7 @@ def own(optimizer: keras.Optimizer, strategy: Strategy) -> Bond:
             keras_optimizers.own_optimizer(member, strategy)
             take_parts(member, strategy)
             if strategy.supports_jit:  # servers run Keras's own updates
-                fused_kernels.fuse_updates(member)
+                fused_kernels.fuse_updates(member, strategy.num_replicas_in_sync)
             keras_optimizers.set_note(member, Bond(strategy))
     return _bond_of(optimizer)
 
