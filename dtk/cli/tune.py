@@ -151,7 +151,6 @@ def ways(
         "oneDNN off": {_ONEDNN: "0"},
         "XLA": {names.JIT_COMPILE: "1"},
         "Keras's batch norm": {names.FUSED_BATCH_NORM: "0"},
-        "Keras's Adam": {names.FUSED_ADAM: "0"},
         "small pages": {_PAGES: "glibc.malloc.hugetlb=0"},
         "one more thread between operations": {_INTER: str(threads + 1)},
         **{f"over {name}": {COMMUNICATOR: name} for name in communicators},

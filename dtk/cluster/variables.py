@@ -25,8 +25,6 @@ JIT_COMPILE = "DTK_JIT_COMPILE"
 # "1" or "0": whether batch normalization trains by TensorFlow's fused operation; by default between
 # replicas. See `dtk.compat.fused_kernels`.
 FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
-# "1" or "0": the same of the operation for Adam.
-FUSED_ADAM = "DTK_FUSED_ADAM"
 # In a rank: the model that its settings were measured with. From the user, "0": use none of them.
 STEP_SETTINGS = "DTK_STEP_SETTINGS"
 

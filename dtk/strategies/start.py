@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from dtk.cluster import heartbeats, progress
 from dtk.cluster.environment import instructions
-from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, JIT_COMPILE
+from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
@@ -30,7 +30,7 @@ from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
 # Variables that choose kernels; ranks must agree on them to compute the same sums.
-_KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM, FUSED_ADAM)
+_KERNELS = ("TF_ENABLE_ONEDNN_OPTS", JIT_COMPILE, FUSED_BATCH_NORM)
 
 
 def agree(

@@ -15,9 +15,8 @@ from dtk.launch import job_options, step_settings
 from dtk.launch.step_settings import StepSettings
 
 ONEDNN, PAGES, INTER = "TF_ENABLE_ONEDNN_OPTS", "GLIBC_TUNABLES", "TF_NUM_INTEROP_THREADS"
-JIT, FUSED, ADAM = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM", "DTK_FUSED_ADAM"
-DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1"}
-DECIDED |= {FUSED: "0", ADAM: "0"}
+JIT, FUSED = "DTK_JIT_COMPILE", "DTK_FUSED_BATCH_NORM"
+DECIDED = {JIT: "0", ONEDNN: "0", PAGES: "glibc.malloc.hugetlb=1", INTER: "1", FUSED: "1"}
 THREADS = str(max(1, len(os.sched_getaffinity(0)) // 2))
 SCRIPT = """
 import dtk, keras, numpy as np
@@ -100,12 +99,12 @@ def test_what_changes_nothing_for_a_model_is_not_measured():
         measured.append(dict(variables))
         return Timing(50.0 if variables else 100.0, "a model", False, idle)
 
-    tried = {AS_IT_COMES: {}, "fused": {FUSED: "1"}}
-    idle = [FUSED, ADAM]
+    tried = {AS_IT_COMES: {}, "Keras's": {FUSED: "0"}}
+    idle = [FUSED]
     assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {}
     assert measured == [{}, {}]
-    idle = [ADAM]
-    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {FUSED: "1"}
+    idle = []
+    assert Tuning(dict(tried), measure, lambda name: None).choose().variables == {FUSED: "0"}
 
 
 def test_ways_are_of_what_the_user_has_not_set_and_of_the_communicators_given():
@@ -181,13 +180,13 @@ def test_one_worker_and_no_round_are_refused(kept, tmp_path):
 def test_a_real_script_is_timed_over_every_communicator_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    open_still = {name: value for name, value in DECIDED.items() if name not in (FUSED, ADAM)}
+    open_still = {name: value for name, value in DECIDED.items() if name != FUSED}
     done = dtk("tune", "--rounds", "1", str(script), home=tmp_path, **open_still)
     assert done.returncode == 0, done.stderr
     rows = [line.partition("  ")[0] for line in done.stdout.splitlines()]
     others = [f"over {name}" for name in job_options.installed()[1:]]
     assert rows[1 : 2 + len(others)] == [AS_IT_COMES, *others]
-    assert "fused" not in done.stdout and "the script fails" not in done.stdout
+    assert "batch norm" not in done.stdout and "the script fails" not in done.stdout
     assert "nothing is faster by 5 %" in done.stdout or "kept: " in done.stdout
     (file,) = Path(tmp_path, "dtk", "step-settings").iterdir()
     kept = json.loads(file.read_text())

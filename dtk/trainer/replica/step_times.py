@@ -17,9 +17,9 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
-from dtk.cluster.variables import FUSED_ADAM, FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
+from dtk.cluster.variables import FUSED_BATCH_NORM, STEP_SETTINGS, TIME_STEPS
 from dtk.communicators import determinism
-from dtk.compat import fused_kernels, keras_models, keras_optimizers
+from dtk.compat import keras_models
 from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.trainer.replica import self_test
@@ -75,14 +75,10 @@ def _end_after_timing(
 
 
 def _idle(model: keras.Model) -> list[str]:
-    """Return the settings that change nothing for a model, since it lacks their layer or Adam."""
-    layers = keras_models.layers_of(model)
-    optimizers = keras_optimizers.members(model.optimizer)
-    has = {
-        FUSED_BATCH_NORM: any(isinstance(x, keras.layers.BatchNormalization) for x in layers),
-        FUSED_ADAM: any(map(fused_kernels.has_fused_adam, optimizers)),
-    }
-    return [name for name, it_has in has.items() if not it_has]
+    """Return the settings that change nothing for a model, since it lacks their layer."""
+    norm = keras.layers.BatchNormalization
+    normalizes = any(isinstance(layer, norm) for layer in keras_models.layers_of(model))
+    return [] if normalizes else [FUSED_BATCH_NORM]
 
 
 def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strategy) -> None:
