@@ -29,6 +29,8 @@ _DISTRIBUTED = tf.distribute.DistributedValues
 # Elements of a variable: with fewer, compiling saves little, and each variable is compiled by
 # itself.
 _WORTH_COMPILING = 1 << 14
+# Types of variables that TensorFlow's operations update on GPUs, too: bfloat16 is none of them.
+_FUSED = (tf.float16, tf.float32, tf.float64)
 # cuDNN refuses a smaller epsilon; TensorFlow would then normalize with another than the layer's.
 _LEAST_EPSILON = 1.001e-5
 
@@ -54,7 +56,7 @@ class _Update:
         update = self._by_parts
         if isinstance(gradient, tf.IndexedSlices) or not _is_plain(variable):
             update(gradient, variable, learning_rate)
-        elif self._operation is not None and variable.dtype.is_floating:
+        elif self._operation is not None and variable.dtype in _FUSED:
             place = self._optimizer._get_variable_index(variable) if self._slots else 0
             # Slot copies on the same device as the updated variable.
             slots = [_local(getattr(self._optimizer, name)[place].value) for name in self._slots]

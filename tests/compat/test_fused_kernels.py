@@ -102,17 +102,18 @@ def test_adam_is_fused_between_replicas_and_is_near_to_keras_s(make, dtype, tole
 
 
 @pytest.mark.parametrize(
-    "made, replicas",
+    "made, replicas, dtype",
     [
-        (lambda: keras.optimizers.Adam(), 1),
-        (lambda: keras.optimizers.Adam(amsgrad=True), 2),
-        (lambda: type("Own", (keras.optimizers.SGD,), {})(0.1), 2),
+        (lambda: keras.optimizers.Adam(), 1, "float32"),
+        (lambda: keras.optimizers.Adam(amsgrad=True), 2, "float32"),
+        (lambda: keras.optimizers.SGD(0.1), 2, "bfloat16"),  # TensorFlow has no kernel on GPUs
+        (lambda: type("Own", (keras.optimizers.SGD,), {})(0.1), 2, "float32"),
     ],
-    ids=["one process", "amsgrad", "a class of one's own"],
+    ids=["one process", "amsgrad", "bfloat16", "a class of one's own"],
 )
-def test_other_optimizers_are_left_as_they_are(made, replicas):
-    parts, before = trained(made)
-    whole, graph = trained(made, lambda it: fused_kernels.fuse_updates(it, replicas))
+def test_other_updates_are_left_as_they_are(made, replicas, dtype):
+    parts, before = trained(made, dtype=dtype)
+    whole, graph = trained(made, lambda it: fused_kernels.fuse_updates(it, replicas), dtype)
     assert kinds(graph) == kinds(before)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
