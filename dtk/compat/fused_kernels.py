@@ -223,9 +223,9 @@ def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tens
         epsilon=layer.epsilon,
         is_training=True,
     )
-    # The operation divides the variance by n - 1; Keras 3 divides by n.
+    # The operation divides the variance by n - 1, which may be 0; Keras 3 divides by n.
     count = tf.cast(tf.size(x) // channels, tf.float32)
-    variance *= tf.math.divide_no_nan(count - 1.0, count)
+    variance = tf.where(count > 1, variance * (count - 1) / count, tf.zeros_like(variance))
     for moving, now in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         before = tf.cast(moving, tf.float32)
         moving.assign(before * layer.momentum + now * (1.0 - layer.momentum))
