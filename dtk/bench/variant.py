@@ -93,7 +93,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 class LocalFit(Fit):
-    """The no-communication bound: plain Keras on this rank's own rows, with norms as dtk's."""
+    """The no-communication bound: plain Keras on a rank's own rows, with dtk's norms and Adam."""
 
     def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
         count = (setting.steps + 1) * setting.batch_size
@@ -102,6 +102,8 @@ class LocalFit(Fit):
         self._device, self._replicas = device, communicator.size
         with tf.device(device):
             model = problem.compiled(keras, setting.shard_optimizer)
+        if setting.shard_optimizer:
+            fused_kernels.fuse_updates(model.optimizer, communicator.size)
         data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
         super().__init__(BOUND, model, data, setting.steps, communicator)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_BATCH_NORM
@@ -29,8 +30,9 @@ _DISTRIBUTED = tf.distribute.DistributedValues
 # Elements of a variable: with fewer, compiling saves little, and each variable is compiled by
 # itself.
 _WORTH_COMPILING = 1 << 14
-# Types of variables that TensorFlow's operations update on GPUs, too: bfloat16 is none of them.
-_FUSED = (tf.float16, tf.float32, tf.float64)
+# Types of variables that TensorFlow's operations update: on GPUs it has none for bfloat16, and in
+# float16 the squares of Adam overflow.
+_FUSED = (tf.float32, tf.float64)
 # cuDNN refuses a smaller epsilon; TensorFlow would then normalize with another than the layer's.
 _LEAST_EPSILON = 1.001e-5
 
@@ -110,8 +112,13 @@ def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
 
 
 def _is_adam(optimizer: keras.Optimizer) -> bool:
-    return type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW) and not (
-        optimizer.amsgrad
+    return (
+        type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)
+        and not optimizer.amsgrad
+        and all(
+            isinstance(number, float | int)  # and no variable
+            for number in (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon)
+        )
     )
 
 
@@ -146,15 +153,23 @@ def _update_adam(
     betas = optimizer.beta_1, optimizer.beta_2
     # tf.cast rounds the betas to 32 bits first, as in Keras.
     powers = [tf.pow(tf.cast(beta, rate.dtype), step) for beta in betas]
-    # The operation for Adam would take 1 - 0.999 in 32 bits, which is 1.3e-5 too small; after some
-    # steps weights differed by 5e-6. So it is told that beta 2 is 1, and leaves v as it is.
-    v = tf.raw_ops.ReadVariableOp(resource=handles[2], dtype=gradient.dtype)
-    of_v = tf.raw_ops.ResourceApplyGradientDescent(
-        var=handles[2],
-        alpha=tf.constant(1 - optimizer.beta_2, rate.dtype),
-        delta=v - tf.square(gradient),
-    )
-    with tf.control_dependencies([] if of_v is None else [of_v]):
+    # The operation takes 1 - beta in the variable's type. For 0.999 this is 1.3e-5 too small; after
+    # some steps weights differed by 5e-6. Then the mean is updated apart, and the operation told
+    # that beta is 1, with which it leaves the mean as it is.
+    told, apart = [], []
+    values = gradient, tf.square(gradient)
+    for beta, handle, value in zip(betas, handles[1:], values, strict=True):
+        exact = _is_exact(beta, rate.dtype)
+        told.append(tf.constant(beta if exact else 1.0, rate.dtype))
+        if not exact:
+            mean = tf.raw_ops.ReadVariableOp(resource=handle, dtype=rate.dtype)
+            weight = tf.constant(1 - beta, rate.dtype)
+            apart.append(
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=handle, alpha=weight, delta=mean - value
+                )
+            )
+    with tf.control_dependencies([one for one in apart if one is not None]):
         tf.raw_ops.ResourceApplyAdam(
             var=handles[0],
             m=handles[1],
@@ -162,11 +177,18 @@ def _update_adam(
             beta1_power=powers[0],
             beta2_power=powers[1],
             lr=rate,
-            beta1=tf.constant(optimizer.beta_1, rate.dtype),
-            beta2=tf.ones([], rate.dtype),
+            beta1=told[0],
+            beta2=told[1],
             epsilon=tf.constant(optimizer.epsilon, rate.dtype),
             grad=gradient,
         )
+
+
+def _is_exact(beta: float, dtype: tf.DType) -> bool:
+    """Return whether 1 - beta, computed in a type, is 1 - beta up to the rounding of a product."""
+    kind = dtype.as_numpy_dtype
+    exact = kind(1 - beta)
+    return bool(abs(kind(1) - kind(beta) - exact) <= 4 * np.finfo(kind).eps * exact)
 
 
 # Normalization.
@@ -201,7 +223,10 @@ def patch_norms(replicas: int | None = None) -> Iterator[None]:
 
 def _fits(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> bool:
     return (
-        isinstance(inputs, tf.Tensor)
+        type(layer) is keras.layers.BatchNormalization  # others may compute other moments
+        and isinstance(inputs, tf.Tensor)
+        and inputs.shape.rank is not None
+        and inputs.shape[-1] is not None
         and inputs.dtype in (tf.float32, tf.float16, tf.bfloat16)
         and layer.axis in (-1, len(inputs.shape) - 1)
         and layer.epsilon >= _LEAST_EPSILON
@@ -213,7 +238,10 @@ def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tens
     """Normalize and update the moving statistics as `BatchNormalization.call` does."""
     x = tf.cast(inputs, tf.float32)  # as Keras does, against overflow
     channels = x.shape[-1]
-    images = x if len(x.shape) == 4 else tf.reshape(x, [-1, 1, 1, channels])
+    shape = tf.shape(x)
+    # As many images as there are rows: cuDNN refuses some hundred thousands.
+    as_images = tf.stack([shape[0], tf.reduce_prod(shape[1:-1]), 1, channels])
+    images = x if len(x.shape) == 4 else tf.reshape(x, as_images)
     outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
         x=images,
         scale=tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([channels]),
@@ -230,6 +258,6 @@ def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tens
         before = tf.cast(moving, tf.float32)
         moving.assign(before * layer.momentum + now * (1.0 - layer.momentum))
     if images is not x:
-        outputs = tf.reshape(outputs, tf.shape(x))
+        outputs = tf.reshape(outputs, shape)
         outputs.set_shape(x.shape)
     return tf.cast(outputs, layer.compute_dtype)

@@ -24,7 +24,7 @@ from dtk.cluster.variables import (
 )
 from dtk.launch import agent
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)

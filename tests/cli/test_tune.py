@@ -162,7 +162,7 @@ def test_settings_of_another_script_thread_count_or_format_are_not_used(kept, tm
     assert step_settings.apply(command, env, {})[1] is not None
     assert step_settings.apply(command, more, {}) == (more, None)
     assert step_settings.apply([command[0], str(tmp_path / "other.py")], env, {}) == (env, None)
-    for damage in ("", "[]", '{"format": 99}', '{"format": 1}', "[" * 100_000):
+    for damage in ("", "[]", '{"format": 99}', '{"format": 1}', '{"format": 2}', "[" * 100_000):
         file.write_text(damage)
         assert step_settings.apply(command, env, {}) == (env, None)
     for told in ("forgotten\n", "there was nothing to forget\n"):
