@@ -96,7 +96,7 @@ def _grouped(gradients: list[Any]) -> list[Any]:
     ]
 
 
-# What it takes by itself is its own limit.
+# The loop's own limit sends nothing.
 _REDUCES: dict[str, Reduce] = {
     "limit": list,
     "allreduce": _one_by_one,

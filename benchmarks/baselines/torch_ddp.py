@@ -20,7 +20,7 @@ class Worker:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group("gloo")  # where and with whom is in MASTER_ADDR, RANK ...
         self.rank = dist.get_rank()
-        # Its own kind of string, which who receives it cannot read without PyTorch.
+        # The version is a class of PyTorch's, which a process without PyTorch cannot receive.
         self.versions = {"PyTorch": str(torch.__version__)}
         self._batch, self._steps = setting["batch_size"], setting["steps"]
 

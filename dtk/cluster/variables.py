@@ -48,6 +48,18 @@ def integer(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    """Read one variable that turns something on or off.
+
+    >>> switch({"DTK_JIT_COMPILE": "1"}, "DTK_JIT_COMPILE", default=False)
+    True
+    """
+    value = environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ClusterError(f"{name}={value!r}, expected 0 or 1; set one of them, or unset it")
+    return value == "1" if value else default
+
+
 def place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     """Read a rank and the size of its group, and check that they fit.
 

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.cluster.variables import FUSED_BATCH_NORM
+from dtk.cluster.variables import FUSED_BATCH_NORM, switch
 from dtk.nests import Function
 from dtk.patches import patch_around
 
@@ -211,7 +211,7 @@ def patch_norms(replicas: int | None = None) -> Iterator[None]:
         original: Function[tf.Tensor],
     ) -> tf.Tensor:
         count = replicas or tf.distribute.get_strategy().num_replicas_in_sync
-        chosen = os.environ.get(FUSED_BATCH_NORM, str(int(count > 1))) == "1"
+        chosen = switch(os.environ, FUSED_BATCH_NORM, default=count > 1)
         trains = training and layer.trainable and mask is None
         if chosen and trains and _fits(layer, inputs):
             return _fused(layer, inputs)
@@ -239,7 +239,7 @@ def _fused(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tf.Tens
     x = tf.cast(inputs, tf.float32)  # as Keras does, against overflow
     channels = x.shape[-1]
     shape = tf.shape(x)
-    # As many images as there are rows: cuDNN refuses some hundred thousands.
+    # A row is an image: cuDNN refuses batches of some hundred thousand images.
     as_images = tf.stack([shape[0], tf.reduce_prod(shape[1:-1]), 1, channels])
     images = x if len(x.shape) == 4 else tf.reshape(x, as_images)
     outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_BATCH_NORM
 from dtk.compat import fused_kernels
+from dtk.errors import ClusterError
 
 from later import RENORM
 
@@ -243,3 +244,9 @@ def test_one_replica_computes_as_keras_unless_chosen(monkeypatch):
             fused.append(FUSED in normalized((4, 7))[1])
         monkeypatch.delenv(FUSED_BATCH_NORM, raising=False)
     assert fused == [False, True, True, False]
+    monkeypatch.setenv(FUSED_BATCH_NORM, "yes")
+    with (
+        fused_kernels.patch_norms(2),
+        pytest.raises(ClusterError, match="DTK_FUSED_BATCH_NORM='yes', expected 0 or 1"),
+    ):
+        normalized((4, 7))

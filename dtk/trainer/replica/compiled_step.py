@@ -26,7 +26,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.cluster.variables import JIT_COMPILE
+from dtk.cluster.variables import JIT_COMPILE, switch
 from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
 from dtk.errors import at_rank
 from dtk.exchange.factors import Factored, factored
@@ -42,7 +42,8 @@ def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> 
     auto = asked == "auto"
     if auto:
         layers = keras_models.layers_of(model)
-        wished = os.environ.get(JIT_COMPILE) == "1" and all(one.supports_jit for one in layers)
+        chosen = switch(os.environ, JIT_COMPILE, default=False)
+        wished = chosen and all(one.supports_jit for one in layers)
         asked = strategy.supports_jit and (keras_models.auto_jit(model) or wished)
     keras_models.note_auto_jit(model, auto and bool(asked))
     why = asked and _why_not(model, strategy)
