@@ -6,6 +6,7 @@
                 weights, statistics and layers' activations, which are floats of 16 and 32 bits.
                 Counts, sizes, shares of a batch and Python values are others, and stay on the host
     computing   a replica's step: the replica's GPU if it has one
+    reducing    gradients, while GPUs sum them: beside the step that computes them
     keeping     what an exchange remembers between steps: beside the gradients
 
 On GPUs TensorFlow sums by NCCL where the group's device is a GPU and the hint is "nccl"; ranks that
@@ -54,6 +55,14 @@ def is_gpu(device: str) -> bool:
 def computing(strategy: tf.distribute.Strategy) -> str:
     """Return the device on which this process's first replica computes its steps."""
     return strategy.extended.worker_devices[0]
+
+
+def reducing(computing: str) -> str:
+    """Return the device that sums the gradients of a replica on the device `computing`.
+
+    Ranks whose devices are not all GPUs sum where their `messages` are.
+    """
+    return computing
 
 
 def keeping(strategy: tf.distribute.Strategy) -> str:

@@ -23,6 +23,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.framework import auto_control_deps_utils
 
+from dtk import placement
 from dtk.cluster.variables import SELF_TEST
 from dtk.communicators import collective
 from dtk.communicators.base import Communicator
@@ -314,7 +315,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         for op in ("LookupTableFindV2", "LookupTableSizeV2"):
             auto_control_deps_utils.register_read_only_resource_op(op)
         # Each strategy in this process needs its own group key.
-        self._replicas = collective.replicas(self._devices, group=id(container_strategy))
+        reducing = [placement.reducing(device) for device in self._devices]
+        self._replicas = collective.replicas(reducing, group=id(container_strategy))
 
     def replica_communicator(self) -> Communicator:
         """Return the communicator of the running replica: its device's."""

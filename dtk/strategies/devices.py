@@ -146,7 +146,7 @@ def link(communicator: Communicator, device: str) -> str:
         return device
     shared = _shared([name for _, name in everyone], communicator)
     if not without:
-        communicator.link(device)
+        communicator.link(placement.reducing(device))
     if communicator.cards is not None and shared:
         raise ValueError(at_rank(communicator.rank, f"{shared}. NCCL takes one rank for each GPU"))
     told = ""
