@@ -32,6 +32,7 @@ from dtk.launch.attempts import Attempt, Attempts
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
+_BINARY = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # how programs of Linux and macOS begin
 # Packages that ranks import. Each is a folder, so a file with the same name is another module.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 
@@ -318,19 +319,30 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
         raise ClusterError(
             f"{script} is a directory; name the script in it, e.g. `{path / 'train.py'}`"
         )
+    if _is_program(path):
+        rest = " ".join(args) or "train.py"
+        raise ClusterError(
+            f"{script!r} is a program; dtk starts Python itself: `dtk run -n 2 {rest}`"
+        )
     if not path.exists():
-        if Path(script).name.startswith("python") or (
-            path.suffix != ".py" and shutil.which(script)
-        ):
-            rest = " ".join(args) or "train.py"
-            raise ClusterError(
-                f"{script!r} is a program; dtk starts Python itself: `dtk run -n 2 {rest}`"
-            )
         raise ClusterError(
             f"no such script: {script} (looked in {os.getcwd()}); give the path of a .py file"
         )
     _check_shadows(path if path.is_dir() else path.resolve().parent)
     return [sys.executable, script, *args]
+
+
+def _is_program(path: Path) -> bool:
+    """Return whether a script's path is a program's, such as Python or a script of a shell."""
+    if path.suffix == ".py":
+        return False
+    if not path.exists():
+        return path.name.startswith("python") or shutil.which(path) is not None
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return False
+    with path.open("rb") as file:
+        begin = file.readline(128)
+    return begin.startswith(_BINARY) or (begin.startswith(b"#!") and b"py" not in begin)
 
 
 def _check_shadows(folder: Path) -> None:
