@@ -6,8 +6,9 @@
                 weights, statistics and layers' activations, which are floats of 16 and 32 bits.
                 Counts, sizes, shares of a batch and Python values are others, and stay on the host
     computing   a replica's step: the replica's GPU if it has one
-    reducing    gradients, while GPUs sum them: beside the step that computes them
-    keeping     what an exchange remembers between steps: beside the gradients
+    reducing    sums over replicas on GPUs, and over replicas of one process: beside the step. A
+                rank sees one GPU only, see `strategies.devices.pin`
+    keeping     what an exchange remembers between steps: beside the step
 
 On GPUs TensorFlow sums by NCCL where the group's device is a GPU and the hint is "nccl"; ranks that
 name another device for one group are refused. So every message names its device, eagerly too.
@@ -58,7 +59,7 @@ def computing(strategy: tf.distribute.Strategy) -> str:
 
 
 def reducing(computing: str) -> str:
-    """Return the device that sums the gradients of a replica on the device `computing`.
+    """Return the device on which sums of a replica that computes on another are made.
 
     Ranks whose devices are not all GPUs sum where their `messages` are.
     """

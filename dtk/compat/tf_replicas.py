@@ -120,15 +120,8 @@ def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
 @contextlib.contextmanager
 def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Return a context in which one replica computes a step and nothing is reduced."""
-    _running.whole = True
-    try:
-        with (
-            tf.device(placement.computing(strategy)),
-            tf.distribute.ReplicaContext(strategy, 0),
-        ):
-            yield
-    finally:
-        _running.whole = False
+    with alone(), tf.device(placement.computing(strategy)), in_replica(strategy):
+        yield
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ NAMES: dict[str, Exchange] = {
     "bf16": Dense("bfloat16"),
     **{f"{bits}bit": Quantized(bits) for bits in (*BITS, WHOLE)},
 }
-_NAMES = f"'auto', 'fp16', 'bf16', '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
+_WORDS = ", ".join(repr(name) for name in NAMES if not name.endswith("bit"))
+_NAMES = f"{_WORDS}, '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
 
 
 def parse(exchange: object) -> Exchange:

@@ -51,7 +51,7 @@ def is_known(number: tf.Tensor | tuple[()]) -> bool:
 
 def rows_of_rank(rows: CountT, rank: int, size: int) -> tuple[CountT, CountT]:
     """Return the first of a rank's rows in a global batch, and the one after its last."""
-    # `Strategy.gather_outputs` puts predictions back in this order.
+    # `Strategy.gather_outputs` puts predictions back in this order: each rank's rows are adjacent.
     return even_bounds(rows, rank, size)
 
 

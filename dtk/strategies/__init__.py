@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart, Sync
 from dtk.parameter_server.job_context import EvaluatorConfig
 from dtk.parameter_server.proximal import least_squares_smoothness, rate_bound
@@ -29,15 +27,3 @@ __all__ = [
     "rate_bound",
     "undistributed",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "WarmStart":
-        warnings.warn(
-            "dtk.strategies.WarmStart is now dtk.strategies.SerialStart (dtk.exchange.WarmStart is "
-            "another thing, and stays)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return SerialStart
-    raise AttributeError(f"module 'dtk.strategies' has no attribute {name!r}")

@@ -546,12 +546,3 @@ def test_a_serial_start_is_not_taken_for_an_exchange():
         AllReduceStrategy(communicator="local", exchange=start)
     with pytest.raises(TypeError, match="no exchange: .*warm_start=SerialStart"):
         parameter_server._checked(start, Async())
-
-
-def test_the_old_name_of_a_serial_start_still_works_and_says_so():
-    import dtk
-
-    with pytest.warns(DeprecationWarning, match="is now dtk.strategies.SerialStart"):
-        assert dtk.strategies.WarmStart is consistency_models.SerialStart
-    with pytest.raises(AttributeError, match="no attribute 'ColdStart'"):
-        dtk.strategies.ColdStart  # noqa: B018
