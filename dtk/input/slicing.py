@@ -137,7 +137,12 @@ def _take(leaf: Leaf, begin: tf.Tensor, end: tf.Tensor, multiple: tf.Tensor | No
         # Slicing forgets static sizes, which layers need to be built.
         known = [taken.dense_shape[0], *(_size(leaf, axis) for axis in range(1, leaf.shape.rank))]
         return tf.SparseTensor(taken.indices, taken.values, tf.stack(known))
-    return leaf[begin:end]
+    # Copied: TensorFlow knows that an array from Python (a generator's, a PyDataset's) is not its
+    # own memory, but takes a slice of it for its own, and would write results over the script's
+    # array where it lies aligned to 64 bytes.
+    return tf.nest.map_structure(
+        lambda part: tf.raw_ops.DeepCopy(x=part), leaf[begin:end], expand_composites=True
+    )
 
 
 def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:

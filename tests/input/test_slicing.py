@@ -48,6 +48,22 @@ def test_slices_rebuild_the_batch(count, size):
     assert tf.concat([part["y"] for part in parts], 0).to_list() == batch["y"].to_list()
 
 
+def test_a_generators_array_is_not_written_to():
+    """Breaks as a step that computes its results over the script's own rows."""
+    memory = np.zeros(8 * 16 * 4 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64  # TensorFlow takes an aligned array as it is
+    rows = memory[begin : begin + 8 * 16 * 4].view(np.float32).reshape(8, 16)
+    rows[:] = 1
+    batches = tf.data.Dataset.from_generator(
+        lambda: iter([rows, rows]), output_signature=tf.TensorSpec([None, 16])
+    )
+    cut = slicing.cut_dataset(batches, range(2), 2)
+    doubled = cut.map(lambda slices: tuple(2 * part for part in slices.parts))
+    for part in tf.nest.flatten(list(doubled.as_numpy_iterator())):
+        np.testing.assert_array_equal(part, np.full((4, 16), 2))
+    np.testing.assert_array_equal(rows, np.ones((8, 16)))
+
+
 @functools.cache
 def traced(cut, size):
     """`cut` into `size` parts, as one graph for whatever number of rows."""
