@@ -121,7 +121,10 @@ def at_rank(rank: int, message: str) -> str:
 # Files that every rank makes, or one makes and another looks for.
 _MADE = re.compile(r"FileExistsError\b|.*errors_impl\.AlreadyExistsError\b")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
-_MISSING = re.compile(r"FileNotFoundError\b|ValueError: File not found: filepath=")
+_MISSING = re.compile(
+    r"FileNotFoundError\b|.*errors_impl\.NotFoundError: .*No such file|"
+    r"ValueError: File not found: filepath="
+)
 _SAYS_ITSELF = "no checkpoint can be written"  # rank 0 alone has tried, and all raise it
 
 _MAKE = (

@@ -17,6 +17,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
         ("FileExistsError: [Errno 17] File exists: 'logs'", "os.makedirs(path, exist_ok=True)"),
         (MISSING, "broadcast_object(path)"),
         ("ValueError: File not found: filepath=/tmp/a/m.keras. Please ...", "tempfile.mkdtemp()"),
+        ("errors_impl.NotFoundError: a/b.h5; No such file or directory", "broadcast_object(path)"),
     ],
 )
 def test_the_last_exception_says_what_to_do(last, says):
@@ -28,6 +29,7 @@ def test_the_last_exception_says_what_to_do(last, says):
     "rank, words",
     [
         (1, ["ValueError: no FileExistsError: here"]),
+        (1, ["a.b.errors_impl.NotFoundError: Resource localhost/table does not exist."]),
         (1, []),
         # what was handled before another exception
         (1, [MISSING, "", "ZeroDivisionError: division by zero"]),

@@ -307,7 +307,10 @@ def _datasets(keras: Any, rows: int) -> None:
         getattr(keras.datasets, name).load_data = functools.partial(_split, rows, shape, classes)
     keras.datasets.imdb.load_data = functools.partial(_reviews, rows)
     keras.datasets.imdb.get_word_index = lambda: {word: n for n, word in enumerate(WORDS, 1)}
+    keras.datasets.reuters.load_data = functools.partial(_newswires, rows)
+    keras.datasets.reuters.get_word_index = keras.datasets.imdb.get_word_index
     keras.datasets.boston_housing.load_data = functools.partial(_houses, rows)
+    keras.datasets.california_housing.load_data = functools.partial(_houses, rows, columns=8)
 
 
 def _split(rows: int, shape: tuple[int, ...], classes: int, **kwargs: Any) -> Any:
@@ -317,10 +320,10 @@ def _split(rows: int, shape: tuple[int, ...], classes: int, **kwargs: Any) -> An
     return tuple((x, y[:, None] if deep else y.astype("uint8")) for x, y in parts)
 
 
-def _reviews(rows: int, num_words: int = 20000, **kwargs: Any) -> Any:
+def _reviews(rows: int, num_words: int = 20000, classes: int = 2, **kwargs: Any) -> Any:
     def one(count: int, seed: int) -> Any:
         generator = np.random.default_rng(seed)
-        labels = generator.permutation(np.arange(count) % 2)
+        labels = generator.permutation(np.arange(count) % classes)
         texts = [
             list(generator.integers(1, num_words // (1 + label), generator.integers(20, 120)))
             for label in labels
@@ -330,9 +333,14 @@ def _reviews(rows: int, num_words: int = 20000, **kwargs: Any) -> Any:
     return one(rows, 1), one(rows // 3, 2)
 
 
-def _houses(rows: int, **kwargs: Any) -> Any:
-    x = numbers(rows + rows // 3, 13)
-    y = x @ np.arange(13) + 20
+def _newswires(rows: int, num_words: int = 20000, **kwargs: Any) -> Any:
+    return _reviews(rows, num_words, classes=46)
+
+
+def _houses(rows: int, columns: int = 13, **kwargs: Any) -> Any:
+    del kwargs
+    x = numbers(rows + rows // 3, columns)
+    y = x @ np.arange(columns) + 20
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 

@@ -191,7 +191,9 @@ def run(
         command += ["--nudge"] * (name == "nudged")
         if name.startswith("dtk"):
             command[1:1] = ["-m", "dtk.cli.main", "run", "-n", "2"]
-        bounded = ["timeout", "-k", "20", str(options.timeout), *command]
+        # Before it is ended, ranks that hang are named, with their stacks.
+        stalled = f"DTK_STALL_TIMEOUT={options.timeout / 2:.0f}"
+        bounded = ["timeout", "-k", "20", str(options.timeout), "env", stalled, *command]
         output = shlex.quote(str(folder / f"{name}.out"))
         lines.append(
             f"cd {shlex.quote(str(here))}; {shlex.join(bounded)} >{output} 2>&1; echo $? >code"

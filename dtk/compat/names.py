@@ -155,7 +155,15 @@ NEEDED = _read(_TABLE)
 
 
 def check() -> None:
-    """Raise VersionError if a name is missing."""
+    """Raise VersionError if a name is missing, or Keras computes with something else."""
+    import keras
+
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise VersionError(
+            f"Keras computes with {backend}, and dtk needs it to compute with TensorFlow. Next: "
+            "set KERAS_BACKEND=tensorflow before Keras is imported"
+        )
     for name, purpose in missing():
         raise gone(name, purpose)
 

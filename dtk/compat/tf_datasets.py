@@ -6,6 +6,7 @@ while a shuffle is made anew  gen_dataset_ops.dummy_seed_generator  _shuffled_al
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -199,7 +200,10 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
         behind.insert(0, node)
         node = node._input_dataset
     if _kind(node) not in _BATCHES:
-        return f"{_kind(node)} makes or changes batches" if _maps_rows(node) else None
+        if not _maps_rows(node):
+            return None
+        called = re.sub(r"\B(?=[A-Z])", "_", _kind(node).removeprefix("Parallel")).lower()
+        return f"its {called} takes or makes whole batches"
     rows, steps, why = _apart(node._input_dataset)
     if not steps:
         return why

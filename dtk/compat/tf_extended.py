@@ -264,7 +264,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             cure += f", and saves {seconds * (size - 1) / size:.3f} of {seconds:.3f} s a step"
         if self._communicator.rank == 0:
             print(
-                f"dtk: every worker maps all rows of the dataset at {script_line()}, not only its "
+                f"dtk: at {script_line()}, every worker maps all rows of the dataset, not only its "
                 f"own: {why}. {cure}",
                 flush=True,
             )

@@ -31,6 +31,13 @@ def test_every_name_is_still_there():
     assert names.missing() == [], "see dtk/compat"
 
 
+def test_keras_on_another_backend_is_refused(monkeypatch):
+    """Breaks as an error in the middle of the first step."""
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(VersionError, match="with torch.* Next: set KERAS_BACKEND=tensorflow"):
+        names.check()
+
+
 @pytest.mark.parametrize("file", sorted(ROOM.glob("*.py")), ids=lambda file: file.name)
 def test_what_a_file_uses_is_listed(file):
     """Else its loss would end in a traceback, somewhere in the middle of training."""

@@ -203,10 +203,8 @@ def test_items_are_made_by_one_rank_each_and_slow_ones_are_told_of(world, backen
         r"dtk: every worker makes every item of the PyDataset at .*test_shard.py:\d+, 0.02\d s each"
     )
     assert re.match(items, lines[1]) and "dtk.data.shard(" in lines[1]
-    rows = (
-        r"dtk: every worker maps all rows of the dataset at .*test_shard.py:\d+, not only its own: "
-    )
-    assert re.match(rows + r"called \(.*test_shard.py:\d+\) calls PyFunc", lines[2])
+    rows = r"dtk: at .*test_shard.py:\d+, every worker maps all rows of the dataset, not only its "
+    assert re.match(rows + r"own: called \(.*test_shard.py:\d+\) calls PyFunc", lines[2])
     assert re.search(r"dtk.data.shard\(.* saves 0.\d{3} of 0.\d{3} s a step", lines[2])
     assert "every worker" not in second[1]
 

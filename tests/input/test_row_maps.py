@@ -213,9 +213,12 @@ NOT = {
         ),
         "rows have no fixed shape before",
     ),
-    "padded": (lambda d: d.map(plus_one).padded_batch(4), "PaddedBatch makes"),
-    "batches": (lambda d: d.map(plus_one).batch(4).map(plus_one), "Map makes or changes batches"),
-    "cut anew": (lambda d: d.map(plus_one).batch(4).rebatch(3), "Rebatch makes"),
+    "padded": (lambda d: d.map(plus_one).padded_batch(4), "its padded_batch takes"),
+    "batches": (
+        lambda d: d.map(plus_one).batch(4).map(plus_one),
+        "its map takes or makes whole batches",
+    ),
+    "cut anew": (lambda d: d.map(plus_one).batch(4).rebatch(3), "its rebatch takes"),
     "kept rows": (lambda d: d.map(plus_one).cache().batch(4), None),
     "no map": (lambda d: d.shuffle(3).batch(4), None),
     "arrays given to fit": (
