@@ -58,12 +58,12 @@ def computing(strategy: tf.distribute.Strategy) -> str:
     return strategy.extended.worker_devices[0]
 
 
-def reducing(computing: str) -> str:
-    """Return the device on which sums of a replica that computes on another are made.
+def reducing(device: str) -> str:
+    """Return the device on which a replica that computes on `device` sums with the others.
 
-    Ranks whose devices are not all GPUs sum where their `messages` are.
+    If a rank has no GPU, all ranks sum where their `messages` are.
     """
-    return computing
+    return device
 
 
 def keeping(strategy: tf.distribute.Strategy) -> str:

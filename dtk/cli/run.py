@@ -341,8 +341,11 @@ def _is_program(path: Path) -> bool:
     if not path.is_file() or not os.access(path, os.R_OK):
         return False
     with path.open("rb") as file:
-        begin = file.readline(128)
-    return begin.startswith(_BINARY) or (begin.startswith(b"#!") and b"py" not in begin)
+        first, second = file.readline(128), file.readline(128)
+    # pip begins a command with a shell's line, and a second one that starts Python, if the path of
+    # Python is too long for the first.
+    is_shell = first.startswith(b"#!") and b"py" not in first and b"'''exec'" not in second
+    return first.startswith(_BINARY) or is_shell
 
 
 def _check_shadows(folder: Path) -> None:

@@ -17,8 +17,8 @@ TARGET = 0.7
 # How much faster a method must be to be preferred if it changes training more.
 GAIN = 1.1
 LOSSY = (
-    f"All but {', '.join(method.name for method in METHODS if method.exact)} change training, fp16 "
-    "least and block momentum most: see docs/exchanges.md."
+    f"Exact: {'; '.join(method.name for method in METHODS if method.exact)}. The others change "
+    "training, fp16 least and block momentum most: see docs/exchanges.md."
 )
 
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from dtk.cli import run
 from dtk.cli.main import main
+from dtk.errors import ClusterError
 from dtk.launch import attempts, job_options, plan
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
@@ -259,3 +260,19 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
         monkeypatch.setattr(attempts, "_PLANS", 1)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert done.exit_code == 2 and "is taken" in done.output
+
+
+@pytest.mark.parametrize(
+    "begin, python",
+    [
+        ("#!/usr/bin/env python3\nprint()\n", True),
+        ("#!/bin/sh\n'''exec' /a/long/path/python \"$0\" \"$@\"\n' '''\nprint()\n", True),
+        ("#!/bin/sh\npython train.py\n", False),
+        ("print()\n", True),
+    ],
+)
+def test_a_script_of_a_shell_is_refused_and_a_command_of_pips_is_not(tmp_path, begin, python):
+    file = tmp_path / "train"
+    file.write_text(begin)
+    with contextlib.nullcontext() if python else pytest.raises(ClusterError, match="is a program"):
+        assert run.command_of(str(file), False, ()) == [sys.executable, str(file)]

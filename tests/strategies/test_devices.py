@@ -232,3 +232,11 @@ def test_gradients_that_go_through_the_host_are_told_with_the_way_around():
     with pytest.warns(RuntimeWarning, match="rank 1 has no GPU, so gradients of all ranks go thr"):
         devices.link(world, "/gpu:0")
     assert world.cards is None
+
+
+def test_replicas_of_one_process_sum_where_placement_says(monkeypatch):
+    """Else `placement.reducing` would move the sums of ranks only."""
+    monkeypatch.setattr(placement, "reducing", lambda device: f"{device}, moved")
+    strategy = MirroredStrategy(["CPU:0"])
+    with tf.distribute.ReplicaContext(strategy, 0):
+        assert strategy.extended.replica_communicator().device.endswith("CPU:0, moved")
