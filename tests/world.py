@@ -43,6 +43,7 @@ from dtk.cluster import mpi_installs
 from dtk.launch import Process, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "tools" / "gpu"))
+import one_card  # noqa: E402
 import pretend  # noqa: E402
 
 BACKENDS = ("local", "collective", "nccl", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
@@ -133,7 +134,8 @@ def communicator() -> Any:
     """The world communicator of this backend; for bodies."""
     from dtk.communicators import create
 
-    if "PRETENDED_GPUS" in os.environ:  # ranks send from GPU to GPU once a strategy links them
+    # Ranks send from GPU to GPU once a strategy links them.
+    if {"PRETENDED_GPUS", "NCCL_HOSTID"} & os.environ.keys():
         from strategies import bodies
 
         return bodies.strategy().world
@@ -241,8 +243,10 @@ class World:
 def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     """What starts the workers of a world."""
     command = [sys.executable, str(TESTS / "worker.py")]
-    # `make test-gpus` runs the tests of all collectives so.
-    if backend == "nccl" or (backend == "collective" and os.environ.get("DTK_TEST_GPUS") == "1"):
+    # `make test-gpus` runs the tests of all collectives so; "real" is a card that all ranks share.
+    gpus = os.environ.get("DTK_TEST_GPUS") or ("1" if backend == "nccl" else "")
+    real = gpus == "real" and backend in ("collective", "nccl")
+    if gpus == "1" and backend in ("collective", "nccl"):
         extra = {**pretend.environment(max(size, 2)), "PYTHONFAULTHANDLER": "1", **extra}
     env = {
         "DTK_TEST_COMMUNICATOR": "collective" if backend == "nccl" else backend.split("-")[0],
@@ -266,7 +270,12 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     servers = SERVERS if backend == "served" else 0
     # Other worlds use the same cores.
     planned = plan(command, workers=size, communicator=kind, ps=servers, bind=False)
-    return [dataclasses.replace(process, env={**process.env, **env}) for process in planned]
+    return [
+        dataclasses.replace(
+            process, env={**process.env, **env, **(one_card.environment(rank) if real else {})}
+        )
+        for rank, process in enumerate(planned)
+    ]
 
 
 def _running(pid: int) -> bool:

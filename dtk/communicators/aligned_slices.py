@@ -1,11 +1,13 @@
-"""Slices of a table whose indices are the same on all ranks, so a sum adds values place by place.
+"""Slices of a table: which ranks add up place by place, and sums of those of one line.
 
-dtk finds by the graph that indices depend on no row of the batch. A script can still make them
-differ by rank, for example from its rank's number; sums of other places would be wrong silently.
+The indices of `AlignedSlices` are the same on all ranks, so a sum adds values place by place. dtk
+finds by the graph that indices depend on no row of the batch. A script can still make them differ
+by rank, for example from its rank's number; sums of other places would be wrong silently.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -28,6 +30,33 @@ def is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
     if not isinstance(value, tf.IndexedSlices):
         return False
     return not isinstance(value, AlignedSlices) or not value.values.shape.is_fully_defined()
+
+
+def once(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Add up the values of each index, with the same bits in any order of adding.
+
+    A GPU adds in the order in which its threads come, and ranks that add the same slices would get
+    weights that differ. In float64 whole multiples of one unit add up exactly. The unit is 2^-50 of
+    the most that the values of an index can add up to: float32 resolves 2^-24.
+
+    Example:
+        >>> values, indices = once(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
+        >>> values.numpy().tolist(), indices.numpy().tolist()
+        ([[5.0], [2.0]], [7, 3])
+    """
+    lines, places = tf.unique(indices)
+    count = tf.size(lines)
+    add = functools.partial(
+        tf.raw_ops.UnsortedSegmentSum, segment_ids=places, num_segments=count
+    )
+    wide = tf.cast(values, tf.float64)
+    largest = tf.math.unsorted_segment_max(tf.abs(wide), places, count)
+    sizes = add(data=tf.ones_like(places, tf.float64))
+    most = largest * tf.reshape(sizes, [-1] + [1] * (values.shape.rank - 1))
+    exponent = tf.bitwise.bitwise_and(tf.bitcast(most, tf.int64), 0x7FF << 52)
+    unit = tf.gather(tf.bitcast(exponent, tf.float64) * 2.0**-50, places)
+    whole = tf.round(tf.math.divide_no_nan(wide, unit)) * unit
+    return tf.cast(add(data=whole), values.dtype), lines
 
 
 def digits_of(slices: Sequence[tf.IndexedSlices]) -> tf.Tensor:

@@ -61,17 +61,21 @@ def unconverted(function: _Value) -> _Value:
 
 
 def _beside_its_messages(method: Callable[_Given, _Value]) -> Callable[_Given, _Value]:
-    """Let a method of a communicator compute eagerly on the device of its messages.
+    """Let a method of a communicator compute on the device of its messages.
 
     Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings them
-    back. In a graph the values' own device is the right one.
+    back. In a graph the device of floats is the right one.
     """
 
     @functools.wraps(method)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Value:
+        own = cast(Communicator, args[0])
         if not tf.executing_eagerly():
-            return method(*args, **kwargs)
-        with tf.device(cast(Communicator, args[0]).device):
+            given = tf.nest.flatten([args[1:], kwargs])
+            dtypes = [tf.as_dtype(one.dtype) for one in given if hasattr(one, "dtype")]
+            if own.cards is None or any(map(placement.is_on_card, dtypes)):
+                return method(*args, **kwargs)
+        with tf.device(own.device):
             return method(*args, **kwargs)
 
     return unconverted(run)
@@ -267,16 +271,15 @@ class Communicator(abc.ABC):
         if op not in ("sum", "mean") and any(isinstance(v, tf.IndexedSlices) for v in results):
             told = f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense"
             raise ValueError(at_rank(self.rank, told))
-        if self.size == 1:
+        if self.size == 1 or not results:
             return results
-        on_card = self._places_on_card(results)
-        if on_card and self.cards is not None:
-            reduced = self.cards.allreduce([results[i] for i in on_card], op)
-            for i, value in zip(on_card, reduced, strict=True):
-                results[i] = value
-        others = [i for i in range(len(results)) if i not in on_card]
-        tables = [i for i in others if aligned_slices.is_gathered(results[i])]
-        dense = [i for i in others if i not in tables]
+        routed = self._routed(
+            results, lambda group, places: group.allreduce([results[i] for i in places], op)
+        )
+        if routed is not None:
+            return routed
+        tables = [i for i in range(len(results)) if aligned_slices.is_gathered(results[i])]
+        dense = [i for i in range(len(results)) if i not in tables]
         summed = [self._row_sum(results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]

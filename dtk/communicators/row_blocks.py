@@ -15,8 +15,10 @@ class RowBlocks:
     """A tensor's rows as flat elements that a backend moves, in blocks for `counts` rows each."""
 
     def __init__(self, tensor: tf.Tensor, native: frozenset[tf.DType]) -> None:
-        self._row = tf.shape(tensor, tf.int64)[1:]
-        self._width = tf.reduce_prod(self._row)  # elements in one row
+        shape = tf.shape(tensor, tf.int64)  # beside the tensor, which would be copied
+        with tf.device(placement.host()):
+            self._row = shape[1:]
+            self._width = tf.reduce_prod(self._row)  # elements in one row
         self._is_flat = tensor.shape.rank == 1
         self._static = [None, *tensor.shape[1:]]
         self._native = native
@@ -43,7 +45,8 @@ class RowBlocks:
         flat = [self.decode(part) for part in parts]
         if self._per_word > 1:
             flat = [part[: counts[j] * self._width] for j, part in enumerate(flat)]
-        shape = tf.concat([tf.reduce_sum(counts)[None], self._row], axis=0)
+        with tf.device(placement.host()):
+            shape = tf.concat([tf.reduce_sum(counts)[None], self._row], axis=0)
         return tf.ensure_shape(tf.reshape(tf.concat(flat, axis=0), shape), self._static)
 
 
@@ -52,7 +55,8 @@ def checked_counts(
 ) -> tf.Tensor:
     """Return the row count of every rank; raise if this rank's does not fit its tensor."""
     if tf.is_tensor(known):
-        return tf.ensure_shape(tf.cast(known, tf.int64), [size])
+        with tf.device(placement.host()):
+            return tf.ensure_shape(tf.cast(known, tf.int64), [size])
     counts, rows = list(known), tensor.shape[0]
     if len(counts) != size or rows not in (None, counts[rank]):
         told = (

@@ -108,7 +108,7 @@ class CollectiveSequencer:
         """Return the time in seconds once all of `ready` are computed."""
         if not self._timed or determinism.is_asked_for():
             return tf.zeros([], tf.float64)
-        with tf.control_dependencies(ready):
+        with tf.device(placement.host()), tf.control_dependencies(ready):
             return tf.timestamp()
 
     def run(
@@ -130,10 +130,13 @@ class CollectiveSequencer:
         # Outside the control dependencies below: TensorFlow omits them on an op whose inputs
         # already have them, and loses them when it folds constant inputs away.
         sent = _bytes(inputs if sends else [])
-        before = tf.raw_ops.ReadVariableOp(resource=self._order, dtype=tf.int64)
-        zero = tf.minimum(before[:1], 0)
+        # On a GPU, each number would be copied to the host when all before it is computed.
+        with tf.device(placement.host()):
+            before = tf.raw_ops.ReadVariableOp(resource=self._order, dtype=tf.int64)
+            begin, to_end = tf.constant(_FROM_0), tf.constant(_TO_END)
+            zero = tf.minimum(before[:1], 0)
         with tf.device(self._device):
-            behind = [_behind(zero, t) for t in inputs]
+            behind = [_behind(zero, to_end, t) for t in inputs]
             begins = self._clocks(behind)
             start = self._clock(behind)
             outputs = collective(behind)
@@ -141,13 +144,15 @@ class CollectiveSequencer:
         # optimize the op away. So use it here: count 0 of its elements, a number that the optimizer
         # cannot foresee. (An assertion would wait for the assertions of other sequencers.)
         flat = [o if o.shape.rank == 1 else tf.reshape(o, [-1]) for o in outputs]
-        no_elements = tf.add_n([tf.size(tf.slice(o, _FROM_0, zero), tf.int64) for o in flat])
-        with tf.control_dependencies([no_elements]):
+        sizes = [tf.size(tf.slice(o, begin, zero), tf.int64) for o in flat]
+        with tf.device(placement.host()):
+            no_elements = tf.add_n(sizes)
+        with tf.device(placement.host()), tf.control_dependencies([no_elements]):
             took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
             update = tf.stack([sent + no_elements, took])
             tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
             if self._order is not self._handle:
-                tf.raw_ops.AssignAddVariableOp(resource=self._order, value=tf.stack([sent, took]))
+                tf.raw_ops.AssignAddVariableOp(resource=self._order, value=update)
         if begins and len(inputs) == len(outputs):
             self._note([name + _size([one]) for one in behind], begins, self._clocks(outputs))
         elif begins:  # a gather has an output for each rank
@@ -235,8 +240,10 @@ def _size(tensors: Sequence[tf.Tensor]) -> str:
 def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the bytes of tensors; a constant if all shapes are known."""
     unknown = [t for t in tensors if t.shape.num_elements() is None]
-    sizes = [tf.size(t, tf.int64) * t.dtype.size for t in unknown]
-    return tf.add_n([tf.constant(_known_bytes(tensors), tf.int64), *sizes])
+    sizes = [tf.size(t, tf.int64) for t in unknown]  # where they are: else they would be copied
+    with tf.device(placement.host()):
+        bytes_ = [size * t.dtype.size for size, t in zip(sizes, unknown, strict=True)]
+        return tf.add_n([tf.constant(_known_bytes(tensors), tf.int64), *bytes_])
 
 
 def _known_bytes(tensors: Sequence[tf.Tensor]) -> int:
@@ -244,7 +251,7 @@ def _known_bytes(tensors: Sequence[tf.Tensor]) -> int:
     return sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
 
 
-def _behind(zero: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+def _behind(zero: tf.Tensor, to_end: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     """Return the same tensor, made to depend on a value known only when the graph runs.
 
     While TensorFlow prepares a graph, it evaluates ops that depend on constants alone, on this rank
@@ -252,6 +259,6 @@ def _behind(zero: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     looks through reshapes and placeholders. The count is never negative, so the slice below always
     starts at 0 (and copies nothing), but TensorFlow cannot know that before the graph runs.
     """
-    same = tf.slice(flat, zero, _TO_END)
+    same = tf.slice(flat, zero, to_end)
     same.set_shape(flat.shape)
     return same

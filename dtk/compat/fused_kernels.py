@@ -7,6 +7,8 @@ BatchNormalization     as Adam, unless the user or `dtk tune` has chosen otherwi
 
     of one optimizer     update_step                 fuse_updates
     while steps trace    BatchNormalization.call     patch_norms
+    while gradients      unsorted_segment_sum        patch_row_sums
+    apply, on GPUs       resource_scatter_add, _sub
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from typing import TypeAlias
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import gen_math_ops, gen_resource_variable_ops
 
+from dtk import placement
 from dtk.cluster.variables import FUSED_BATCH_NORM, switch
+from dtk.communicators.aligned_slices import once
 from dtk.nests import Function
 from dtk.patches import patch_around
 
@@ -98,6 +103,43 @@ def fuse_updates(optimizer: keras.Optimizer, replicas: int = 1) -> None:
     elif replicas > 1 and _is_adam(optimizer):
         operation, slots = _update_adam, ["_momentums", "_velocities"]
     optimizer.update_step = _Update(optimizer, operation, slots)
+
+
+@contextlib.contextmanager
+def patch_row_sums(device: str) -> Iterator[None]:
+    """Return a context in which sums of a table's rows are equal on all replicas, on GPUs too."""
+    if not placement.is_gpu(device):  # a CPU adds in the order of the rows
+        yield
+        return
+
+    def dense(
+        data: tf.Tensor,
+        segment_ids: tf.Tensor,
+        num_segments: tf.Tensor,
+        name: str | None = None,
+        *,
+        original: Function[tf.Tensor],
+    ) -> tf.Tensor:
+        return original(*once(data, segment_ids), num_segments, name)
+
+    def scatter(
+        resource: tf.Tensor,
+        indices: tf.Tensor,
+        updates: tf.Tensor,
+        name: str | None = None,
+        *,
+        original: Function[tf.Operation],
+    ) -> tf.Operation:
+        values, lines = once(updates, indices)
+        return original(resource, lines, values, name)
+
+    scatters = dict.fromkeys(("resource_scatter_add", "resource_scatter_sub"), scatter)
+    with (
+        patch_around(tf.math, unsorted_segment_sum=dense),
+        patch_around(gen_math_ops, unsorted_segment_sum=dense),
+        patch_around(gen_resource_variable_ops, **scatters),
+    ):
+        yield
 
 
 def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:

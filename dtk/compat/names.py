@@ -132,6 +132,8 @@ optimizers:
         _accumulated_gradients _learning_rate _trainable_variables
         _trainable_variables_indices _var_key _backend_apply_gradients _get_variable_index
     keras.optimizers.Adam  _momentums _velocities
+    tensorflow.python.ops.gen_math_ops  unsorted_segment_sum
+    tensorflow.python.ops.gen_resource_variable_ops  resource_scatter_add resource_scatter_sub
     keras.optimizers.Muon  _should_use_adamw
     keras.callbacks.SwapEMAWeights  _swap_variables _finalize_ema_values
 saving:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from dtk import placement
 from dtk.communicators.base import Communicator
 from dtk.communicators.costs import FLOPS_PER_BYTE
 
@@ -134,8 +135,11 @@ def _reduce_alike(
     places, factors = list(gradients), list(gradients.values())
     counts = _row_counts(factors, communicator)
     costs = communicator.costs
+    with tf.device(placement.host()):
+        flops_per_byte = costs.flops_per_byte if costs else FLOPS_PER_BYTE
+        pays = _pays(factors, counts, flops_per_byte, in_parts)
     return tf.cond(
-        _pays(factors, counts, costs.flops_per_byte if costs else FLOPS_PER_BYTE, in_parts),
+        pays,
         lambda: list(map(product, places, _gathered(factors, counts, communicator))),
         lambda: whole(places, [g.product() for g in factors]),
     )
@@ -143,7 +147,9 @@ def _reduce_alike(
 
 def _row_counts(gradients: list[Factored], communicator: Communicator) -> tf.Tensor:
     """Return each rank's number of rows for each gradient: shape (size, gradients), int64."""
-    mine = tf.stack([tf.shape(g.left, tf.int64)[0] for g in gradients])
+    shapes = [tf.shape(g.left, tf.int64) for g in gradients]  # on the host it would take all there
+    with tf.device(placement.host()):
+        mine = tf.stack([shape[0] for shape in shapes])
     with communicator.concurrent("rows"):  # known long before the gradients
         return communicator.allgather(mine[None], [1] * communicator.size)
 
@@ -171,15 +177,18 @@ def _gathered(
 ) -> list[Factored]:
     """Gather all ranks' rows in one message; stack each gradient's rows in rank order."""
     joined = tf.concat([tf.reshape(f, [-1]) for g in gradients for f in g], 0)
-    widths = tf.constant([g.width for g in gradients], tf.int64)
-    everything = communicator.allgather(joined, tf.linalg.matvec(counts, widths))
-    lengths = [
-        counts[rank, i] * f.shape[1]
-        for rank in range(communicator.size)
-        for i, g in enumerate(gradients)
-        for f in g
-    ]
-    parts = tf.split(everything, tf.stack(lengths), num=len(lengths))
+    with tf.device(placement.host()):
+        widths = tf.constant([g.width for g in gradients], tf.int64)
+        sizes = tf.linalg.matvec(counts, widths)
+        lengths = [
+            counts[rank, i] * f.shape[1]
+            for rank in range(communicator.size)
+            for i, g in enumerate(gradients)
+            for f in g
+        ]
+        splits = tf.stack(lengths)
+    everything = communicator.allgather(joined, sizes)
+    parts = tf.split(everything, splits, num=len(lengths))
     matrices = [
         tf.reshape(tf.concat(parts[i :: 2 * len(gradients)], 0), [-1, f.shape[1]])
         for i, f in enumerate(f for g in gradients for f in g)

@@ -33,7 +33,7 @@ HOROVOD_VERSION = "0.28.1"
 # Of horovod-0.28.1.tar.gz on the Python Package Index.
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = pathlib.Path(__file__).with_name(f"horovod-{HOROVOD_VERSION}.patch")
-PATCH_VERSION = 2  # goes up with each change of the patch, so that cached wheels are made anew
+PATCH_VERSION = 3  # goes up with each change of the patch, so that cached wheels are made anew
 # A module that tells an installed Horovod with these patches from one without.
 _MARK = "horovod/dtk_patches.py"
 MIN_PYTHON, MIN_TENSORFLOW, MIN_CMAKE, MAX_CMAKE = (3, 11), (2, 21), (3, 13), (4, 0)

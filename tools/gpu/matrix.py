@@ -2,15 +2,18 @@
 
     matrix.py FILE.npz                  one process, or a rank of several
     matrix.py FILE.npz REPLICAS         one process with so many devices
+    matrix.py FILE.npz one-card         a rank of several that share the first card
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 
 import keras
 import numpy as np
+import one_card
 import tensorflow as tf
 
 import dtk
@@ -42,7 +45,9 @@ def model_of(kind: str) -> keras.Model:
 
 def main() -> None:
     """Train each model by each optimizer in each way."""
-    if len(sys.argv) > 2:
+    if sys.argv[2:] == ["one-card"]:
+        os.environ.update(one_card.environment(dtk.cluster.detect().rank))
+    if sys.argv[2:] and sys.argv[2].isdigit():
         strategy = dtk.strategies.MirroredStrategy(int(sys.argv[2]), memory_growth=True)
     else:
         strategy = dtk.strategies.AllReduceStrategy(memory_growth=True)

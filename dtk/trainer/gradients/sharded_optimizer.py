@@ -35,6 +35,7 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.communicators import buckets
+from dtk.communicators.aligned_slices import once
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
 from dtk.compat import keras_models, keras_optimizers
@@ -337,7 +338,7 @@ class ShardedOptimizer:
         rows = _rows_of(part)
         if rows is None:
             lines = part.whole.shape[0]
-            table = tf.math.unsorted_segment_sum(slices.values, slices.indices, lines)
+            table = tf.math.unsorted_segment_sum(*once(slices.values, slices.indices), lines)
             return _part_of(table, part)
         mine = (slices.indices >= rows.start) & (slices.indices < rows.stop)
         indices = tf.boolean_mask(slices.indices, mine) - rows.start

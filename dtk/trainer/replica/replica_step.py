@@ -15,8 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from dtk import placement
 from dtk.cluster import progress
-from dtk.compat import keras_data, keras_models, keras_optimizers, keras_steps, tf_replicas
+from dtk.compat import (
+    fused_kernels,
+    keras_data,
+    keras_models,
+    keras_optimizers,
+    keras_steps,
+    tf_replicas,
+)
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart
@@ -87,17 +95,21 @@ def begin_step(
 ) -> tuple[Tree, traced_step.Step]:
     """Return this replica's rows, and its step."""
     index = strategy.local_index()
-    data, mine = slicing.forget_rows(batch.parts[index]), batch.counts[index]
-    known = slicing.is_known(batch.rows)
-    rows = batch.rows if known else step_metrics.sum_over_replicas(mine)
+    data = slicing.forget_rows(batch.parts[index])
+    with tf.device(placement.host()):
+        mine = batch.counts[index]
+        known = slicing.is_known(batch.rows)
+        rows = batch.rows if known else step_metrics.sum_over_replicas(mine)
+        share = tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64))
+        rows, present = tf.cast(rows, tf.int64), mine > 0
     step = traced_step.Step(
-        share=tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64)),
+        share=share,
         model=model,
         world_sum=step_metrics.sum_over_replicas,
-        rows=tf.cast(rows, tf.int64),
+        rows=rows,
         kinds=kinds,
         own=traced_step.takes_own_step(step_function, model),
-        present=mine > 0,
+        present=present,
     )
     return data, step
 
@@ -162,6 +174,8 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     bond.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
     # The sums of a window are divided over ranks as well, so each step is exchanged.
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
+    # One replica's sums need not equal another's.
+    place = placement.computing(strategy) if strategy.num_replicas_in_sync > 1 else placement.host()
 
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
@@ -178,6 +192,16 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
                 return None
         if not _in_replica(strategy):
             return apply(grads, variables)
+        with fused_kernels.patch_row_sums(place):
+            return exchange_and_apply(step, grads, trained, variables, apply)
+
+    def exchange_and_apply(
+        step: traced_step.Step | None,
+        grads: Gradients,
+        trained: list[keras.Variable],
+        variables: Variables | None,
+        apply: Apply,
+    ) -> Tree:
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later

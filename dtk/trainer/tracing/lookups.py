@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.communicators.aligned_slices import AlignedSlices
+from dtk.communicators.aligned_slices import AlignedSlices, once
 from dtk.compat import keras_steps, keras_variables
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import Gradient
@@ -191,9 +191,7 @@ def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) 
 
 def _once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Add up slices of the same line of a table."""
-    lines, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(lines))
-    return tf.IndexedSlices(values, lines, slices.dense_shape)
+    return tf.IndexedSlices(*once(slices.values, slices.indices), slices.dense_shape)
 
 
 # Dividing gradients for an exchange.
