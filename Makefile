@@ -59,8 +59,9 @@ test: horovod check
 test-fast: check
 	@$(call run_pytest,-m "fast and not full")
 
-# the tests of TensorFlow's collectives on GPUs that this machine pretends to have
-test-gpus: export DTK_TEST_GPUS = 1
+# the tests of TensorFlow's collectives on GPUs that this machine pretends to have; with
+# DTK_TEST_GPUS=real, on one card that all ranks share
+test-gpus: export DTK_TEST_GPUS ?= 1
 test-gpus: check
 	@$(call run_pytest,-m "not full")
 

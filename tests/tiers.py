@@ -277,8 +277,9 @@ def is_full(name: str) -> bool:
 
 def is_for_gpus(name: str, world: tuple[str, int]) -> bool:
     """Whether `make test-gpus` runs a test: TensorFlow's collectives carry its messages."""
-    real = os.environ["DTK_TEST_GPUS"] == "real"
-    return world[0] in ("collective", "nccl") and (real or not _NOT_ON_GPUS.match(name))
+    if os.environ["DTK_TEST_GPUS"] == "real":  # ranks share a card; a rank has no second one
+        return world[0] in ("collective", "nccl") and world != ("nccl", 1)
+    return world[0] in ("collective", "nccl") and not _NOT_ON_GPUS.match(name)
 
 
 def is_fast(name: str, world: tuple[str, int]) -> bool:

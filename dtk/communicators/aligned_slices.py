@@ -44,7 +44,8 @@ def once(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         >>> values.numpy().tolist(), indices.numpy().tolist()
         ([[5.0], [2.0]], [7, 3])
     """
-    lines, places = tf.unique(indices)
+    # TensorFlow computes with int32 in the host's memory.
+    lines, places = tf.unique(tf.cast(indices, tf.int64), tf.int64)
     count = tf.size(lines)
     add = functools.partial(
         tf.raw_ops.UnsortedSegmentSum, segment_ids=places, num_segments=count

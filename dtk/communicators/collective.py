@@ -247,7 +247,16 @@ class CollectiveCommunicator(Communicator):
             **self._group_keys(label, longest),
             ordering_token=self._token(lane),
         )
-        return [rows[slot, : sizes[rank]] for rank, slot in enumerate(self._slots)]
+        return self._rows_of(rows, sizes)
+
+    def _rows_of(self, rows: tf.Tensor, sizes: tf.Tensor) -> list[tf.Tensor]:
+        """Return each rank's row up to its size; a GPU would copy what it cuts by to the host."""
+        with tf.device(placement.host()):
+            cuts = [
+                (tf.constant([slot, 0], tf.int64), tf.stack([1, tf.cast(sizes[rank], tf.int64)]))
+                for rank, slot in enumerate(self._slots)
+            ]
+        return [tf.reshape(tf.slice(rows, *cut), [-1]) for cut in cuts]
 
     def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         if self._by_nccl:
@@ -261,7 +270,9 @@ class CollectiveCommunicator(Communicator):
             **self._group_keys(label, longest),
             ordering_token=self._token(),
         )
-        return [rows[slot, : sizes[rank, self.rank]] for rank, slot in enumerate(self._slots)]
+        with tf.device(placement.host()):
+            received = sizes[:, self.rank]
+        return self._rows_of(rows, received)
 
     def _alltoall_by_gather(
         self, flat: tf.Tensor, sizes: tf.Tensor, label: str
@@ -283,10 +294,11 @@ class CollectiveCommunicator(Communicator):
             return super()._scatter(flat, sizes, op, label)
         # TensorFlow's reduce-scatter works within one process only: the process that matches
         # messages is not told the hint, and looks for a ring, of which there is none.
-        blocks = sizes[self.rank]
-        begin = tf.reduce_sum(blocks[: self.rank])
-        total = self._reduce_one(flat, op, label)
-        return [total[begin : begin + blocks[self.rank]]]
+        with tf.device(placement.host()):
+            blocks = sizes[self.rank]
+            cut = [tf.reduce_sum(blocks[: self.rank])], [blocks[self.rank]]
+            begin, size = map(tf.stack, cut)
+        return [tf.slice(self._reduce_one(flat, op, label), begin, size)]
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         outputs: list[tf.Tensor] = []
@@ -371,7 +383,10 @@ def _elements(flat: tf.Tensor) -> int | tf.Tensor:
 def _padded(block: tf.Tensor, length: int | tf.Tensor) -> tf.Tensor:
     if not tf.is_tensor(length) and block.shape.num_elements() == length:
         return block
-    return tf.pad(block, [[0, length - tf.size(block, tf.int64)]])
+    size = tf.size(block, tf.int64)
+    with tf.device(placement.host()):
+        paddings = tf.stack([[0, length - size]])
+    return tf.pad(block, paddings)
 
 
 def _longest(sizes: tf.Tensor) -> int | tf.Tensor:

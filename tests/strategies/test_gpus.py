@@ -80,7 +80,7 @@ def train(distributed, sharded=False):
         for one in operations
         if one.type.startswith("Collective")
     ]
-    # Of all graphs that ran, as divided between devices.
+    # Of all graphs that ran, as divided between memories.
     nodes = [
         node for one in ran.function_graphs for graph in one.partition_graphs for node in graph.node
     ]
@@ -89,7 +89,6 @@ def train(distributed, sharded=False):
         for node in nodes
         if node.op == "_Send"
         and "GPU" in node.attr["send_device"].s.decode()
-        and "CPU" in node.attr["recv_device"].s.decode()
         and node.input[0].startswith("StatefulPartitionedCall/")  # of a step
         and "/ctrl/" not in node.input[0]
     ]
@@ -113,7 +112,7 @@ def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sh
         assert card not in {key for _, _, _, _, key, _ in others}
         ((_,),) = {tuple(tokens) for *_, tokens in floats}
         assert [one for one in copies if one[1] in ("float16", "float32")] == []
-        assert len(copies) <= 6, f"each waits for all that the card has to do: {copies}"
+        assert len(copies) <= 8, f"each waits for all that the card has to do: {copies}"
 
 
 def mirrored(devices):

@@ -4,8 +4,8 @@
     all-reduce   a small and a large one
     models       the four of `dtk bench`
 
-With one GPU, the matrix compares it with the CPU. Without a GPU it says so, and `--cpus 2` shows
-what the page would hold. Takes some 15 minutes.
+With one GPU, the matrix compares it with the CPU, and two ranks share it. Without a GPU it says so,
+and `--cpus 2` shows what the page would hold. Takes some 15 minutes.
 """
 
 from __future__ import annotations
@@ -64,18 +64,22 @@ def show(title: str, command: list[str]) -> None:
 
 def equality(count: int, on_gpus: bool) -> str:
     """Return a table of how far weights are from those of one process, or of the CPU."""
-    here = [sys.executable, str(MATRIX)]
-    ranks = [*DTK, "run", "-n", str(count), "--communicator", "collective", str(MATRIX)]
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"} if on_gpus and count == 1 else {}
+    one_gpu = on_gpus and count == 1
+    here, run = [sys.executable, str(MATRIX)], [*DTK, "run", "--communicator", "collective"]
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"} if one_gpu else {}
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{name}.npz") for name in ("alone", "ranks", "replicas")]
+        files = [Path(folder, f"{number}.npz") for number in range(4 if one_gpu else 3)]
         train([*here, str(files[0])], hidden)
-        train([*ranks, str(files[1])], {})
+        train([*run, "-n", str(count), str(MATRIX), str(files[1])], {})
         train([*here, str(files[2]), str(count)], {})
+        if one_gpu:
+            train([*run, "-n", "2", str(MATRIX), str(files[3]), "one-card"], {})
         alone, *others = [dict(np.load(file)) for file in files]
-    against = "the CPU" if hidden else "one process"
-    head = [f"| weights, against {against} | {count} ranks | {count} replicas |", "|---|---|---|"]
-    return "\n".join([*head, *(row(name, alone, others) for name in alone)])
+    names = [f"{count} ranks", f"{count} replicas", "2 ranks on the card"][: len(others)]
+    against = "the CPU" if one_gpu else "one process"
+    head = f"| weights, against {against} | {' | '.join(names)} |"
+    rows = [row(name, alone, others) for name in alone]
+    return "\n".join([head, "|---" * (len(names) + 1) + "|", *rows])
 
 
 def row(name: str, alone: dict[str, np.ndarray], others: list[dict[str, np.ndarray]]) -> str:
