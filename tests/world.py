@@ -54,7 +54,7 @@ START_TIMEOUT = 90.0
 # the bodies whose names begin so: how collectives, and whole trainings, stand its rewriting.
 REWRITTEN = (
     *("communicators.", "layers.test_collectives", "strategies.graph_bodies"),
-    *("strategies.bodies:train", "strategies.compiled_bodies"),
+    *("strategies.bodies:train", "strategies.compiled_bodies", "strategies.test_gpus:train"),
 )
 
 

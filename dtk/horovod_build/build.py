@@ -34,6 +34,7 @@ HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = pathlib.Path(__file__).with_name(f"horovod-{HOROVOD_VERSION}.patch")
 PATCH_VERSION = 3  # goes up with each change of the patch, so that cached wheels are made anew
+_TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installer puts it
 # A module that tells an installed Horovod with these patches from one without.
 _MARK = "horovod/dtk_patches.py"
 MIN_PYTHON, MIN_TENSORFLOW, MIN_CMAKE, MAX_CMAKE = (3, 11), (2, 21), (3, 13), (4, 0)
@@ -193,7 +194,8 @@ def gpu_switches() -> dict[str, str]:
     told = [os.environ.get(f"{name}_HOME") for name in ("HOROVOD_CUDA", "CUDA", "HOROVOD_NCCL")]
     wheel = importlib.util.find_spec("nvidia")
     wheels = (wheel and wheel.submodule_search_locations) or []
-    cuda = _folder_with("bin/nvcc", [*told[:2], "/usr/local/cuda"])
+    own = [f"{one}/cu13" for one in wheels]  # of nvidia-cuda-nvcc and what it needs
+    cuda = _folder_with("bin/nvcc", [*told[:2], _TOOLKIT, *own])
     places = [told[2], cuda, "/usr", *(f"{one}/nccl" for one in wheels)]
     nccl = _folder_with("include/nccl.h", places)
     if cuda is None or nccl is None:
@@ -284,12 +286,19 @@ class Build:
         command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-v"]
         command += ["--wheel-dir", str(folder), str(source)]
         switches = {**self.environ(), **build_variables(mpi), **gpu_switches()}
-        # The wheel of NCCL has its library under the name that programs load, not the linker's.
-        library = pathlib.Path(switches.get("HOROVOD_NCCL_HOME", ""), "lib", "libnccl.so.2")
-        if library.is_file() and not library.with_name("libnccl.so").exists():
-            (links := self.scratch / "nccl").mkdir(exist_ok=True)
-            (links / "libnccl.so").symlink_to(library)
-            switches |= {"HOROVOD_NCCL_LIB": str(links), "LDFLAGS": f"-Wl,-rpath,{library.parent}"}
+        # Wheels have their libraries under the names that programs load, not the linker's.
+        links, folders = self.scratch / "libraries", []
+        for name, part in {"NCCL": "libnccl.so", "CUDA": "libcudart.so"}.items():
+            libraries = pathlib.Path(switches.get(f"HOROVOD_{name}_HOME", ""), "lib")
+            library = next(libraries.glob(f"{part}.*"), None)
+            if library is not None and not (libraries / part).exists():
+                links.mkdir(exist_ok=True)
+                (links / part).symlink_to(library)
+                folders.append(str(libraries))
+        if folders:
+            switches |= {"HOROVOD_NCCL_LIB": str(links), "CMAKE_LIBRARY_PATH": str(links)}
+            switches["LIBRARY_PATH"] = os.pathsep.join(folders)  # of nvcc's linker
+            switches["LDFLAGS"] = " ".join(f"-Wl,-rpath,{folder}" for folder in folders)
         self.run(command, failed, switches)
         wheel = next(folder.glob("horovod-*.whl"))
         if not has_tensorflow_ops(wheel):

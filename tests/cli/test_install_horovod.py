@@ -116,6 +116,25 @@ void GlooContext::InitializeForProcessSet(const GlooContext& global_context) {
   global_ctx = global_context.ctx;
 }
 """
+FORWARD = """
+#define gpuMemsetAsync hipMemsetAsync
+#endif // HAVE_CUDA, HAVE_ROCM
+
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+#if TENSORFLOW_VERSION >= 2011000000
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+#else
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+#endif // HAVE_GPU
+
+// Undef LOG macro from TensorFlow
+"""
 FIRST = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/mpi_ops.cc")\n'
 XLA = FIRST.replace("mpi_ops", "xla_mpi_ops")
 CMAKE = f"\n# TF SOURCES\n{FIRST}{XLA}\n# Create library\nset_output_dir()\n"
@@ -131,6 +150,7 @@ def sdist(
     files = {"PKG-INFO": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"}
     files |= {"horovod/tensorflow/CMakeLists.txt": cmake}
     files |= {"horovod/common/gloo/gloo_context.cc": gloo}
+    files |= {"horovod/tensorflow/mpi_ops.cc": FORWARD}
     if setup:
         files["setup.py"] = setup
     with tarfile.open(path, "w:gz") as archive:
@@ -254,14 +274,17 @@ def test_nothing_runs_of_a_download_that_is_not_what_was_published(tmp_path, mon
     assert not ran.exists()
 
 
-def test_the_xla_line_goes_and_process_sets_get_the_interface(tmp_path):
+def test_the_source_is_changed_in_three_places(tmp_path):
     making = build.Build(tmp_path / "scratch", tmp_path / "log")
     source = making.unpack(sdist(tmp_path / "h.tar.gz"))
     assert (source / "horovod/tensorflow/CMakeLists.txt").read_text() == CMAKE.replace(XLA, "")
     given = "iface = gloo_iface_ = global_context.gloo_iface_;"
     changed = (source / "horovod/common/gloo/gloo_context.cc").read_text()
     assert changed == given.join(GLOO.rsplit("iface = gloo_iface_;", 1))
-    assert (source / "horovod/dtk_patches.py").read_text() == "VERSION = 2\n"
+    ops = (source / "horovod/tensorflow/mpi_ops.cc").read_text()
+    assert "AsGpuStreamValue(Stream* stream);" not in ops, "TensorFlow has no such function"
+    assert ops.index("stream.h") < ops.index("stream->platform_specific_handle().stream")
+    assert (source / "horovod/dtk_patches.py").read_text() == f"VERSION = {build.PATCH_VERSION}\n"
 
 
 @pytest.mark.parametrize(
@@ -339,16 +362,22 @@ def test_key_differs_with_all_that_is_compiled_in(monkeypatch):
         assert "/" not in key and " " not in key
 
 
-def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypatch):
+@pytest.mark.parametrize("from_wheels", [False, True])
+def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypatch, from_wheels):
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "HOROVOD_NCCL_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "_TOOLKIT", str(tmp_path / "nothing"))
     assert build.gpu_switches() == {}
-    cuda, wheel = tmp_path / "cuda", tmp_path / "site" / "nvidia" / "nccl"
-    library = wheel / "lib" / "libnccl.so.2"
-    for file in (cuda / "bin" / "nvcc", wheel / "include" / "nccl.h", library):
+    site = tmp_path / "site" / "nvidia"
+    cuda, nccl = site / "cu13" if from_wheels else tmp_path / "cuda", site / "nccl"
+    libraries = [nccl / "lib" / "libnccl.so.2"]
+    if from_wheels:
+        libraries.append(cuda / "lib" / "libcudart.so.13")
+    else:
+        monkeypatch.setenv("CUDA_HOME", str(cuda))
+    for file in (cuda / "bin" / "nvcc", nccl / "include" / "nccl.h", *libraries):
         file.parent.mkdir(parents=True)
         file.touch()
-    monkeypatch.setenv("CUDA_HOME", str(cuda))
     monkeypatch.syspath_prepend(tmp_path / "site")
     given = {}
     one = build.Build(tmp_path, tmp_path / "log")
@@ -357,10 +386,15 @@ def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypat
     with pytest.raises(StopIteration):  # nothing was built
         one.compile(tmp_path, None)
     assert given["HOROVOD_GPU_OPERATIONS"] == "NCCL" and given["HOROVOD_NCCL_LINK"] == "SHARED"
-    assert (given["HOROVOD_CUDA_HOME"], given["HOROVOD_NCCL_HOME"]) == (str(cuda), str(wheel))
-    link = pathlib.Path(given["HOROVOD_NCCL_LIB"], "libnccl.so")
-    assert link.resolve() == library.resolve()
-    assert given["LDFLAGS"] == f"-Wl,-rpath,{library.parent}"
+    assert (given["HOROVOD_CUDA_HOME"], given["HOROVOD_NCCL_HOME"]) == (str(cuda), str(nccl))
+    links = pathlib.Path(given["HOROVOD_NCCL_LIB"])
+    found = {link.name: link.resolve() for link in links.iterdir()}
+    names = ("libnccl.so", "libcudart.so")
+    assert found == {name: one.resolve() for name, one in zip(names, libraries, strict=False)}
+    folders = [str(library.parent) for library in libraries]
+    assert given["LDFLAGS"].split() == [f"-Wl,-rpath,{folder}" for folder in folders]
+    assert given["LIBRARY_PATH"].split(":") == folders
+    assert given["CMAKE_LIBRARY_PATH"] == str(links)
     assert "nccl" in build.cache_key("2.21.0", None)
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "")
     assert build.gpu_switches() == {"HOROVOD_GPU_OPERATIONS": ""}, "the user decides"
