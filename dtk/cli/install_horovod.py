@@ -20,7 +20,7 @@ PLAN = f"""\
 This builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed here:
   1. look for the compiler, MPI and TensorFlow it needs
   2. download its source from the package index (3.5 MB), unless --sdist names it
-  3. leave out horovod/tensorflow/xla_mpi_ops.cc (XLA on GPUs), which no longer compiles
+  3. change what no longer compiles or loads: dtk/horovod_build/horovod-{HOROVOD_VERSION}.patch
   4. build a wheel (about two minutes on two cores) and keep it in {{cache}}
   5. install it into this Python environment, with {", ".join(build.RUNTIME_REQUIREMENTS)}
   6. let two processes reduce over {{over}} and check what each one reads"""
@@ -48,7 +48,7 @@ def install_horovod(
     """Build, install and check Horovod.
 
     As published, Horovod does not compile against current TensorFlow. This command builds it
-    with the one change that it needs, keeps the wheel for next time, and ends by letting two
+    with the changes that it needs, keeps the wheel for next time, and ends by letting two
     processes reduce.
     """
     try:
@@ -80,6 +80,8 @@ def obtain_wheel(
     tensorflow = build.tensorflow_version()
     with_mpi = f"{mpi.vendor} {mpi.version}" if mpi else "no MPI (--without-mpi)"
     click.echo(f"found: TensorFlow {tensorflow}, {compiler}, {with_mpi}")
+    if (gpus := build.of_gpus()) is not None:
+        click.echo(gpus)
     folder = cache.folder() / "wheels" / build.cache_key(tensorflow, mpi)
     cached = build.cached_wheel(folder)
     if cached and not rebuild and sdist is None:

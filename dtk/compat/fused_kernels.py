@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -111,6 +112,13 @@ def patch_row_sums(device: str) -> Iterator[None]:
     if not placement.is_gpu(device):  # a CPU adds in the order of the rows
         yield
         return
+    thread = threading.get_ident()  # another's forward pass has derivatives, and `once` has none
+
+    def added_once(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        values, indices = tf.convert_to_tensor(values), tf.convert_to_tensor(indices)
+        of_rows = values.dtype.is_floating and indices.shape.rank == 1
+        ours = of_rows and threading.get_ident() == thread
+        return once(values, indices) if ours else (values, indices)
 
     def dense(
         data: tf.Tensor,
@@ -120,7 +128,7 @@ def patch_row_sums(device: str) -> Iterator[None]:
         *,
         original: Function[tf.Tensor],
     ) -> tf.Tensor:
-        return original(*once(data, segment_ids), num_segments, name)
+        return original(*added_once(data, segment_ids), num_segments, name)
 
     def scatter(
         resource: tf.Tensor,
@@ -130,7 +138,7 @@ def patch_row_sums(device: str) -> Iterator[None]:
         *,
         original: Function[tf.Operation],
     ) -> tf.Operation:
-        values, lines = once(updates, indices)
+        values, lines = added_once(updates, indices)
         return original(resource, lines, values, name)
 
     scatters = dict.fromkeys(("resource_scatter_add", "resource_scatter_sub"), scatter)

@@ -35,6 +35,10 @@ HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67e
 PATCH = pathlib.Path(__file__).with_name(f"horovod-{HOROVOD_VERSION}.patch")
 PATCH_VERSION = 3  # goes up with each change of the patch, so that cached wheels are made anew
 _TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installer puts it
+_WHEELS_OF_CUDA = (
+    "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime "
+    "nvidia-nccl-cu12"
+)
 # A module that tells an installed Horovod with these patches from one without.
 _MARK = "horovod/dtk_patches.py"
 MIN_PYTHON, MIN_TENSORFLOW, MIN_CMAKE, MAX_CMAKE = (3, 11), (2, 21), (3, 13), (4, 0)
@@ -202,6 +206,20 @@ def gpu_switches() -> dict[str, str]:
         return {}
     named = {"HOROVOD_CUDA_HOME": cuda, "HOROVOD_NCCL_HOME": nccl}
     return {_GPU_OPERATIONS: "NCCL", "HOROVOD_NCCL_LINK": "SHARED", **named}
+
+
+def of_gpus() -> str | None:
+    """Say how GPUs of this machine will sum; None without GPUs."""
+    switches = gpu_switches()
+    if "HOROVOD_CUDA_HOME" in switches:
+        homes = [switches[f"HOROVOD_{name}_HOME"] for name in ("CUDA", "NCCL")]
+        return f"found: CUDA in {homes[0]}, NCCL in {homes[1]}: GPUs will sum by NCCL"
+    if switches or shutil.which("nvidia-smi") is None:
+        return None
+    return (
+        "no nvcc or no NCCL here: GPUs will sum through the host's memory. If they should not: "
+        f"pip install {_WHEELS_OF_CUDA}, then dtk install-horovod again"
+    )
 
 
 def _folder_with(file: str, folders: Iterable[str | None]) -> str | None:

@@ -39,9 +39,10 @@ def sent():
 
 
 def train(distributed, sharded=False):
-    """Train a model with a table and a norm; return weights, messages and copies to the host.
+    """Train a model with a table and a norm.
 
-    Undistributed, on rank 0 alone.
+    Returns weights, messages, copies to the host, whose indices slices are added by, and what NCCL
+    has carried; undistributed, on rank 0 alone, the first and the last.
     """
     # TensorFlow's collectives start before anything else.
     if bodies.strategy().rank > 0 and not distributed:
@@ -66,7 +67,7 @@ def train(distributed, sharded=False):
     context.context().disable_graph_collection()
     weights, carried = bodies.flat(model.get_weights()), sent() - before
     if not distributed:
-        return weights, [], [], carried
+        return weights, carried
     operations = model.graph.get_operations()
     messages = [
         (
@@ -92,7 +93,9 @@ def train(distributed, sharded=False):
         and node.input[0].startswith("StatefulPartitionedCall/")  # of a step
         and "/ctrl/" not in node.input[0]
     ]
-    return weights, messages, copies, carried
+    sums = ("UnsortedSegmentSum", "ResourceScatterAdd", "ResourceScatterSub")
+    added = [one.inputs[1].op.type for one in operations if one.type in sums]
+    return weights, messages, copies, added, carried
 
 
 @pytest.mark.worlds(("nccl", 2))
@@ -100,7 +103,7 @@ def train(distributed, sharded=False):
 def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sharded):
     alone, *_, (nothing, *_) = pool.run(train, False)[0]
     assert nothing == 0
-    for weights, messages, copies, carried in pool.run(train, True, sharded):
+    for weights, messages, copies, added, carried in pool.run(train, True, sharded):
         assert carried[1] >= 6 * weights.size, "six steps, each with all gradients or weights"
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
         floats = [one for one in messages if one[1] == "float32"]
@@ -111,6 +114,7 @@ def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sh
         (card,) = {key for _, _, _, _, key, _ in floats}
         assert card not in {key for _, _, _, _, key, _ in others}
         ((_,),) = {tuple(tokens) for *_, tokens in floats}
+        assert set(added) == {"Unique"}, "a card adds slices of one line in no order"
         assert [one for one in copies if one[1] in ("float16", "float32")] == []
         assert len(copies) <= 8, f"each waits for all that the card has to do: {copies}"
 
