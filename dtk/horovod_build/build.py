@@ -217,8 +217,8 @@ def of_gpus() -> str | None:
     if switches or shutil.which("nvidia-smi") is None:
         return None
     return (
-        "no nvcc or no NCCL here: GPUs will sum through the host's memory. If they should not: "
-        f"pip install {_WHEELS_OF_CUDA}, then dtk install-horovod again"
+        "no nvcc or no NCCL here: GPUs will sum through the host's memory. If they should not, "
+        f"install {_WHEELS_OF_CUDA} with pip. Next: dtk install-horovod"
     )
 
 
