@@ -80,7 +80,7 @@ def obtain_wheel(
     tensorflow = build.tensorflow_version()
     with_mpi = f"{mpi.vendor} {mpi.version}" if mpi else "no MPI (--without-mpi)"
     click.echo(f"found: TensorFlow {tensorflow}, {compiler}, {with_mpi}")
-    if (gpus := build.of_gpus()) is not None:
+    if (gpus := build.told_of_gpus()) is not None:
         click.echo(gpus)
     folder = cache.folder() / "wheels" / build.cache_key(tensorflow, mpi)
     cached = build.cached_wheel(folder)

@@ -64,7 +64,7 @@ def _beside_its_messages(method: Callable[_Given, _Value]) -> Callable[_Given, _
     """Let a method of a communicator compute on the device of its messages.
 
     Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings them
-    back. In a graph the device of floats is the right one.
+    back. In a graph, floats are packed where they are.
     """
 
     @functools.wraps(method)

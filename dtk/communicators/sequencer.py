@@ -147,12 +147,12 @@ class CollectiveSequencer:
         sizes = [tf.size(tf.slice(o, begin, zero), tf.int64) for o in flat]
         with tf.device(placement.host()):
             no_elements = tf.add_n(sizes)
-        with tf.device(placement.host()), tf.control_dependencies([no_elements]):
-            took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
-            update = tf.stack([sent + no_elements, took])
-            tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
-            if self._order is not self._handle:
-                tf.raw_ops.AssignAddVariableOp(resource=self._order, value=update)
+            with tf.control_dependencies([no_elements]):
+                took = tf.cast((self._clock(outputs) - start) * 1e6, tf.int64)
+                update = tf.stack([sent + no_elements, took])
+                tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=update)
+                if self._order is not self._handle:
+                    tf.raw_ops.AssignAddVariableOp(resource=self._order, value=update)
         if begins and len(inputs) == len(outputs):
             self._note([name + _size([one]) for one in behind], begins, self._clocks(outputs))
         elif begins:  # a gather has an output for each rank

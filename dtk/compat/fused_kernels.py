@@ -108,7 +108,7 @@ def fuse_updates(optimizer: keras.Optimizer, replicas: int = 1) -> None:
 
 @contextlib.contextmanager
 def patch_row_sums(device: str) -> Iterator[None]:
-    """Return a context in which sums of a table's rows are equal on all replicas, on GPUs too."""
+    """Return a context in which a device adds rows of a table to the same bits on all replicas."""
     if not placement.is_gpu(device):  # a CPU adds in the order of the rows
         yield
         return
@@ -131,15 +131,15 @@ def patch_row_sums(device: str) -> Iterator[None]:
         return original(*added_once(data, segment_ids), num_segments, name)
 
     def scatter(
-        resource: tf.Tensor,
+        table: tf.Tensor,
         indices: tf.Tensor,
-        updates: tf.Tensor,
-        name: str | None = None,
+        values: tf.Tensor,
         *,
         original: Function[tf.Operation],
+        **named: str | None,
     ) -> tf.Operation:
-        values, lines = added_once(updates, indices)
-        return original(resource, lines, values, name)
+        values, lines = added_once(values, indices)
+        return original(table, lines, values, **named)
 
     scatters = dict.fromkeys(("resource_scatter_add", "resource_scatter_sub"), scatter)
     with (

@@ -208,7 +208,7 @@ def gpu_switches() -> dict[str, str]:
     return {_GPU_OPERATIONS: "NCCL", "HOROVOD_NCCL_LINK": "SHARED", **named}
 
 
-def of_gpus() -> str | None:
+def told_of_gpus() -> str | None:
     """Say how GPUs of this machine will sum; None without GPUs."""
     switches = gpu_switches()
     if "HOROVOD_CUDA_HOME" in switches:

@@ -369,7 +369,7 @@ def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypat
     monkeypatch.setattr(build, "_TOOLKIT", str(tmp_path / "nothing"))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # a driver is here
     assert build.gpu_switches() == {}
-    assert "install nvidia-cuda-nvcc" in build.of_gpus()
+    assert "install nvidia-cuda-nvcc" in build.told_of_gpus()
     site = tmp_path / "site" / "nvidia"
     cuda, nccl = site / "cu13" if from_wheels else tmp_path / "cuda", site / "nccl"
     libraries = [nccl / "lib" / "libnccl.so.2"]
@@ -398,7 +398,7 @@ def test_a_horovod_for_gpus_is_built_where_cuda_and_nccl_are(tmp_path, monkeypat
     assert given["LIBRARY_PATH"].split(":") == folders
     assert given["CMAKE_LIBRARY_PATH"] == str(links)
     assert "nccl" in build.cache_key("2.21.0", None)
-    assert build.of_gpus() == f"found: CUDA in {cuda}, NCCL in {nccl}: GPUs will sum by NCCL"
+    assert build.told_of_gpus() == f"found: CUDA in {cuda}, NCCL in {nccl}: GPUs will sum by NCCL"
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "")
     assert build.gpu_switches() == {"HOROVOD_GPU_OPERATIONS": ""}, "the user decides"
 

@@ -25,10 +25,10 @@ _SAME_UPDATES = (
 )
 
 
-# Elements of a tensor from which on its own device sums up its bits. A card's memory is far away:
-# the weights and slots of a billion parameters take a second to come, and ten to be hashed.
+# A tensor of so many elements is summed up on its own device: from an H100, weights came to the
+# host at 11 GB/s, and are hashed there at 1 GB/s.
 _LARGE = 1 << 18
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 22  # elements; sums of all at once would need many times the memory of a table
 _WORDS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 

@@ -174,9 +174,9 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     bond.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
     # The sums of a window are divided over ranks as well, so each step is exchanged.
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
-    # One replica's sums need not equal another's.
-    place = placement.computing(strategy) if strategy.num_replicas_in_sync > 1 else placement.host()
+    alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
 
+    @fused_kernels.patch_row_sums(placement.host() if alone else placement.computing(strategy))
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:
@@ -192,16 +192,6 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
                 return None
         if not _in_replica(strategy):
             return apply(grads, variables)
-        with fused_kernels.patch_row_sums(place):
-            return exchange_and_apply(step, grads, trained, variables, apply)
-
-    def exchange_and_apply(
-        step: traced_step.Step | None,
-        grads: Gradients,
-        trained: list[keras.Variable],
-        variables: Variables | None,
-        apply: Apply,
-    ) -> Tree:
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later
