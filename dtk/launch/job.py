@@ -181,8 +181,9 @@ class Job:
                 self._state.stop()
                 if self._started_by == threading.get_ident():
                     self._left_start.set()
-                if self._started_by is not None:
-                    self._done.wait()
+                # Python overlooks a signal that comes just before a wait, until the wait is over.
+                while self._started_by is not None and not self._done.wait(0.25):
+                    pass
                 break
             except BaseException as error:
                 # Going on to wait: leaving now would leave processes behind.
