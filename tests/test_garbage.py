@@ -63,7 +63,7 @@ ALONE = '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "in
         ("import dtk, tensorflow, keras", "[False, False] True True"),
         ("import dtk, tensorflow", "[False] True True"),
         ("import gc, dtk; gc.disable(); import keras", "[False, False] False False"),
-        ("import keras, dtk", "[True, True] True False"),
+        ("import keras, dtk", "[False, False] True True"),
     ],
 )
 def test_import_is_without_the_collector(tmp_path, script, expected):

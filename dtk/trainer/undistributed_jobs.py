@@ -1,8 +1,8 @@
 """Notice a job whose processes each train by themselves.
 
 Under `mpirun -np 4`, a script without a strategy trains four times and reports success four times.
-Under `dtk run`, training without a strategy is refused; elsewhere, and if the script does not
-train, every process prints a warning when it ends.
+Under `dtk run`, `fit` without a strategy is refused; elsewhere, and if the script does not train
+so, every process that imported dtk prints a warning when it ends.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def _refuse(
     told = (
         f"{original.__name__} of model {model.name!r} before any strategy was made, in a job of "
         f"{environment.size} processes ({environment.reason}): each would train a model of "
-        "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model "
-        "inside strategy.scope()"
+        "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model inside "
+        "strategy.scope(); `dtk migrate` does so in scripts for Horovod and tf.distribute. To "
+        f"train alone in each process, call {original.__name__} inside "
+        "`with dtk.strategies.undistributed():`"
     )
     raise NotDistributedError(at_rank(environment.rank, told))
 
@@ -83,7 +85,8 @@ def _warn() -> None:
     if _trains_with_others():
         print(
             f"dtk: rank {environment.rank}: this script made no strategy, so each of the "
-            f"{environment.size} processes worked by itself ({environment.reason}); add "
-            "`strategy = dtk.auto_strategy()` and compile the model inside strategy.scope()",
+            f"{environment.size} processes worked by itself, unless the script joins them "
+            f"({environment.reason}); add `strategy = dtk.auto_strategy()` and compile the model "
+            "inside strategy.scope()",
             file=sys.stderr,
         )

@@ -40,3 +40,26 @@ def test_a_rank_begins_with_its_import_of_dtk_and_leaves_no_trace(tmp_path):
         f"[0] own {path}",
         "[0] 1 []",
     ]
+
+
+def test_a_script_that_knows_nothing_of_dtk_does_not_train_alone_on_each_rank(tmp_path):
+    said = "class Model:\n    name = 'm'\n    def fit(self): print('trained')\n    train_on_batch = fit\n"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "keras.py").write_text(said)  # a stand-in, which is quick to import
+    (tmp_path / "train.py").write_text("import keras\nkeras.Model().fit()\n")
+    command = [sys.executable, "-m", "dtk.cli.main", "run", "-n"]
+    env = {"PYTHONPATH": ":".join([str(tmp_path / "elsewhere"), *(one for one in sys.path if one)])}
+    one, two = (
+        subprocess.run(
+            [*command, ranks, "train.py"],
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd=tmp_path,
+            timeout=60,
+        )
+        for ranks in "12"
+    )
+    assert (one.stdout, one.stderr, one.returncode) == ("[0] trained\n", "", 0)
+    assert "trained" not in two.stdout and two.returncode == 1
+    assert "each would train a model of its own. Make `strategy = " in two.stderr

@@ -1,16 +1,18 @@
 """Python runs this at the start of each rank, before the script: see `dtk.launch.job_processes`.
 
 So the import of dtk itself changes nothing in a process. In a rank, once the script imports dtk,
-reports to the launcher begin, the imports of TensorFlow and Keras are made faster and quieter, and
+TensorFlow or Keras, reports to the launcher begin, these imports are made faster and quieter, and
 training before a strategy is made is refused. Processes that the rank starts are left alone.
 """
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 _HERE = os.path.dirname(__file__)
 
@@ -28,30 +30,46 @@ def leave() -> None:
         spec.loader.exec_module(module)
 
 
-def await_dtk() -> None:
-    """Have the rank begin once its script has imported dtk, and not before: it may never do so."""
+def await_imports() -> None:
+    """Have the rank begin once its script imports what it trains with, and not before.
+
+    A script without dtk counts, too: it would train alone on every rank, and report success.
+    """
     file = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "importing.py")
     spec = importlib.util.spec_from_file_location("dtk_importing", file)
     assert spec is not None and spec.loader is not None
     importing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(importing)
     importing.inside("dtk", rank_begins)
+    off = importing.without_collector
+    importing.inside("tensorflow", of_dtk("quiet", "tensorflow_import"), off)
+    # Keras imports TensorFlow, and its other objects also live as long as the process.
+    importing.inside("keras", of_dtk("trainer.undistributed_jobs", "training_refused"), off)
 
 
 @contextlib.contextmanager
 def rank_begins() -> Iterator[None]:
     """Return the context of the import of dtk."""
     yield
-    from dtk import importing, quiet
     from dtk.cluster import progress
-    from dtk.trainer import undistributed_jobs
 
     progress.start()
-    importing.inside("tensorflow", quiet.tensorflow_import, importing.without_collector)
-    # Keras imports TensorFlow, and its other objects also live as long as the process.
-    importing.inside("keras", importing.without_collector, undistributed_jobs.training_refused)
+
+
+def of_dtk(module: str, name: str) -> Callable[[], AbstractContextManager[None]]:
+    """Return one of dtk's contexts; without dtk, in a program of another Python, one of nothing."""
+
+    def context() -> AbstractContextManager[None]:
+        if importlib.util.find_spec("dtk") is None:
+            return contextlib.nullcontext()
+        found: AbstractContextManager[None] = getattr(
+            importlib.import_module(f"dtk.{module}"), name
+        )()
+        return found
+
+    return context
 
 
 leave()
 if os.environ.get("DTK_RUN") == "1":
-    await_dtk()
+    await_imports()
