@@ -8,6 +8,7 @@ tf.GradientTape.gradient and __enter__      patch_tapes
 calls of a script's tf.function             patch_tf_functions
 keras.ops.take                              patch_take
 moments of synchronized layers              patch_moments
+ops of keras.losses                         patch_sums_of_losses
 BatchNormalization.synchronized             all_synchronized
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
@@ -24,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_losses
+from keras.src.losses import losses
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util, function_type_utils
 
@@ -223,6 +226,12 @@ def patch_moments(moments: Function[tuple[tf.Tensor, tf.Tensor]]) -> Iterator[No
         patch_around(keras.layers.BatchNormalization, _moments=masked),
     ):
         yield
+
+
+def patch_sums_of_losses(sums: Function[tf.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which a function takes the place of `keras.ops.sum` in Keras's losses."""
+    replaced = functools.partial(sums, original=keras.ops.sum)
+    return patch(losses, ops=types.SimpleNamespace(**vars(losses.ops) | {"sum": replaced}))
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ steps, their losses and moments:
         _default_values _is_pure
     keras.src.losses.loss  scale_loss_for_distribution unscale_loss_for_distribution
         reduce_weighted_values apply_mask
+    keras.src.losses.losses  ops
     keras.src.backend.tensorflow.*  take _compute_moments_sync
     keras.Variable  _value _path _initialize _initialize_with_initializer
     keras.layers.Embedding  _embeddings

@@ -33,6 +33,7 @@ from dtk.layers.spatial import (
     SplitRows,
 )
 from dtk.layers.sync_batch_norm import convert_sync_batchnorm
+from dtk.trainer.replica.step_metrics import sum_over_batch
 
 __all__ = [
     "ChannelParallelConv1D",
@@ -59,5 +60,6 @@ __all__ = [
     "regions",
     "scatter_to_group",
     "shard_of",
+    "sum_over_batch",
     "whole",
 ]

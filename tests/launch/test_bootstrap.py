@@ -43,10 +43,12 @@ def test_a_rank_begins_with_its_import_of_dtk_and_leaves_no_trace(tmp_path):
 
 
 def test_a_script_that_knows_nothing_of_dtk_does_not_train_alone_on_each_rank(tmp_path):
-    said = "class Model:\n    name = 'm'\n    def fit(self): print('trained')\n    train_on_batch = fit\n"
+    said = "class Model:\n    def fit(self): print('trained')\n    train_on_batch = fit\n"
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "keras.py").write_text(said)  # a stand-in, which is quick to import
-    (tmp_path / "train.py").write_text("import keras\nkeras.Model().fit()\n")
+    # A stand-in, which is quick to import.
+    (tmp_path / "elsewhere" / "keras.py").write_text(said)
+    trains = "import keras\nkeras.Model.name = 'm'\nkeras.Model().fit()\n"
+    (tmp_path / "train.py").write_text(trains)
     command = [sys.executable, "-m", "dtk.cli.main", "run", "-n"]
     env = {"PYTHONPATH": ":".join([str(tmp_path / "elsewhere"), *(one for one in sys.path if one)])}
     one, two = (

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtk
+
 from strategies.bodies import digits, flat, scope_of
 
 CASES = {}
@@ -475,6 +477,43 @@ def metrics_of_whole_batches(strategy):
 @case
 def metrics_of_whole_batches_eagerly(strategy):
     return _metrics_of_whole_batches(strategy, True)
+
+
+def overlap(y_true, y_pred):
+    both, all_of = keras.ops.sum(y_true * y_pred), keras.ops.sum(y_true + y_pred)
+    return 1 - 2 * dtk.layers.sum_over_batch(both) / dtk.layers.sum_over_batch(all_of)
+
+
+class Overlapping(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = overlap(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"overlap": loss}
+
+
+@case
+def losses_of_the_whole_batch(strategy):
+    """The last batch has one row."""
+    x, labels = rows(33)
+    y = (labels[:, None] == np.arange(10)).astype("float32")
+    found = {}
+    for name, loss in {"dice": keras.losses.Dice(), "step": None}.items():
+
+        def build(kind=Overlapping if loss is None else keras.Model):
+            keras.utils.set_random_seed(5)
+            x = keras.Input((8, 8, 1))
+            dense = keras.layers.Dense(10, "softmax")
+            return kind(x, dense(keras.layers.Flatten()(x)))
+
+        optimizer = keras.optimizers.Adam(0.01)
+        metrics = None if loss is None else [overlap]
+        model = compiled(strategy, build, loss=loss, metrics=metrics, optimizer=optimizer)
+        history = model.fit(x, y, 16, 1, 0, shuffle=False)
+        found |= {f"{name} {key}": value for key, value in outcome(model, history).items()}
+    return found
 
 
 class StepFunction(Subclassed):

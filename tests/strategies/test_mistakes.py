@@ -476,14 +476,25 @@ def a_loss_between_rows(strategy):
     cases.compiled(strategy, InBatch).fit(x, y, batch_size=8, verbose=0)
 
 
-@mistake("NotDistributedError", "tried because of loss dice", "Dice and Tversky: with axis=")
-def a_loss_of_keras_that_is_one_number_for_all_rows(strategy):
-    x, y = np.ones((8, 4), "float32"), np.arange(8) < 4
+@mistake("NotDistributedError", "tried because of loss circle", "by dtk.layers.sum_over_batch")
+def a_loss_of_keras_that_compares_rows(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        return keras.Sequential([*cases.small().layers, keras.layers.UnitNormalization()])
+
+    cases.compiled(strategy, build, loss=keras.losses.Circle()).fit(x, y % 2, verbose=0)
+
+
+@mistake("ValueError", "jit_compile=True", "sums over the whole batch within the step")
+def a_loss_of_the_whole_batch_under_xla(strategy):
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1))
 
     def build():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
 
-    cases.compiled(strategy, build, loss=keras.losses.Dice()).fit(x, y[:, None], verbose=0)
+    model = cases.compiled(strategy, build, loss=keras.losses.Dice(), jit_compile=True)
+    model.fit(x, y, verbose=0)
 
 
 def centred(values):

@@ -47,6 +47,7 @@ def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()
         traced_step.in_shares(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
+        keras_steps.patch_sums_of_losses(step_metrics.summed_by_losses),
         lookups.in_place(),
         step_metrics.counted_on_all_rows(gathered),
     ):

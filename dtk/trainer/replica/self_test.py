@@ -102,9 +102,10 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
-            f"{verdict.wrong}. Losses must be means or sums over rows, such as most of "
-            "keras.losses are (Dice and Tversky: with axis=, one value for each row), and no row's "
-            "outputs may depend on other rows; nothing was updated. "
+            f"{verdict.wrong}. Losses must be means or sums over rows, or made of sums by "
+            "dtk.layers.sum_over_batch; behind parameter servers, Dice and Tversky need axis=, "
+            "for one value per row. No row's outputs may depend on other rows; nothing was "
+            "updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(strategy.rank, told))

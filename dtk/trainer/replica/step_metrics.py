@@ -271,7 +271,7 @@ def _count_all_rows(
     if tf_replicas.replica_index():
         return None
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
-    with traced_step.tracing(None):
+    with traced_step.tracing(None), tf_replicas.alone():
         return original(*args, **kwargs)
 
 
@@ -332,7 +332,7 @@ def moments_of_all_replicas(
     size = tf.size(x, tf.int64) if kept is None else tf.math.count_nonzero(kept)
     count = tf.cast(size // length, x.dtype)
     joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
-    joined = _sum_moments(joined)
+    joined = _sum_with_gradient(joined)
     sums, squares, counts = tf.split(joined, [length, length, 1])
     mean = tf.math.divide_no_nan(sums, counts)
     variance = tf.maximum(tf.math.divide_no_nan(squares, counts) - tf.square(mean), 0.0)
@@ -363,8 +363,54 @@ def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
         )
 
 
+def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
+    """Sum a tensor over the parts of a batch that workers and devices compute.
+
+    For a loss or metric that is one number of all rows, such as a quotient of sums: with it, N
+    workers compute the number of one process, and its gradient. It sends one message in each
+    direction, in which every replica must take part: call it outside `tf.cond` and `tf.while_loop`.
+
+    Args:
+        value: Sums over the rows at hand, floating-point, of any shape; alike on all workers.
+
+    Returns:
+        The sum over the rows of the whole batch, in the shape of `value`. Where one process
+        computes all rows, `value` itself.
+
+    Raises:
+        ValueError: Within `jit_compile=True`, since XLA can compile no communication.
+
+    Example:
+        >>> import dtk, keras
+        >>> def dice(y_true, y_pred):
+        ...     both = dtk.layers.sum_over_batch(keras.ops.sum(y_true * y_pred))
+        ...     either = dtk.layers.sum_over_batch(keras.ops.sum(y_true + y_pred))
+        ...     return 1 - 2 * both / either
+        >>> float(dice(keras.ops.ones((4, 1)), keras.ops.ones((4, 1))))
+        0.0
+    """
+    step, replica = traced_step.current(), tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
+        return value
+    if step is not None and step.present is None:
+        raise traced_step.UncompilableError("it sums over the whole batch within the step")
+    return _sum_with_gradient(value)
+
+
+def summed_by_losses(
+    x: tf.Tensor,
+    axis: int | Sequence[int] | None = None,
+    keepdims: bool = False,
+    *,
+    original: Function[tf.Tensor],
+) -> tf.Tensor:
+    """Sum as Keras's losses do; sums of everything (Dice, Tversky) are over all replicas."""
+    value = original(x, axis, keepdims)
+    return sum_over_batch(value) if axis is None else value
+
+
 @tf.custom_gradient
-def _sum_moments(
+def _sum_with_gradient(
     value: tf.Tensor,
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Sum a tensor over the replicas; weigh its gradient as the tape's target will be weighed."""
@@ -372,8 +418,8 @@ def _sum_moments(
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         step = traced_step.current()
         if step is None or not step.weighed_later:
-            return _sum_moments(upstream)
+            return _sum_with_gradient(upstream)
         share = tf.cast(step.share, upstream.dtype)
-        return tf.math.divide_no_nan(_sum_moments(step.weighed(upstream)), share)
+        return tf.math.divide_no_nan(_sum_with_gradient(step.weighed(upstream)), share)
 
     return sum_over_replicas(value), gradient

@@ -177,6 +177,7 @@ class Trial:
             self._global_numbers(),
             traced_step.magnifying(self.model, self._factor),
             keras_steps.patch_moments(self._moments),
+            keras_steps.patch_sums_of_losses(step_metrics.summed_by_losses),
             random_draws.by_row(self.layouts, self.of_python) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
