@@ -462,10 +462,33 @@ def never(y_true, y_pred):
     return keras.ops.sum(keras.ops.cast(y_pred > 1e6, "float32"))
 
 
+class OfTwoNumbers(keras.metrics.Mean):
+    """Has several results."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_pred)
+
+    def result(self):
+        return {"mean": super().result(), "square": super().result() ** 2}
+
+
+class OwnTestStep(keras.Model):
+    """Is tried before the first evaluation, too."""
+
+    def test_step(self, data):
+        return super().test_step(data)
+
+
 def _metrics_of_whole_batches(strategy, eagerly):
     """The last batch has one row: the other workers have none to gather."""
     x, y = rows(33)
-    model = compiled(strategy, metrics=[OfPairs(), spread, never], run_eagerly=eagerly)
+
+    def build():
+        plain = small()
+        return OwnTestStep(plain.inputs, plain.outputs)
+
+    metrics = [OfPairs(), spread, never, OfTwoNumbers()]
+    model = compiled(strategy, build, metrics=metrics, run_eagerly=eagerly)
     return outcome(model, model.fit(x, y, 16, 2, 0, validation_data=(x, y)))
 
 

@@ -361,7 +361,9 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
     names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
     gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
-    said_better = tuple(repr(doubt.metric.name) for doubt in doubts)
+    # Logs name a metric so, or by its output before.
+    outputs = ["", *(f"{name}_" for name in getattr(model, "output_names", None) or ())]
+    said_better = tuple(repr(before + d.metric.name) for d in doubts for before in outputs)
     notes = [note for note in verdict.notes if not note.startswith(said_better)]
     notes += [doubt.told(doubt in cured) for doubt in doubts]
     return verdict._replace(notes=notes, gathered=gathered)

@@ -280,7 +280,9 @@ class Trial:
                         world.average()
                         return self._observed(step, logs, assigned, of_replicas=True)
 
-            with step_metrics.counted_on_all_rows(self.trainer.gathered):
+            gathered = self.trainer.gathered
+            assigned.extend(v for metric in gathered for v in metric.variables)  # outside the step
+            with step_metrics.counted_on_all_rows(gathered):
                 found = strategy.run(one, args=(self._few,))
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
@@ -340,11 +342,11 @@ def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
     """Compute the results of a model's metrics."""
-    found = [(metric.name, metric.result()) for metric in keras_models.metrics_of(model)]
+    found = {metric.name: metric.result() for metric in keras_models.metrics_of(model)}
+    # A metric may have several results, and one of all that were compiled has dicts in a dict.
     return {
-        name: tf.cast(value, tf.float64)
-        for metric, result in found
-        for name, value in (result.items() if isinstance(result, dict) else [(metric, result)])
+        "/".join(path[1:] or path): tf.cast(value, tf.float64)
+        for path, value in keras.tree.flatten_with_path(found)
     }
 
 
