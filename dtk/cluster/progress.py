@@ -35,6 +35,7 @@ import atexit
 import collections
 import contextlib
 import faulthandler
+import gc
 import math
 import os
 import sys
@@ -118,10 +119,8 @@ class _Reporter:
         """Look whether a script's own loop waits for others in a function of TensorFlow's."""
         # A chief says itself which workers it waits for.
         is_chief = self.held is not dict
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001
-        calls = "" if frame is None else frame.f_code.co_filename
         elsewhere = self.position.depth or self.position.alone or is_chief
-        if elsewhere or not calls.endswith(_A_FUNCTION):
+        if elsewhere or not self._calls().endswith(_A_FUNCTION):
             self._waits_since = None
             return
         seen = (now, self._cpu(), _bytes_of_graphs())
@@ -130,6 +129,18 @@ class _Reporter:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = now
+
+    def _calls(self) -> str:
+        """Return the file of the function that the main thread is in."""
+        # Before Python 3.12, the collector may run in here and lock up all threads (gh-106883).
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        finally:
+            if collects:
+                gc.enable()
+        return "" if frame is None else frame.f_code.co_filename
 
     def _cpu(self) -> float:
         """Return the seconds that this process has computed, without its looking for messages."""

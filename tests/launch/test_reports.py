@@ -192,3 +192,26 @@ def test_ranks_that_wait_for_a_reader_are_not_stuck():
         job.wait(timeout=3 * TIMEOUT)
     assert job.wait(timeout=0) == 143
     os.close(read)
+
+
+LOOKS = """
+import gc, sys, threading
+from dtk.cluster.progress import _Reporter
+looks = object.__new__(_Reporter)
+looks._main = threading.main_thread().ident
+inside = set()
+def note(*_):
+    frame = sys._getframe().f_back
+    inside.add(frame.f_code.co_name if frame else None)
+gc.callbacks.append(note)
+gc.set_threshold(1)  # as good as every new object collects
+while not inside:
+    looks._calls(), [[]]
+del gc.callbacks[:]
+assert inside == {"<module>"}, inside
+"""
+
+
+def test_no_collection_runs_while_the_main_thread_s_place_is_read():
+    """CPython 3.11 can lock up all threads if one does."""
+    subprocess.run([sys.executable, "-c", LOOKS], check=True, timeout=60)

@@ -105,14 +105,14 @@ class RequestProgress:
             collections.deque()
         )
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
         self._left: dict[int, float] = {}
         self._goodbye = np.zeros(1, np.uint8)
         self._hearing: MPI.Request | None = None
         self._hear_lock = threading.Lock()
         self._ending = False
         self._stopped = threading.Event()
-        self._stopped.set()
+        with progress.polling_threads():
+            threading.Thread(target=self._run, name="dtk-mpi", daemon=True).start()
 
     def soon(self, job: PendingRequest) -> bool:
         """Return whether a small collective is done within a moment."""
@@ -129,11 +129,6 @@ class RequestProgress:
     def later(self, job: PendingRequest, deliver: Callable[[Array], None]) -> None:
         """Have the progress thread complete a collective."""
         self._new.append((job, deliver))
-        if self._thread is None:
-            self._stopped.clear()
-            self._thread = threading.Thread(target=self._run, name="dtk-mpi", daemon=True)
-            with progress.polling_threads():
-                self._thread.start()
         self._wake.set()
 
     def wait(self, job: PendingRequest) -> Array:
