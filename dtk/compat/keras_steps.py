@@ -33,7 +33,7 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, functio
 from dtk.compat import names
 from dtk.compat.keras_models import layers_of
 from dtk.nests import Args, Function, Kwargs, Tree
-from dtk.patches import definer, patch, patch_around
+from dtk.patches import definer, patch, patch_around, patch_for_good
 
 _BACKEND = "keras.src.backend.tensorflow"
 _LIBRARIES = ("dtk", "keras", "tensorflow")
@@ -73,6 +73,11 @@ def masked_weight(
 def patch_assign(assign: Function[tf.Tensor]) -> AbstractContextManager[None]:
     """Return a context in which `assign(variable, value, original=...)` assigns Keras variables."""
     return patch_around(definer(keras.Variable, "assign"), assign=assign)
+
+
+def note_assignments(assign: Function[tf.Tensor]) -> None:
+    """Assign Keras variables by `assign(variable, value, original=...)` from now on."""
+    patch_for_good(definer(keras.Variable, "assign"), "assign", assign)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from tensorflow.python.distribute import distribute_utils, sharded_variable, val
 
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard, OneRanks, Shard
-from dtk.nests import Array, Function
+from dtk.nests import Array, Function, Tree
+from dtk.patches import patch_for_good
 
 _MARK = "_dtk_part"
 
@@ -41,6 +42,19 @@ def move_variable(variable: keras.Variable) -> None:
     """Give a Keras variable new storage in the current scope; it keeps its value."""
     if variable._value is not None and not is_distributed(variable._value):
         variable._initialize(variable._value.numpy())
+
+
+def assign_own_copies(wanted: Callable[[], bool]) -> None:
+    """Let replicas assign their own copies of Keras variables from now on, where it is wanted.
+
+    All assign the same value, or dtk averages them, so TensorFlow need not reduce each assignment.
+    """
+
+    def aggregation(variable: keras.Variable, name: str, *, original: Function[object]) -> object:
+        own = wanted() and variable.synchronization != "on_read"
+        return original(variable, "none" if own else name)
+
+    patch_for_good(keras.Variable, "_map_aggregation", aggregation)
 
 
 class VariablePart(keras.Variable):
@@ -186,7 +200,31 @@ class _Number:
 
 
 class MirroredVariable(_Number, values.MirroredVariable):
-    """A variable with an equal copy on every replica."""
+    """A variable with an equal copy on every replica, which may reduce what replicas assign."""
+
+    def _update_replica(
+        self, update_fn: Function[Tree], value: tf.Tensor, **kwargs: object
+    ) -> Tree:
+        return update_fn(self._get_on_device_or_primary(), self._reduced(value), **kwargs)
+
+    def _update_cross_replica(
+        self, update_fn: Function[Tree], value: tf.Tensor, **kwargs: object
+    ) -> Tree:
+        if len(self.values) == 1:  # of a strategy with one replica in this process
+            return update_fn(self.values[0], value, **kwargs)
+        return super()._update_cross_replica(update_fn, value, **kwargs)
+
+    def _reduced(self, value: tf.Tensor) -> tf.Tensor:
+        kind, replica = self.aggregation, tf.distribute.get_replica_context()
+        if kind == tf.VariableAggregation.NONE:
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)
+        if kind == tf.VariableAggregation.MEAN:
+            return replica.all_reduce("MEAN", value)
+        if kind == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            is_first = replica.replica_id_in_sync_group == 0
+            value = tf.where(is_first, value, tf.zeros_like(value))
+        return replica.all_reduce("SUM", value)
 
 
 class SyncOnReadVariable(_Number, values.SyncOnReadVariable):

@@ -48,6 +48,7 @@ class _Collective(tf.distribute.StrategyExtended):
 
     # Divides sparse gradients by the origin of their slices.
     divide_slices = staticmethod(tf_replicas.undivided)
+    _given_rows: Sequence[tf.Variable] = ()
 
     def _use_merge_call(self) -> bool:
         # Reductions are plain graph ops, legal inside tf.cond and tf.while_loop. This alone makes
@@ -67,6 +68,29 @@ class _Collective(tf.distribute.StrategyExtended):
                 return fn(*args, **kwargs)
 
         return of_replica
+
+    def _count_rows(self, *args: Tree, **kwargs: Tree) -> None:
+        """Note how many rows a script's own step is given; dtk's own steps get `Slices`.
+
+        In variables, since a function that was traced with some rows may be given none.
+        """
+        if self._num_replicas_in_sync == 1 or (args and isinstance(args[0], slicing.Slices)):
+            return
+        if not self._given_rows:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._given_rows = [tf.Variable(1, dtype=tf.int64) for _ in self.worker_devices]
+        for i, count in enumerate(self._given_rows):
+            given = tf.nest.flatten(distribute_utils.select_replica(i, (args, kwargs)))
+            batched = [v for v in given if tf.is_tensor(v) and v.shape.rank != 0]
+            rows = [tf.shape(v, tf.int64)[0] for v in batched]
+            count.assign(tf.reduce_max(rows) if rows else 1)
+
+    def given_rows(self) -> tf.Tensor:
+        """Return how many rows the running step of a script was given; 1 if nothing tells."""
+        if not self._given_rows:
+            return tf.constant(1, tf.int64)
+        replica = self._get_local_replica_id(tf_replicas.replica_index())
+        return self._given_rows[replica].read_value()
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
@@ -133,12 +157,13 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     should_save_summary = should_checkpoint
 
     # Variables are plain TensorFlow ones, equal on all ranks by induction. Only variables that are
-    # summed when read (Keras's metric state) need a special class.
+    # summed when read (Keras's metric state), or reduced when a script assigns them, need a class.
 
     def _create_variable(
         self, next_creator: Function[tf.Variable], **kwargs: object
     ) -> tf.Variable:
-        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+        reads = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        if not reads and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE):
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
 
@@ -176,6 +201,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     ) -> Tree:
         replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
+            self._count_rows(*args, **kwargs)
             return self._with_own_draws(fn)(*args, **kwargs)
 
     def _reduce_to(
@@ -329,6 +355,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def _call_for_each_replica(
         self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> Tree:
+        self._count_rows(*args, **kwargs)
         return super()._call_for_each_replica(self._with_own_draws(fn), args, kwargs)
 
     def _replica_ctx_all_reduce(
@@ -358,10 +385,6 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def _create_variable(
         self, next_creator: Function[tf.Variable], **kwargs: object
     ) -> tf.Variable:
-        # Each replica updates its own copy with the same value, so TensorFlow's aggregation on
-        # assignment, which would merge threads, is not needed.
-        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
-            kwargs["aggregation"] = tf.VariableAggregation.NONE
         made = super()._create_variable(next_creator, **kwargs)
         # TensorFlow has no parameter for the class. A variable without copies keeps its class.
         if isinstance(made, values.MirroredVariable):

@@ -30,7 +30,7 @@ from types import FrameType
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_optimizers
+from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
 from dtk.compat.keras_optimizers import Apply
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
@@ -38,7 +38,7 @@ from dtk.placement import outside_graph
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import replica_step, self_test
+from dtk.trainer.replica import replica_step, self_test, step_metrics
 from dtk.trainer.strategy import Strategy
 
 _CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
@@ -136,6 +136,8 @@ def install(strategy: Strategy) -> None:
     if before is None or _joins(strategy) >= _joins(before):
         keras_models.patch_calls(_Guard(strategy))
     keras_optimizers.patch_every_apply(_check_update)
+    keras_steps.note_assignments(step_metrics.note_in_loop)
+    keras_variables.assign_own_copies(lambda: hasattr(tf.distribute.get_strategy(), "make_trainer"))
 
 
 def _joins(strategy: Strategy) -> tuple[int, int]:

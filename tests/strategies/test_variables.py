@@ -74,3 +74,96 @@ def test_variables_and_losses_are_numbers(world, backend, size, devices):
             assert isinstance(array, np.ndarray) and array.shape == () and array == total
         np.testing.assert_array_equal(most, np.ones_like(most))
         assert losses == (1, 1, 1)
+
+
+BATCH = 8
+
+
+def norms(strategy):
+    """Weights after `fit`, then after loops of one's own; the last batch has a row for one rank."""
+    x, y = cases.rows(17)
+    x, y = x.reshape(len(x), -1)[:, :6], y.astype("float32")[:, None]
+
+    def compiled():
+        with strategy.scope():
+            keras.utils.set_random_seed(3)
+            layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input(x.shape[1:]), *layers])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    model = compiled()
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    found = [model.get_weights()]
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    batches = strategy.experimental_distribute_dataset(rows)
+    for inside, outside in ((None, tf.function), (tf.function, None), (None, None)):
+        model, optimizer = compiled(), keras.optimizers.SGD(0.1)
+
+        def step(x, y, rows, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                errors = model(x, training=True) - y
+                loss = tf.reduce_sum(errors**2) / rows
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        step = step if inside is None else inside(step)
+
+        def run(*args, step=step):
+            strategy.run(step, args=args)
+
+        run = run if outside is None else outside(run)
+        for _ in range(2):
+            for number, batch in enumerate(batches):
+                run(*batch, tf.constant([8.0, 8.0, 1.0][number]))
+        found.append(model.get_weights())
+    return found
+
+
+def reduced_by_tensorflow(strategy):
+    """Variables with an aggregation, assigned in each replica: in graphs and eagerly."""
+    kinds = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
+    found = []
+    for inside, outside in ((None, tf.function), (tf.function, None), (None, None)):
+        with strategy.scope():
+            made = [
+                tf.Variable(1.0, aggregation=getattr(tf.VariableAggregation, kind))
+                for kind in kinds
+            ]
+
+        def step(made=made):
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for variable in made:
+                variable.assign_add(tf.cast(number, tf.float32) + 2.0)
+            made[0].assign_sub(tf.constant(1.0))
+
+        step = step if inside is None else inside(step)
+
+        def run(step=step):
+            strategy.run(step)
+
+        run = run if outside is None else outside(run)
+        run()
+        for variable in made:
+            variable.assign_add(10.0)  # outside replicas
+        found.append([float(variable) for variable in made])
+    return found
+
+
+def loops_under(devices):
+    strategy = bodies.strategy(devices)
+    return norms(strategy), reduced_by_tensorflow(strategy)
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_a_loop_of_ones_own_keeps_its_state_as_fit_does(world, backend, size, devices):
+    """Moving statistics were each rank's own, and not a number after a batch with fewer rows.
+
+    TensorFlow's reductions of variables did not take place. Two reductions in a `tf.function` that
+    two devices run waited for each other.
+    """
+    for (of_fit, *of_loops), reduced in world(backend, size).run(loops_under, devices):
+        for weights in of_loops:
+            for expected, weight in zip(of_fit, weights, strict=True):
+                np.testing.assert_allclose(weight, expected, rtol=2e-6, atol=1e-6)
+        assert reduced == [[1 + (2 + 3) - 2 + 10, 1 + 2.5 + 10, 1 + 2 + 10]] * 3

@@ -128,6 +128,8 @@ class Bond:
     # whether each replica holds its own part of an accumulation window, and not the whole
     divided: bool = False
     told: bool = False  # that a file was written while they did
+    # the moving statistics that steps of a script's own loop assign, too
+    statistics: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
     @property
     def in_window(self) -> bool:

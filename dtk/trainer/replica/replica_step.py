@@ -178,6 +178,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
 
     @fused_kernels.patch_row_sums(placement.host() if alone else placement.computing(strategy))
+    @step_metrics.averaged_in_loop(bond.statistics)
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:

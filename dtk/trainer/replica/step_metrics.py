@@ -3,14 +3,17 @@
 * Metric state is summed over ranks before any result is computed, so a step logs the results of the
   global batch.
 * Metrics that cannot be summed are counted by one replica, on the rows of all.
-* Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share.
+* Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share. In a
+  script's own loop it is when an optimizer is applied.
 * A replica without rows computes with a padding row, which its metrics forget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
@@ -146,6 +149,63 @@ def _moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
         for v in step.model.non_trainable_variables
         if id(v) in step.assigned and id(v) not in exact and keras.backend.is_float_dtype(v.dtype)
     ]
+
+
+class _InLoop(threading.local):
+    """What this thread's replica has assigned since an optimizer was last applied."""
+
+    def __init__(self) -> None:
+        self.assigned: dict[int, keras.Variable] = {}
+
+
+_in_loop = _InLoop()
+
+
+def _is_in_loop() -> bool:
+    """Return whether a replica runs a step that is not dtk's."""
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return in_replica and traced_step.current() is None
+
+
+def note_in_loop(
+    variable: keras.Variable, value: tf.Tensor, *, original: Function[tf.Tensor]
+) -> tf.Tensor:
+    """Assign a variable, and note a moving statistic that a script's own loop assigns."""
+    is_state = not variable.trainable and variable.synchronization != "on_read"
+    if is_state and keras.backend.is_float_dtype(variable.dtype) and _is_in_loop():
+        _in_loop.assigned[id(variable)] = variable
+    return original(variable, value)
+
+
+@contextlib.contextmanager
+def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
+    """Average moving statistics when a script's own loop applies an optimizer, in this context.
+
+    A loop's end of an epoch is not known, and it may save at any time. `statistics` are those of
+    earlier steps: a `tf.function` that was traced then runs without Python.
+    """
+    if not _is_in_loop():
+        yield
+        return
+    statistics |= _in_loop.assigned
+    rows = tf.distribute.get_strategy().extended.given_rows()
+    try:
+        if statistics:
+            _average(list(statistics.values()), rows)
+        with tf_replicas.counted_if(rows > 0):
+            yield
+    finally:
+        _in_loop.assigned.clear()  # by the optimizer
+
+
+def _average(statistics: Sequence[keras.Variable], rows: tf.Tensor) -> None:
+    """Average variables over the replicas, weighted by their rows."""
+    values = [tf.convert_to_tensor(v) for v in statistics]
+    weighed = [tf.math.multiply_no_nan(v, tf.cast(rows, v.dtype)) for v in values]
+    *sums, all_rows = _sum_state([*weighed, tf.cast(rows, tf.float32)])
+    for variable, value, total in zip(statistics, values, sums, strict=True):
+        mean = total / tf.cast(all_rows, total.dtype)
+        variable.assign(tf.where(all_rows > 0, mean, value))
 
 
 def average_after_block(step: traced_step.Step) -> bool:
