@@ -75,9 +75,16 @@ def patch_assign(assign: Function[tf.Tensor]) -> AbstractContextManager[None]:
     return patch_around(definer(keras.Variable, "assign"), assign=assign)
 
 
-def note_assignments(assign: Function[tf.Tensor]) -> None:
-    """Assign Keras variables by `assign(variable, value, original=...)` from now on."""
+def patch_loops(
+    assign: Function[tf.Tensor], moments: Function[tuple[tf.Tensor, tf.Tensor]]
+) -> None:
+    """Assign Keras variables, and compute a batch's moments, by these functions from now on.
+
+    They are called as `assign(variable, value, original=...)` and `moments(layer, inputs, mask,
+    original=...)`.
+    """
     patch_for_good(definer(keras.Variable, "assign"), "assign", assign)
+    patch_for_good(keras.layers.BatchNormalization, "_moments", moments)
 
 
 @contextlib.contextmanager

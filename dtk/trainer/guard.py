@@ -136,7 +136,7 @@ def install(strategy: Strategy) -> None:
     if before is None or _joins(strategy) >= _joins(before):
         keras_models.patch_calls(_Guard(strategy))
     keras_optimizers.patch_every_apply(_check_update)
-    keras_steps.note_assignments(step_metrics.note_in_loop)
+    keras_steps.patch_loops(step_metrics.note_in_loop, step_metrics.moments_in_loop)
     keras_variables.assign_own_copies(lambda: hasattr(tf.distribute.get_strategy(), "make_trainer"))
 
 

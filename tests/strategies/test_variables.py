@@ -87,7 +87,10 @@ def norms(strategy):
     def compiled():
         with strategy.scope():
             keras.utils.set_random_seed(3)
-            layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)]
+            layers = [
+                keras.layers.BatchNormalization(momentum=0.5, gamma_regularizer="l2"),
+                keras.layers.Dense(1),
+            ]
             model = keras.Sequential([keras.Input(x.shape[1:]), *layers])
             model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
@@ -104,6 +107,7 @@ def norms(strategy):
             with tf.GradientTape() as tape:
                 errors = model(x, training=True) - y
                 loss = tf.reduce_sum(errors**2) / rows
+                loss += tf.nn.scale_regularization_loss(tf.add_n(model.losses))
             variables = model.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 

@@ -177,6 +177,22 @@ def note_in_loop(
     return original(variable, value)
 
 
+def moments_in_loop(
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    mask: tf.Tensor | None,
+    *,
+    original: Function[tuple[tf.Tensor, tf.Tensor]],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute mean and variance: zeros, not 0 / 0, for a replica that a loop gave no rows."""
+    moments = original(layer, inputs, mask)
+    if inputs.shape[0] or layer.synchronized or not _is_in_loop():
+        return moments
+    mean, variance = moments
+    has_rows = tf.cast(tf.size(inputs) > 0, mean.dtype)
+    return tf.math.multiply_no_nan(mean, has_rows), tf.math.multiply_no_nan(variance, has_rows)
+
+
 @contextlib.contextmanager
 def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
     """Average moving statistics when a script's own loop applies an optimizer, in this context.
@@ -188,12 +204,11 @@ def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
         yield
         return
     statistics |= _in_loop.assigned
-    rows = tf.distribute.get_strategy().extended.given_rows()
+    if statistics:
+        rows = tf.distribute.get_strategy().extended.given_rows()
+        _average(list(statistics.values()), rows)
     try:
-        if statistics:
-            _average(list(statistics.values()), rows)
-        with tf_replicas.counted_if(rows > 0):
-            yield
+        yield
     finally:
         _in_loop.assigned.clear()  # by the optimizer
 
