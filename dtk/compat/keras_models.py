@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
@@ -25,6 +26,7 @@ import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils
+from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
@@ -166,8 +168,13 @@ def patch_calls(handle: Handler) -> None:
     keras.Model.fit._dtk_handler = handle
 
 
-def patch_saving(write: Write) -> None:
-    """Let `write` save every model, or its weights, from now on."""
+def patch_saving(
+    write: Write, write_checkpoint: Callable[[str, Callable[[str], object]], object]
+) -> None:
+    """Let `write` save every model or its weights, and the other checkpoints, from now on.
+
+    These are of `tf.train.Checkpoint` and of what uses it.
+    """
 
     def save(
         model: keras.Model,
@@ -179,8 +186,23 @@ def patch_saving(write: Write) -> None:
         how = _ADDRESS.sub("", f"{original.__name__} {args} {kwargs}")
         return write(model, filepath, lambda path: original(model, path, *args, **kwargs), how)
 
+    def save_checkpoint(
+        saver: TrackableSaver,
+        file_prefix: object,
+        checkpoint_number: object = None,
+        *args: object,
+        original: Function[object],
+        **kwargs: object,
+    ) -> object:
+        if not isinstance(file_prefix, str | os.PathLike) or checkpoint_number is not None:
+            return original(saver, file_prefix, checkpoint_number, *args, **kwargs)
+        return write_checkpoint(
+            os.fspath(file_prefix), lambda prefix: original(saver, prefix, None, *args, **kwargs)
+        )
+
     for owner, name in _SAVES:
         patch_for_good(owner, name, save)
+    patch_for_good(TrackableSaver, "save", save_checkpoint)
 
 
 def patch_folders(make: Folder, remove: Folder) -> None:

@@ -2,6 +2,7 @@
 
 scale_loss_for_distribution and its like    patch_losses
 keras.Variable.assign                       patch_assign
+the same and a batch's moments, for good    patch_loops
 update_state of keras.metrics.Mean and Sum  patch_means
 result, update_state of a model's metrics   patch_metrics
 tf.GradientTape.gradient and __enter__      patch_tapes

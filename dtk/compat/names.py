@@ -27,7 +27,7 @@ from dtk.errors import VersionError
 _TABLE = """
 strategies of one replica per process:
     tensorflow.python.distribute.distribute_lib  ReplicaContext._replica_id_in_sync_group
-    tensorflow.python.distribute.distribute_utils  create_mirrored_variable regroup
+    tensorflow.python.distribute.distribute_utils  create_mirrored_variable regroup select_replica
         VARIABLE_CLASS_MAPPING VARIABLE_POLICY_MAPPING
     tensorflow.python.distribute.one_device_strategy.OneDeviceExtended  _create_variable
         _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation
@@ -139,6 +139,7 @@ optimizers:
     keras.callbacks.SwapEMAWeights  _swap_variables _finalize_ema_values
 saving:
     keras.src.saving.saving_lib  save_model save_weights_only
+    tensorflow.python.checkpoint.checkpoint  TrackableSaver.save
     keras.src.saving.keras_saveable  KerasSaveable
     keras.src.legacy.saving.legacy_h5_format  save_model_to_hdf5
     keras.src.utils.file_utils  makedirs rmtree

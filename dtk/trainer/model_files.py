@@ -1,7 +1,8 @@
 """Save a model safely even if several processes save it to the same path.
 
-`model.save`, `save_weights` and `export` write next to the path first and then move the result into
-place, so a reader always sees a whole file. No rank waits for another, so one may save alone.
+`model.save`, `save_weights`, `export` and `tf.train.Checkpoint` write next to the path first and
+then move the result into place, so a reader always sees a whole file. No rank waits for another, so
+one may save alone.
 
 The files of one export only fit each other: TensorFlow names its variables anew each time. So a
 folder is moved as a whole; a folder that already holds the same model stays, since another process
@@ -32,8 +33,8 @@ _STAMP = Path("assets.extra", "dtk-model-hash")
 
 
 def install() -> None:
-    """Make everything that writes a model go through `write`."""
-    keras_models.patch_saving(write)
+    """Make everything that writes a model go through `write`, or `write_checkpoint`."""
+    keras_models.patch_saving(write, write_checkpoint)
     keras_models.patch_folders(_make_folder, _remove_folder)
 
 
@@ -78,6 +79,19 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
             else:
                 _move(Path(folder), target.parent)
         return saved
+
+
+def write_checkpoint(prefix: str, save: Callable[[str], object]) -> object:
+    """Write a checkpoint of TensorFlow's, whose files only fit each other."""
+    if "://" in prefix or not tf.executing_eagerly():
+        return save(prefix)
+    target = Path(prefix)
+    target.parent.mkdir(parents=True, exist_ok=True)  # as TensorFlow does
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        save(str(Path(folder, target.name)))
+        with _locked(target.parent):
+            _move(Path(folder), target.parent)
+    return tf.constant(prefix)
 
 
 def _check_whole(model: keras.Model) -> None:

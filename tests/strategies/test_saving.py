@@ -34,7 +34,17 @@ def every_rank(folder, times=6):
     """All save to one path and load at once, without meeting in between; what was loaded."""
     model, x = trained(bodies.strategy())
     wanted = model.predict(x, verbose=0)
+    state = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(state, f"{folder}/managed", max_to_keep=2)
+    other = keras.models.clone_model(model)
     for _ in range(times):
+        saved = state.save(f"{folder}/state/saved")
+        assert saved.startswith(f"{folder}/state/saved-")
+        manager.save()
+        for path in (saved, tf.train.latest_checkpoint(f"{folder}/state")):
+            other.set_weights([0 * weight for weight in other.get_weights()])
+            tf.train.Checkpoint(model=other).restore(path).expect_partial()
+            assert_equal(other, model)
         model.save(f"{folder}/model.keras")
         loaded = keras.saving.load_model(f"{folder}/model.keras", compile=False)
         assert_equal(loaded, model)
@@ -51,8 +61,8 @@ def every_rank(folder, times=6):
 
 @TWO
 def test_every_rank_may_save_to_one_path_and_load_at_once(pool, tmp_path):
-    """Breaks as BadZipFile, or as variables of another shape in an export."""
-    names = ["exported", "model.h5", "model.keras", "model.weights.h5"]
+    """Breaks as BadZipFile, as variables of another shape in an export, or as missing parts."""
+    names = ["exported", "managed", "model.h5", "model.keras", "model.weights.h5", "state"]
     assert pool.run(every_rank, str(tmp_path)) == [names] * 2
 
 
@@ -64,6 +74,8 @@ def rank_0_alone(folder):
         model.save(f"{folder}/model.keras")
         model.save_weights(f"{folder}/model.weights.h5")
         model.export(f"{folder}/exported", verbose=False)
+        metrics = tf.train.Checkpoint(model=model, metrics=model.metrics)
+        metrics.read(metrics.write(f"{folder}/state")).assert_consumed()
         copy = pickle.loads(pickle.dumps(model))
         assert_equal(copy, model)
         model.set_weights([weight + 0.5 for weight in model.get_weights()])
@@ -79,7 +91,8 @@ def rank_0_alone(folder):
 def test_rank_0_may_save_alone_and_export_again(pool, tmp_path):
     """Breaks as a rank that waits for others to read a metric, or as an export that stays."""
     names = pool.run(rank_0_alone, str(tmp_path))[0]
-    assert names == ["exported", "model.keras", "model.weights.h5"]
+    state = ["state.data-00000-of-00001", "state.index"]
+    assert names == ["exported", "model.keras", "model.weights.h5", *state]
 
 
 def test_models_with_equal_weights_are_told_apart():
