@@ -215,12 +215,14 @@ def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
 
 def _average(statistics: Sequence[keras.Variable], rows: tf.Tensor) -> None:
     """Average variables over the replicas, weighted by their rows."""
-    values = [tf.convert_to_tensor(v) for v in statistics]
+    # In 16 bits a value times its rows would overflow.
+    wide = [v.dtype if v.dtype == "float64" else "float32" for v in statistics]
+    values = [tf.cast(v, dtype) for v, dtype in zip(statistics, wide, strict=True)]
     weighed = [tf.math.multiply_no_nan(v, tf.cast(rows, v.dtype)) for v in values]
     *sums, all_rows = _sum_state([*weighed, tf.cast(rows, tf.float32)])
     for variable, value, total in zip(statistics, values, sums, strict=True):
-        mean = total / tf.cast(all_rows, total.dtype)
-        variable.assign(tf.where(all_rows > 0, mean, value))
+        mean = tf.where(all_rows > 0, total / tf.cast(all_rows, total.dtype), value)
+        variable.assign(tf.cast(mean, variable.dtype))
 
 
 def average_after_block(step: traced_step.Step) -> bool:
