@@ -1,8 +1,7 @@
-"""What a step calls while it is traced, patched as long as a context lasts.
+"""What a step calls while it is traced, patched as long as a context lasts, but for one.
 
 scale_loss_for_distribution and its like    patch_losses
-keras.Variable.assign                       patch_assign
-the same and a batch's moments, for good    patch_loops
+assign of variables, _moments: for good      patch_steps
 update_state of keras.metrics.Mean and Sum  patch_means
 result, update_state of a model's metrics   patch_metrics
 tf.GradientTape.gradient and __enter__      patch_tapes
@@ -71,12 +70,7 @@ def masked_weight(
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def patch_assign(assign: Function[tf.Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which `assign(variable, value, original=...)` assigns Keras variables."""
-    return patch_around(definer(keras.Variable, "assign"), assign=assign)
-
-
-def patch_loops(
+def patch_steps(
     assign: Function[tf.Tensor], moments: Function[tuple[tf.Tensor, tf.Tensor]]
 ) -> None:
     """Assign Keras variables, and compute a batch's moments, by these functions from now on.

@@ -77,7 +77,7 @@ class _Collective(tf.distribute.StrategyExtended):
         if self._num_replicas_in_sync == 1 or (args and isinstance(args[0], slicing.Slices)):
             return
         if not self._given_rows:
-            with tf.init_scope(), tf.device("CPU:0"):
+            with tf.init_scope(), tf.device(placement.host()):
                 self._given_rows = [tf.Variable(1, dtype=tf.int64) for _ in self.worker_devices]
         for i, count in enumerate(self._given_rows):
             given = tf.nest.flatten(distribute_utils.select_replica(i, (args, kwargs)))
@@ -343,6 +343,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         # Each strategy in this process needs its own group key.
         reducing = [placement.reducing(device) for device in self._devices]
         self._replicas = collective.replicas(reducing, group=id(container_strategy))
+        self._in_graphs: dict[object, Function[Tree]] = {}
 
     def replica_communicator(self) -> Communicator:
         """Return the communicator of the running replica: its device's."""
@@ -355,6 +356,12 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def _call_for_each_replica(
         self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> Tree:
+        if tf.executing_eagerly() and isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            # TensorFlow would trace all replicas in one graph: see `MirroredStrategy._of_replica`
+            if fn not in self._in_graphs:
+                run = functools.partial(self._container_strategy().run, fn)
+                self._in_graphs[fn] = tf.function(run, autograph=False)
+            return self._in_graphs[fn](args, kwargs)
         self._count_rows(*args, **kwargs)
         return super()._call_for_each_replica(self._with_own_draws(fn), args, kwargs)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -56,23 +55,6 @@ class MirroredStrategy(DtkStrategy):
             set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
             names = find_devices(devices)
         super().__init__(tf_extended.MirroredExtended(self, devices=names), LocalCommunicator())
-        self._in_graphs: dict[object, Function[object]] = {}
-
-    def run(
-        self,
-        fn: Function[_Made],
-        args: tuple[Tree, ...] = (),
-        kwargs: dict[str, Tree] | None = None,
-        options: tf.distribute.RunOptions | None = None,
-    ) -> _Made:
-        """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
-        is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
-        if not (is_function and tf.executing_eagerly()):
-            return super().run(fn, args, kwargs, options)
-        # TensorFlow would trace all replicas into the function's own graph; see `_of_replica`.
-        if fn not in self._in_graphs:
-            self._in_graphs[fn] = tf.function(functools.partial(super().run, fn), autograph=False)
-        return cast("_Made", self._in_graphs[fn](args, kwargs))
 
     def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
         """In `tf.function` make each replica's call a separate function.

@@ -40,6 +40,7 @@ from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import replica_step, self_test, step_metrics
 from dtk.trainer.strategy import Strategy
+from dtk.trainer.tracing import traced_step
 
 _CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
 _DTK = str(Path(__file__).parents[1])
@@ -136,7 +137,7 @@ def install(strategy: Strategy) -> None:
     if before is None or _joins(strategy) >= _joins(before):
         keras_models.patch_calls(_Guard(strategy))
     keras_optimizers.patch_every_apply(_check_update)
-    keras_steps.patch_loops(step_metrics.note_in_loop, step_metrics.moments_in_loop)
+    keras_steps.patch_steps(traced_step.assign, step_metrics.moments_in_loop)
     keras_variables.assign_own_copies(lambda: hasattr(tf.distribute.get_strategy(), "make_trainer"))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
@@ -151,32 +150,6 @@ def _moving_statistics(step: traced_step.Step) -> list[keras.Variable]:
     ]
 
 
-class _InLoop(threading.local):
-    """What this thread's replica has assigned since an optimizer was last applied."""
-
-    def __init__(self) -> None:
-        self.assigned: dict[int, keras.Variable] = {}
-
-
-_in_loop = _InLoop()
-
-
-def _is_in_loop() -> bool:
-    """Return whether a replica runs a step that is not dtk's."""
-    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-    return in_replica and traced_step.current() is None
-
-
-def note_in_loop(
-    variable: keras.Variable, value: tf.Tensor, *, original: Function[tf.Tensor]
-) -> tf.Tensor:
-    """Assign a variable, and note a moving statistic that a script's own loop assigns."""
-    is_state = not variable.trainable and variable.synchronization != "on_read"
-    if is_state and keras.backend.is_float_dtype(variable.dtype) and _is_in_loop():
-        _in_loop.assigned[id(variable)] = variable
-    return original(variable, value)
-
-
 def moments_in_loop(
     layer: keras.layers.BatchNormalization,
     inputs: tf.Tensor,
@@ -186,7 +159,7 @@ def moments_in_loop(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Compute mean and variance: zeros, not 0 / 0, for a replica that a loop gave no rows."""
     moments = original(layer, inputs, mask)
-    if inputs.shape[0] or layer.synchronized or not _is_in_loop():
+    if inputs.shape[0] or layer.synchronized or not traced_step.is_in_loop():
         return moments
     mean, variance = moments
     has_rows = tf.cast(tf.size(inputs) > 0, mean.dtype)
@@ -200,17 +173,17 @@ def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
     A loop's end of an epoch is not known, and it may save at any time. `statistics` are those of
     earlier steps: a `tf.function` that was traced then runs without Python.
     """
-    if not _is_in_loop():
+    if not traced_step.is_in_loop():
         yield
         return
-    statistics |= _in_loop.assigned
+    statistics |= traced_step.in_loop.assigned
     if statistics:
         rows = tf.distribute.get_strategy().extended.given_rows()
         _average(list(statistics.values()), rows)
     try:
         yield
     finally:
-        _in_loop.assigned.clear()  # by the optimizer
+        traced_step.in_loop.assigned.clear()  # by the optimizer
 
 
 def _average(statistics: Sequence[keras.Variable], rows: tf.Tensor) -> None:

@@ -38,6 +38,17 @@ from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 # threads.
 _running = threading.local()
 
+
+
+class _InLoop(threading.local):
+    """What this thread's replica has assigned since a script's loop last applied an optimizer."""
+
+    def __init__(self) -> None:
+        self.assigned: dict[int, keras.Variable] = {}
+
+
+in_loop = _InLoop()
+
 # A value's path in a structure, as `keras.tree.flatten_with_path` returns it.
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -152,7 +163,6 @@ def in_shares() -> Iterator[None]:
     """
     with (
         keras_steps.patch_losses(_scale, _unscale, _weigh),
-        keras_steps.patch_assign(_assign),
         keras_steps.patch_means(_update_mean),
         keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
@@ -356,13 +366,27 @@ def _update_mean(
     return original(self, values, tf.cast(weight, step.share.dtype) * step.share)
 
 
-def _assign(
-    variable: keras.Variable, value: tf.Tensor, original: Function[tf.Tensor]
+def is_in_loop() -> bool:
+    """Return whether a replica runs a step of a script's own loop."""
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return in_replica and current() is None
+
+
+def _may_move(variable: keras.Variable) -> bool:
+    """Return whether a variable may be a moving statistic: no weight, metric or seed."""
+    is_state = not variable.trainable and variable.synchronization != "on_read"
+    return is_state and keras.backend.is_float_dtype(variable.dtype)
+
+
+def assign(
+    variable: keras.Variable, value: tf.Tensor, *, original: Function[tf.Tensor]
 ) -> tf.Tensor:
-    """Note that a step assigns a variable."""
+    """Assign a variable, and note it where a step does so; a loop's moving statistics only."""
     step = current()
     if step is not None:
         step.assigned[id(variable)] = variable
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
+    elif is_in_loop() and _may_move(variable):
+        in_loop.assigned[id(variable)] = variable
     return original(variable, value)
