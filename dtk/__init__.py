@@ -15,6 +15,7 @@ train before a strategy is made, and begins to report the progress of the proces
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,12 @@ def __getattr__(name: str) -> object:
         return notebook_launcher
     if name in __all__:
         return importlib.import_module(f"dtk.{name}")
-    raise AttributeError(f"module 'dtk' has no attribute {name!r}")
+    hint = ""
+    if name[:1].isupper():  # no dunder that a tool probes for
+        rooms = [f"dtk.{one}" for one in __all__ if importlib.util.find_spec(f"dtk.{one}")]
+        homes = [room for room in rooms if name in importlib.import_module(room).__all__]
+        hint = f"; it is {homes[0]}.{name}" if homes else ""
+    raise AttributeError(f"module 'dtk' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

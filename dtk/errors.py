@@ -35,6 +35,12 @@ class NotDistributedError(DtkError, RuntimeError):
     __init__ = Exception.__init__
 
 
+class UncompilableError(DtkError, ValueError):
+    """A step would communicate, or compute something else, if XLA compiled it."""
+
+    __init__ = Exception.__init__  # as above
+
+
 class DisagreementError(DtkError, RuntimeError):
     """Ranks differ in something they must agree on: variables, steps, scripts, versions."""
 

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+import dtk
+
 HEAVY = ("tensorflow", "keras", "numpy", "horovod")
 
 
@@ -12,6 +16,13 @@ def test_import_dtk_loads_the_standard_library_and_little_of_dtk():
     own = [name for name in loaded if name.partition(".")[0] == "dtk"]
     others = {name.partition(".")[0] for name in loaded} - {"dtk"} - sys.stdlib_module_names
     assert others == set() and len(own) <= 20, (others, own)
+
+
+def test_a_name_of_a_room_is_told_its_room():
+    with pytest.raises(AttributeError, match="'AllReduceStrategy'; it is dtk.strategies.AllReduce"):
+        dtk.AllReduceStrategy()
+    with pytest.raises(AttributeError, match="'Strategies'$"):
+        dtk.Strategies()
 
 
 def test_help_leaves_tensorflow_out():

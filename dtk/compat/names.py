@@ -37,6 +37,7 @@ strategies of one replica per process:
     tensorflow.python.distribute.values  PerReplica.values DistributedVariable._get
         DistributedVariable._get_on_device_or_primary MirroredVariable SyncOnReadVariable
     tensorflow.python.eager.context  global_seed internal_operation_seed context
+    tensorflow.python.ops.control_flow_util  GraphOrParentsInXlaContext
 strategies of several devices:
     tensorflow.python.distribute.mirrored_strategy.MirroredExtended  _create_variable
         _call_for_each_replica _reduce_to _batch_reduce_to _gather_to_implementation

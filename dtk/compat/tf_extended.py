@@ -99,6 +99,7 @@ class _Collective(tf.distribute.StrategyExtended):
         if tf_replicas.is_whole():
             return value
         communicator, mine = self.replica_communicator(), tf_replicas.if_present(value)
+        tf_replicas.refuse_under_xla()
         return tf_replicas.all_reduce(communicator, reduce_op, mine, self.divide_slices)
 
     def reduce_over_replicas(

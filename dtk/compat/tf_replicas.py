@@ -14,10 +14,12 @@ from typing import TypeVar
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.ops import control_flow_util
 
 from dtk import placement
 from dtk.communicators.aligned_slices import with_values
 from dtk.communicators.base import Communicator
+from dtk.errors import UncompilableError
 from dtk.nests import Function, Tree
 from dtk.patches import patch
 
@@ -137,6 +139,15 @@ def alone() -> Iterator[None]:
 def is_whole() -> bool:
     """Return whether this thread computes a step as if there were one replica."""
     return _running.whole
+
+
+def refuse_under_xla() -> None:
+    """Raise if XLA is to compile the function that is being traced."""
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UncompilableError(
+            "the step sums over replicas in a function with jit_compile=True, and XLA can compile "
+            "no communication; call the optimizer, and all_reduce, outside of that function"
+        )
 
 
 def in_replica(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext:

@@ -486,7 +486,7 @@ def a_loss_of_keras_that_compares_rows(strategy):
     cases.compiled(strategy, build, loss=keras.losses.Circle()).fit(x, y % 2, verbose=0)
 
 
-@mistake("ValueError", "jit_compile=True", "sums over the whole batch within the step")
+@mistake("ValueError", "jit_compile=True", "sums over replicas in a function with")
 def a_loss_of_the_whole_batch_under_xla(strategy):
     x, y = np.ones((8, 4), "float32"), np.ones((8, 1))
 
@@ -495,6 +495,21 @@ def a_loss_of_the_whole_batch_under_xla(strategy):
 
     model = cases.compiled(strategy, build, loss=keras.losses.Dice(), jit_compile=True)
     model.fit(x, y, verbose=0)
+
+
+@mistake("UncompilableError", "jit_compile=True", "call the optimizer", "outside of that function")
+def an_optimizer_of_a_loop_under_xla(strategy):
+    with strategy.scope():
+        model, optimizer = cases.small(sync=False), keras.optimizers.SGD()
+
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x)))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    strategy.run(step, args=cases.rows(8))
 
 
 def centred(values):

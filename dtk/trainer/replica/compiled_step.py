@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from dtk.cluster.variables import JIT_COMPILE, switch
 from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
-from dtk.errors import at_rank
+from dtk.errors import UncompilableError, at_rank
 from dtk.exchange.factors import Factored, factored
 from dtk.nests import Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
@@ -125,7 +125,7 @@ class _Noted(traced_step.NotedGradients):
     ) -> None:
         """See `NotedGradients.note`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
-            raise traced_step.UncompilableError(
+            raise UncompilableError(
                 "its train_step applies gradients in a branch or a loop"
             )
         self.marks.append(len(self._graph.get_operations()))
@@ -168,7 +168,7 @@ class CompiledStep:
             counting = tf.function(self._count, autograph=False)
             counts = counting.get_concrete_function(data, step.share)
             if _assigns(counts.graph):
-                raise traced_step.UncompilableError(
+                raise UncompilableError(
                     "its step assigns to variables that are not Keras's"
                 )
             totals = list(step.world_sum(counts(data, step.share)))
@@ -266,7 +266,7 @@ class CompiledStep:
     def _check(self, graph: tf.Graph) -> None:
         names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
         if names:
-            raise traced_step.UncompilableError(
+            raise UncompilableError(
                 f"it communicates within the step (op {names[0]!r}), and XLA can compile no "
                 "communication"
             )
@@ -290,7 +290,7 @@ class CompiledStep:
             for op in graph.get_operations()[mark:]:
                 for tensor in op.inputs:
                     if tensor.ref() in handles:
-                        raise traced_step.UncompilableError(
+                        raise UncompilableError(
                             f"its {self._step_function.__name__} uses {handles[tensor.ref()]!r} "
                             "after an optimizer has changed it, and the compiled part of a step "
                             "ends before any update"
@@ -303,7 +303,7 @@ class CompiledStep:
         starts = [v for v in logged if v.ref() not in results]
         for tensor in loss_terms.computed_from(starts):
             if tensor.ref() in results:
-                raise traced_step.UncompilableError(
+                raise UncompilableError(
                     f"its {self._step_function.__name__} computes with the result of metric "
                     f"{results[tensor.ref()][0].name!r}, which is known outside the compiled part "
                     "only"

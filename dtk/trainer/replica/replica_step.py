@@ -26,7 +26,7 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.compat.keras_optimizers import Apply, Clip
-from dtk.errors import NotDistributedError, at_rank
+from dtk.errors import NotDistributedError, UncompilableError, at_rank
 from dtk.exchange.contract import BatchPart
 from dtk.input import slicing
 from dtk.nests import Array, Gradients, Leaf, Tree
@@ -128,7 +128,7 @@ def _compute(
     )
     try:
         run = compiled.trace(data)
-    except traced_step.UncompilableError as why:
+    except UncompilableError as why:
         compiled_step.leave(step.model, strategy, str(why))
         return step_function(data)
     return run()
@@ -194,6 +194,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
                 return None
         if not _in_replica(strategy):
             return apply(grads, variables)
+        tf_replicas.refuse_under_xla()
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, tf_replicas
+from dtk.errors import UncompilableError
 from dtk.nests import Function, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy, tell
@@ -312,7 +313,7 @@ def _count_all_rows(
     if step is None or tf.compat.v1.get_default_graph() is not step.graph:
         return original(*args, **kwargs)
     if step.present is None:
-        raise traced_step.UncompilableError(f"metric {metric.name!r} counts rows of all workers")
+        raise UncompilableError(f"metric {metric.name!r} counts rows of all workers")
     # The first replica counts as one process would; the others' counts stay zero.
     leaves = tf.nest.flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
@@ -439,11 +440,9 @@ def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
         >>> float(dice(keras.ops.ones((4, 1)), keras.ops.ones((4, 1))))
         0.0
     """
-    step, replica = traced_step.current(), tf.distribute.get_replica_context()
+    replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
-    if step is not None and step.present is None:
-        raise traced_step.UncompilableError("it sums over the whole batch within the step")
     return _sum_with_gradient(value)
 
 

@@ -53,10 +53,6 @@ in_loop = _InLoop()
 Path: TypeAlias = tuple[str | int, ...]
 
 
-class UncompilableError(ValueError):
-    """Raised for a step that would compute something else if it were compiled."""
-
-
 class Applied(NamedTuple):
     """Gradients that a step handed to an optimizer, weighed by the replica's share."""
 
