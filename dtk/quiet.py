@@ -41,6 +41,8 @@ _NO_GPU = re.compile(r".*failed call to cuInit: .*(CUDA_ERROR_NO_DEVICE|\(303\))
 _NOT_ONEDNN = re.compile(r".*oneDNN supports DT_U?(BOOL|INT\d+) only on platforms with AVX-512")
 # Printed by a chief, whose own GPUs are hidden, for every graph that runs on a worker's.
 _OTHERS_GPU = re.compile(r".*NOT_FOUND: TensorFlow device GPU:\d+ was not registered")
+# Printed where TensorFlow itself makes a parallel map an ordinary one, see `drawn_in_order`.
+_COPIED_ATTRIBUTE = re.compile(r".*attribute use_unbounded_threadpool which is not in the op ")
 _LEVELS = {"I": 1, "W": 2, "E": 3}
 
 _GPU_DEVICE = "/dev/nvidiactl"
@@ -55,8 +57,9 @@ _filtering = threading.Lock()
 def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     """Return whether a line of standard error is TensorFlow's start-up noise.
 
-    Errors stay, with three exceptions: CUDA's that there is no GPU, on a host without one,
-    oneDNN's about types that it supports on no processor, and that a worker's GPU is not here.
+    Errors stay, with four exceptions: CUDA's that there is no GPU, on a host without one, oneDNN's
+    about types that it supports on no processor, that a worker's GPU is not here, and that an
+    attribute of a map was copied.
 
     >>> is_noise("I0000 00:00:17952.07  13725 port.cc:153] oneDNN custom operations are on.", "2")
     True
@@ -70,8 +73,8 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
     match = _LOGGED.match(line)
     if match is None:
         return False
-    never = _NOT_ONEDNN.match(line) or _OTHERS_GPU.match(line)
-    if never or _LEVELS[match[1]] <= int(level):
+    never = (_NOT_ONEDNN, _OTHERS_GPU, _COPIED_ATTRIBUTE)
+    if any(one.match(line) for one in never) or _LEVELS[match[1]] <= int(level):
         return True
     gpu = os.path.exists(_GPU_DEVICE) if gpu is None else gpu
     return not gpu and _NO_GPU.match(line) is not None

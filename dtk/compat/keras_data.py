@@ -73,6 +73,7 @@ def _cut(
     maps = strategy.extended.row_maps(dataset)
     if maps is not None:
         return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
+    dataset = tf_datasets.drawn_in_order(dataset)
     return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
 
 

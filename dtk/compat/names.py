@@ -64,7 +64,8 @@ parameter servers:
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
     tensorflow.python.framework.op_def_registry  get
-    tensorflow.python.data.util.structure  to_tensor_list from_compatible_tensor_list
+    tensorflow.python.data.util.structure  get_flat_tensor_shapes
+        get_flat_tensor_types to_tensor_list from_compatible_tensor_list
     tensorflow.python.data.ops.map_op  _MapDataset._map_func _MapDataset._force_synchronous
         _MapDataset._preserve_cardinality _MapDataset._use_inter_op_parallelism
         _ParallelMapDataset._num_parallel_calls _ParallelMapDataset._deterministic

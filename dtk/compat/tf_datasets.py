@@ -16,6 +16,7 @@ from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_dataset_ops
 
+from dtk import quiet
 from dtk.input import drawn_maps, row_maps
 from dtk.input.row_maps import RowMaps
 from dtk.nests import Function, Tree
@@ -32,6 +33,10 @@ _COUNTED = ("Repeat", "Skip", "Take")
 _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
 # Bytes of arrays that are copied to look into a dataset.
 _MOST_HELD = 2**28
+# Operations that draw random numbers, or change a variable, such as the seed of Keras's layers.
+_DRAWS = re.compile(
+    r"Assign|Multinomial|ParameterizedTruncated|Random|Rng|SampleDistorted|Stateful(?!Part)|Trunc"
+)
 # Datasets that leave elements unchanged.
 _TRANSPARENT = ("Prefetch", "Options")
 
@@ -177,6 +182,37 @@ def in_known_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def drawn_in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Make maps draw in the order of their elements: ranks that each read all must draw alike.
+
+    Threads of a parallel map draw as they come. TensorFlow has a cure for `enable_op_determinism`:
+    it draws beforehand, one element after the other, and leaves the rest of the map parallel.
+    """
+    if not any(_draws_in_threads(node) for node in (dataset, *_all_sources(dataset))):
+        return dataset
+    spec = dataset.element_spec
+    with quiet.filtered():
+        variant = tf.raw_ops.OptimizeDatasetV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            optimizations_enabled=["make_deterministic"],
+            optimizations_disabled=[],
+            optimizations_default=[],
+            output_types=structure.get_flat_tensor_types(spec),
+            output_shapes=structure.get_flat_tensor_shapes(spec),
+        )
+    ordered = tf.data.experimental.from_variant(variant, spec)
+    ordered._dtk_owner = dataset  # what its functions hold lives as long as this one
+    return ordered
+
+
+def _draws_in_threads(node: tf.data.Dataset) -> bool:
+    if _kind(node) != "ParallelMap":
+        return False
+    graph = node._map_func.function.graph.as_graph_def()
+    called = (one for function in graph.library.function for one in function.node_def)
+    return any(_DRAWS.match(one.op) for one in (*graph.node, *called))
+
+
 def _shuffles_again(dataset: tf.data.Dataset) -> bool:
     if _kind(dataset) == "Repeat":
         return any(_kind(node) == "Shuffle" for node in _all_sources(dataset))
@@ -211,7 +247,7 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
     if refused is not None:
         return refused
     return RowMaps(
-        rows=rows,
+        rows=drawn_in_order(rows),
         size=int(node._batch_size),
         batch=lambda given, size: _batched(given, node, size),
         apply=lambda given: _rebuilt(given, steps),

@@ -32,6 +32,7 @@ from dtk.compat.tf_datasets import (
     MakesDataset,
     PerRankDataset,
     cut_in_order,
+    drawn_in_order,
     in_known_order,
     take_apart,
 )
@@ -261,7 +262,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             maps = self.row_maps(given)
             if maps is not None:
                 return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
-            return slicing.mapped(given.enumerate(), own, ahead)
+            return slicing.mapped(drawn_in_order(given).enumerate(), own, ahead)
 
         def own(number: tf.Tensor, batch: Tree) -> Tree:
             (rows,) = slicing.cut_exactly(batch, (rank,), size)

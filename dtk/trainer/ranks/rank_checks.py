@@ -30,10 +30,10 @@ SAME_SCRIPT = "start the same script with the same arguments everywhere"
 _SAME_DATA = (
     "every rank must be given the same global data in the same order, of which dtk takes this "
     "rank's rows: no shard(size, rank), no generator or shuffling that differs by rank, no map or "
-    "interleave with deterministic=False; for a part per rank use dtk.data.shard. Random layers in "
-    "a map draw in the order of its threads: leave num_parallel_calls out. A dataset that shuffles "
-    "and was read before goes on in the order that each rank's read-ahead came to: make it anew "
-    "for each fit, on all ranks"
+    "interleave with deterministic=False; for a part per rank use dtk.data.shard. A function of "
+    "Python in a map draws in the order of threads unless num_parallel_calls is left out; so does "
+    "tf.map_fn, without parallel_iterations=1. A dataset that shuffles and was read before goes on "
+    "in the order that each rank's read-ahead came to: make it anew for each fit, on all ranks"
 )
 # Of ranks that bring data of their own.
 _SAME_STEPS = (
