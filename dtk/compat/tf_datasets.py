@@ -148,6 +148,13 @@ class PerRankDatasetSpec(tf.TypeSpec):
     def _from_components(self, components: tf.data.Dataset) -> PerRankDataset:
         return PerRankDataset(components, None, self._regrouped)
 
+    def _to_batched_tensor_list(self, value: PerRankDataset) -> list[tf.Tensor]:
+        raise TypeError(
+            "a dataset of a rank's own batches, as of dtk.data.shard, was taken for arrays, as by "
+            "keras_hub's `fit`, which maps inputs itself: map them first, and call "
+            "keras.Model.fit(model, dataset.map(model.preprocessor), ...)"
+        )
+
 
 # Pipelines taken apart.
 
