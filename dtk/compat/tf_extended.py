@@ -100,7 +100,8 @@ class _Collective(tf.distribute.StrategyExtended):
         if tf_replicas.is_whole():
             return value
         communicator, mine = self.replica_communicator(), tf_replicas.if_present(value)
-        tf_replicas.refuse_under_xla()
+        if communicator.size > 1:
+            tf_replicas.refuse_under_xla()
         return tf_replicas.all_reduce(communicator, reduce_op, mine, self.divide_slices)
 
     def reduce_over_replicas(

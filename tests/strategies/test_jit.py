@@ -45,8 +45,14 @@ def test_two_ranks_with_fused_operations_equal_plain_keras_without(pool):
         assert "variable DTK_FUSED_BATCH_NORM" in said
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend, size", [("collective", 2), ("mirrored", 2), ("local", 1)])
+@pytest.mark.parametrize(
+    "backend, size",
+    [
+        pytest.param("collective", 2, marks=pytest.mark.full),
+        pytest.param("mirrored", 2, marks=pytest.mark.full),
+        ("local", 1),
+    ],
+)
 def test_near_to_the_uncompiled_one(world, backend, size):
     devices = size if backend == "mirrored" else 0
     here = world("local", 1) if backend == "mirrored" else world(backend, size)

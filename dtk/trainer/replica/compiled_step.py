@@ -267,8 +267,8 @@ class CompiledStep:
         names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
         if names:
             raise UncompilableError(
-                f"it communicates within the step (op {names[0]!r}), and XLA can compile no "
-                "communication"
+                f"it communicates or calls Python within the step (op {names[0]!r}), and XLA can "
+                "compile no communication and no Python"
             )
         self._check_order(graph)
         self._check_results()
@@ -310,8 +310,8 @@ class CompiledStep:
                 )
 
 
-# Types of ops that wait for other replicas begin with these.
-_COMMUNICATING = ("Collective", "Horovod")
+# Types of ops that wait for other replicas begin with these; over MPI they are functions of Python.
+_COMMUNICATING = ("Collective", "Horovod", "PyFunc", "EagerPyFunc")
 
 
 def _nodes(graph: tf.Graph) -> Iterable[tf.compat.v1.NodeDef]:

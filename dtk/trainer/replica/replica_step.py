@@ -194,7 +194,8 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
                 return None
         if not _in_replica(strategy):
             return apply(grads, variables)
-        tf_replicas.refuse_under_xla()
+        if not alone:
+            tf_replicas.refuse_under_xla()
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later
