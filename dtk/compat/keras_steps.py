@@ -1,4 +1,4 @@
-"""What a step calls while it is traced, patched as long as a context lasts, but for one.
+"""What a step calls while it is traced, patched as long as a context lasts, or for good.
 
 scale_loss_for_distribution and its like    patch_losses
 assign of variables, _moments: for good      patch_steps

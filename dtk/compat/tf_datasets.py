@@ -192,8 +192,8 @@ def in_known_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def drawn_in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Make maps draw in the order of their elements: ranks that each read all must draw alike.
 
-    Threads of a parallel map draw as they come. TensorFlow has a cure for `enable_op_determinism`:
-    it draws beforehand, one element after the other, and leaves the rest of the map parallel.
+    Threads of a parallel map draw as they come. TensorFlow's pass for `enable_op_determinism` draws
+    beforehand, one element after the other, and leaves the rest of the map parallel.
     """
     if not any(_draws_in_threads(node) for node in (dataset, *_all_sources(dataset))):
         return dataset

@@ -125,9 +125,7 @@ class _Noted(traced_step.NotedGradients):
     ) -> None:
         """See `NotedGradients.note`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
-            raise UncompilableError(
-                "its train_step applies gradients in a branch or a loop"
-            )
+            raise UncompilableError("its train_step applies gradients in a branch or a loop")
         self.marks.append(len(self._graph.get_operations()))
         super().note(optimizer, gradients, variables)
 
@@ -168,9 +166,7 @@ class CompiledStep:
             counting = tf.function(self._count, autograph=False)
             counts = counting.get_concrete_function(data, step.share)
             if _assigns(counts.graph):
-                raise UncompilableError(
-                    "its step assigns to variables that are not Keras's"
-                )
+                raise UncompilableError("its step assigns to variables that are not Keras's")
             totals = list(step.world_sum(counts(data, step.share)))
             concrete = self._compiled(data, totals)
 
@@ -264,7 +260,7 @@ class CompiledStep:
     # Checks of what the cluster must not hold.
 
     def _check(self, graph: tf.Graph) -> None:
-        names = [node.name for node in _nodes(graph) if node.op.startswith(_COMMUNICATING)]
+        names = [node.name for node in _nodes(graph) if node.op.startswith(_NOT_OF_XLA)]
         if names:
             raise UncompilableError(
                 f"it communicates or calls Python within the step (op {names[0]!r}), and XLA can "
@@ -311,7 +307,7 @@ class CompiledStep:
 
 
 # Types of ops that wait for other replicas begin with these; over MPI they are functions of Python.
-_COMMUNICATING = ("Collective", "Horovod", "PyFunc", "EagerPyFunc")
+_NOT_OF_XLA = ("Collective", "Horovod", "PyFunc", "EagerPyFunc")
 
 
 def _nodes(graph: tf.Graph) -> Iterable[tf.compat.v1.NodeDef]:

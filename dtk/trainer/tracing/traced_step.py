@@ -39,7 +39,6 @@ from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 _running = threading.local()
 
 
-
 class _InLoop(threading.local):
     """What this thread's replica has assigned since a script's loop last applied an optimizer."""
 
