@@ -112,7 +112,7 @@ class EpochDataset:
     """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
 
     def __init__(self, given: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
-        if not _is_per_rank(given):
+        if not tf_datasets.is_of_this_rank(given):
             slicing.check_rows(spec_of(given))
         self.given, self._adapter, self._cut = given, adapter, cut
 
@@ -134,11 +134,6 @@ def spec_of(given: Dataset) -> Specs:
 def _tuned_for(adapter: DataAdapter, dataset: Dataset) -> Dataset:
     """Disable tuning of a pipeline that takes rows from arrays: it has nothing to tune."""
     return slicing.untuned(dataset) if isinstance(adapter, ArrayDataAdapter) else dataset
-
-
-def _is_per_rank(dataset: Dataset) -> bool:
-    """Return whether every rank reads its own pipeline."""
-    return isinstance(dataset, PerRankDataset) and dataset.whole is None
 
 
 # Pipelines and steps of Keras.
@@ -314,7 +309,8 @@ class Feed:
     ) -> None:
         """Take the data of a `fit` that begins."""
         self.iterator, self._callbacks = iterator, callbacks
-        self.rows_unknown, self._given_adapter = _is_per_rank(given), iterator.data_adapter
+        self._given_adapter = iterator.data_adapter
+        self.rows_unknown = tf_datasets.is_of_this_rank(given)
         self._batch_size, self._openings, self._order = None, 0, None
         get_iterator = iterator._get_iterator
 

@@ -116,6 +116,21 @@ class PerRankDataset(input_lib.DistributedDataset):
         return PerRankDatasetSpec(tf.data.DatasetSpec(self.local.element_spec), self._regrouped)
 
 
+def mark_of_this_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Mark a dataset, and all that is made of it, as a rank's own batches."""
+    dataset._dtk_of_this_rank = True
+    return dataset
+
+
+def is_of_this_rank(dataset: object) -> bool:
+    """Return whether a dataset holds a rank's own batches, which `fit` must not cut."""
+    if isinstance(dataset, PerRankDataset):
+        return dataset.whole is None
+    return isinstance(dataset, tf.data.Dataset) and any(
+        hasattr(node, "_dtk_of_this_rank") for node in (dataset, *_all_sources(dataset))
+    )
+
+
 def read_alone(dataset: tf.data.Dataset | PerRankDataset) -> tf.data.Dataset:
     """Return what one rank reads of a dataset without the others: all that it was given."""
     if not isinstance(dataset, PerRankDataset):
@@ -147,13 +162,6 @@ class PerRankDatasetSpec(tf.TypeSpec):
 
     def _from_components(self, components: tf.data.Dataset) -> PerRankDataset:
         return PerRankDataset(components, None, self._regrouped)
-
-    def _to_batched_tensor_list(self, value: PerRankDataset) -> list[tf.Tensor]:
-        raise TypeError(
-            "a dataset of a rank's own batches, as of dtk.data.shard, was taken for arrays, as by "
-            "keras_hub's `fit`, which maps inputs itself: map them first, and call "
-            "keras.Model.fit(model, dataset.map(model.preprocessor), ...)"
-        )
 
 
 # Pipelines taken apart.

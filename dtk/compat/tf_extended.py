@@ -34,6 +34,7 @@ from dtk.compat.tf_datasets import (
     cut_in_order,
     drawn_in_order,
     in_known_order,
+    is_of_this_rank,
     take_apart,
 )
 from dtk.errors import script_line
@@ -254,6 +255,8 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         del options
         if self._num_replicas_in_sync == 1:
             return slicing.in_time(dataset)
+        if is_of_this_rank(dataset):
+            return PerRankDataset(slicing.in_time(dataset), whole=None)
         slicing.check_rows(dataset.element_spec)
         rank, size = self._communicator.rank, self._communicator.size
         digest = None if self._observe is None else digests.digest_of

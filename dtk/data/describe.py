@@ -162,14 +162,14 @@ def _source(dataset: Data, strategy: DtkStrategy, batch_size: int | None) -> _Re
             f"batch_size={batch_size} with a {type(dataset).__name__}, which comes in batches; "
             "leave it out"
         )
+    own = tf_datasets.is_of_this_rank(dataset)
     if isinstance(dataset, tf_datasets.PerRankDataset):
-        if dataset.whole is None:
-            local, what = dataset.local, "a pipeline for each rank, not cut again"
-            return _Rereadable(what, _count(local), lambda: local, own=True)
-        dataset = dataset.whole
+        dataset = tf_datasets.read_alone(dataset)
     if isinstance(dataset, tf.data.Dataset):
         what = "a tf.data.Dataset of global batches"
-        return _Rereadable(what, _count(dataset), lambda: dataset)
+        if own:
+            what = "a pipeline for each rank, not cut again"
+        return _Rereadable(what, _count(dataset), lambda: dataset, own=own)
     if isinstance(dataset, keras.utils.PyDataset):
         count = dataset.num_batches
         numbers: Iterable[int] = itertools.count() if count is None else range(count)

@@ -35,7 +35,7 @@ def shard(
     *,
     read: Callable[[tf.Tensor], tf.data.Dataset] | None = None,
     steps: int | None = None,
-) -> tf.data.Dataset | tf_datasets.PerRankDataset:
+) -> tf.data.Dataset:
     """Give every rank its own part of the data, with the same number of steps on all ranks.
 
     Args:
@@ -58,7 +58,9 @@ def shard(
             how many. A dataset is dealt out element by element and leaves out hardly any.
 
     Returns:
-        A dataset for `model.fit`, which does not cut it again.
+        A dataset of this rank's batches. `fit` cuts neither it nor what is made of it, such as
+        `shard(...).map(decode, num_parallel_calls=8)`, which must have as many batches on every
+        rank: filter in `read`.
 
     Raises:
         ValueError: The batch is smaller than the number of workers, given for a `PyDataset`, or
@@ -100,18 +102,14 @@ def shard(
     local = elements.batch(mine)
     if size > 1 or steps is not None:
         steps = _agreed_steps(steps, _count(elements, steps), mine, communicator)
-    return _of_this_rank(local, strategy, steps)
+    return _of_this_rank(local, size, steps)
 
 
-def _of_this_rank(
-    local: tf.data.Dataset, strategy: DtkStrategy, steps: int | None
-) -> tf.data.Dataset | tf_datasets.PerRankDataset:
+def _of_this_rank(local: tf.data.Dataset, size: int, steps: int | None) -> tf.data.Dataset:
     if steps is not None:
         local = local.take(steps).apply(tf.data.experimental.assert_cardinality(steps))
     ahead = read_ahead(local)
-    if strategy.communicator.size == 1:
-        return ahead
-    return strategy.distribute_datasets_from_function(lambda context: ahead)
+    return ahead if size == 1 else tf_datasets.mark_of_this_rank(ahead)
 
 
 class _OwnItems(keras.utils.PyDataset):
@@ -137,7 +135,7 @@ class _OwnItems(keras.utils.PyDataset):
 
 def _shared_items(
     source: keras.utils.PyDataset, strategy: DtkStrategy, steps: int | None
-) -> tf.data.Dataset | tf_datasets.PerRankDataset:
+) -> tf.data.Dataset:
     communicator = strategy.communicator
     rank, size = communicator.rank, communicator.size
     items = source.num_batches
@@ -158,7 +156,7 @@ def _shared_items(
 
     spec = adapter.get_tf_dataset().element_spec
     made = tf.data.Dataset.from_generator(epoch, output_signature=spec)
-    return _of_this_rank(made, strategy, steps)
+    return _of_this_rank(made, size, steps)
 
 
 def _elements(

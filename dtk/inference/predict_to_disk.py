@@ -151,7 +151,7 @@ def source_of(data: Data, batch_size: int | None = None, steps: int | None = Non
             f"steps={steps} belongs to a function from an index to a batch; a {kind} knows its own "
             "number"
         )
-    if isinstance(data, tf_datasets.PerRankDataset):
+    if tf_datasets.is_of_this_rank(data):
         raise ValueError(
             "a dataset of dtk.data.shard holds this rank's own rows; give every rank the whole "
             "dataset, or file names by a function: predict_to_disk divides the work itself"
