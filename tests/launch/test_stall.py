@@ -226,7 +226,7 @@ def test_reports_tell_work_from_waiting():
     rank = RankStatus()
     rank.take(RankReport(cpu=1.0), now=10.0)
     rank.take(RankReport(cpu=1.01, still=1.0), now=11.0)
-    assert rank.busy == 0.0 and rank.moved == 10.0
+    assert rank.busy == rank.moved == 10.0
     rank.take(RankReport(cpu=1.2, still=2.0), now=12.0)
     assert rank.busy == 12.0
     rank.take(RankReport(cpu=1.2, io=1_000_000, still=3.0), now=13.0)
