@@ -27,13 +27,17 @@ from dtk.trainer.strategy import Strategy
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
 
 
-_SAME_DATA = (
+_SAME_ARRAYS = (
     "every rank must be given the same global data in the same order, of which dtk takes this "
-    "rank's rows: no shard(size, rank), no generator or shuffling that differs by rank, no map or "
-    "interleave with deterministic=False; for a part per rank use dtk.data.shard. A function of "
-    "Python in a map draws in the order of threads unless num_parallel_calls is left out; so does "
-    "tf.map_fn, without parallel_iterations=1. A dataset that shuffles and was read before goes on "
-    "in the order that each rank's read-ahead came to: make it anew for each fit, on all ranks"
+    "rank's rows (for a part per rank use dtk.data.shard). If they are drawn, shuffled or split at "
+    "random, call keras.utils.set_random_seed(7) first, at the top of the script"
+)
+_SAME_DATA = (
+    f"{_SAME_ARRAYS}. In a pipeline: no shard(size, rank), no generator that differs by rank, no "
+    "map or interleave with deterministic=False. A function of Python in a map draws in the order "
+    "of threads unless num_parallel_calls is left out; so does tf.map_fn, without "
+    "parallel_iterations=1. A dataset that shuffles and was read before goes on in the order that "
+    "each rank's read-ahead came to: make it anew for each fit, on all ranks"
 )
 # Of ranks that bring data of their own.
 _SAME_STEPS = (
@@ -118,7 +122,9 @@ def check_same_call(
             rank,
             "give every rank the same callbacks; dtk protects their files from each other",
         )
-        raise_first_difference(mine, theirs, communicator.rank, rank, _SAME_DATA)
+        is_pipeline = any(isinstance(value, tf.data.Dataset) for value in data.values())
+        cure = _SAME_DATA if is_pipeline else _SAME_ARRAYS
+        raise_first_difference(mine, theirs, communicator.rank, rank, cure)
     return bool(gathered[:, 1].any())
 
 
