@@ -108,6 +108,7 @@ with strategy.scope():
         )
     head = keras.layers.Dense(10, name="head")
     model = keras.Model(body.input, head(keras.layers.Dropout(0.1)(body.output)))
+    model = dtk.layers.convert_sync_batchnorm(model)
     model.compile(
         optimizer=keras.optimizers.Adam(0.002),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

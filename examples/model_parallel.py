@@ -34,7 +34,7 @@ with strategy.scope():
         [
             keras.Input((8, 8, 1)),
             keras.layers.Conv2D(16, 3, padding="same", name="conv1"),
-            keras.layers.BatchNormalization(name="norm1"),
+            keras.layers.BatchNormalization(synchronized=True, name="norm1"),
             keras.layers.Activation("gelu"),
             keras.layers.Conv2D(32, 3, padding="same", activation="gelu", name="conv2"),
             keras.layers.MaxPooling2D(name="pool"),

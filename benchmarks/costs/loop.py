@@ -1,7 +1,7 @@
 """`fit` against a training loop by hand, on the same strategy, data and kind of model.
 
-The loop makes the reductions that `fit` makes, no fewer: gradients, by the same optimizer; and in
-one more message the loss and the moving statistics. That it does is checked by the bytes it sends.
+The loop makes the reductions that `fit` makes, no fewer: gradients and moving statistics, by the
+same optimizer; and in one more message the loss. That it does is checked by the bytes it sends.
 """
 
 import sys
@@ -44,14 +44,10 @@ class Loop:
             loss = model.loss(y, model(x, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply(gradients, model.trainable_variables)
-        moving = model.non_trainable_weights
         rows = tf.cast(tf.shape(x)[0], tf.float32)
-        values = [loss * size * rows, rows, *(tf.convert_to_tensor(v) / size for v in moving)]
         with self._strategy.communicator.concurrent("loop"):
             replica = tf.distribute.get_replica_context()
-            total, count, *means = replica.all_reduce(SUM, values)
-        for variable, mean in zip(moving, means, strict=True):
-            variable.assign(mean)
+            total, count = replica.all_reduce(SUM, [loss * size * rows, rows])
         return total / count
 
     def measure(self, tick):

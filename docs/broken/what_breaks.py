@@ -4,7 +4,8 @@
     python docs/broken/what_breaks.py mirrored-clip    # runs one
 
 Each case is the documented way to do it, and ends by printing what came out: an error, or numbers
-that are wrong. Of dtk, only the launcher is used, and what keeps TensorFlow's start-up quiet.
+that are wrong. Of dtk, only the launcher is used, what keeps TensorFlow's start-up quiet, and
+`undistributed()`, without which `dtk run` refuses processes that train alone.
 """
 
 import argparse
@@ -13,8 +14,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-if "DTK_RUN" not in os.environ:  # under `dtk run` the launcher keeps the start quiet
-    import dtk.quiet
+import dtk.quiet
+import dtk.strategies
 import keras
 import numpy as np
 import tensorflow as tf
@@ -180,10 +181,11 @@ def main():
     if CASES[case][0] == "python":
         make_two_devices()
     try:
-        if case in with_options:
-            compare(**with_options[case])
-        else:
-            globals()[case.replace("-", "_")]()
+        with dtk.strategies.undistributed():
+            if case in with_options:
+                compare(**with_options[case])
+            else:
+                globals()[case.replace("-", "_")]()
     except Exception as error:
         print(f"{type(error).__name__}: {short(str(error))}", flush=True)
         os._exit(1)  # at once: what failed may also wait for others at the end

@@ -43,7 +43,7 @@ from dtk.errors import CommunicatorError, at_rank
 from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
 
-_Value = TypeVar("_Value")
+Value = TypeVar("Value")
 _Given = ParamSpec("_Given")
 LOCAL_REDUCE = {
     "sum": tf.reduce_sum,
@@ -54,13 +54,13 @@ LOCAL_REDUCE = {
 _COMBINE = {"sum": tf.add, "min": tf.minimum, "max": tf.maximum, "prod": tf.multiply}
 
 
-def unconverted(function: _Value) -> _Value:
+def unconverted(function: Value) -> Value:
     """Keep AutoGraph from rewriting a function: that is slow and gains nothing."""
-    kept: _Value = tf.autograph.experimental.do_not_convert(function)
+    kept: Value = tf.autograph.experimental.do_not_convert(function)
     return kept
 
 
-def _beside_its_messages(method: Callable[_Given, _Value]) -> Callable[_Given, _Value]:
+def _beside_its_messages(method: Callable[_Given, Value]) -> Callable[_Given, Value]:
     """Let a method of a communicator compute on the device of its messages.
 
     Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings them
@@ -68,7 +68,7 @@ def _beside_its_messages(method: Callable[_Given, _Value]) -> Callable[_Given, _
     """
 
     @functools.wraps(method)
-    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Value:
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> Value:
         own = cast(Communicator, args[0])
         if not tf.executing_eagerly():
             given = tf.nest.flatten([args[1:], kwargs])
@@ -862,7 +862,7 @@ class Communicator(abc.ABC):
 
     # Python values are sent as bytes by the tensor collectives.
 
-    def broadcast_object(self, value: _Value | None = None, root: int = 0) -> _Value:
+    def broadcast_object(self, value: Value | None = None, root: int = 0) -> Value:
         """Give every rank `root`'s Python value, see `dtk.communicators.objects`.
 
         Args:
@@ -876,14 +876,14 @@ class Communicator(abc.ABC):
             CommunicatorError: On every rank, if `root`'s value cannot be sent or read.
         """
         if self.size == 1 and root == 0:
-            return cast(_Value, value)
+            return cast(Value, value)
         payload, failure = _written(value) if self.rank == root else (b"", None)
         length = int(self.broadcast(tf.constant(len(payload), tf.int64), root))
         self._check_written([length], failure, first=root)
         rows = np.frombuffer(payload.ljust(length), np.uint8)
-        return cast(_Value, _read(self.broadcast(tf.constant(rows), root)))
+        return cast(Value, _read(self.broadcast(tf.constant(rows), root)))
 
-    def allgather_object(self, value: _Value) -> list[_Value]:
+    def allgather_object(self, value: Value) -> list[Value]:
         """Return one Python value per rank, in rank order, on every rank.
 
         Args:
@@ -901,7 +901,7 @@ class Communicator(abc.ABC):
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
         found = [_read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
-        return cast(list[_Value], found)
+        return cast(list[Value], found)
 
     def _check_written(
         self, lengths: Sequence[int], failure: Exception | None, first: int = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import cast
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator
+from dtk.communicators.base import Communicator, Value
 
 
 class NullCommunicator(Communicator):
@@ -49,6 +50,10 @@ class NullCommunicator(Communicator):
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [tf.identity(t) for t in flat]
+
+    def broadcast_object(self, value: Value | None = None, root: int = 0) -> Value:
+        """Return this rank's own value."""
+        return cast(Value, value)
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return tf.identity(flat)
