@@ -250,6 +250,9 @@ class ChiefTrial(step_trial.Trial):
         return tf.zeros_like(mean), tf.ones_like(variance)
 
     def _trace_whole(self, assigned: list[keras.Variable]) -> step_trial.Found:
+        if keras_models.lacks_state(self.model):  # which a pure function cannot make
+            with super()._global_numbers():
+                return super()._trace_whole(assigned)
         with self._calls.noted():
             traced = self._traced(self._whole_data, self.rows, 0, 1, {})
         return self._added_up([traced]) | {"calls": self._calls.tensors()}

@@ -89,6 +89,7 @@ SLICED = {
 # What goes another way behind servers; a step behind them is the same step.
 BY_SERVERS = {
     "evaluate and predict odd rows",
+    "layers that a train step builds",
     "single batches",
 }
 
