@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
 
 from dtk import placement
+from dtk.cluster import progress
 from dtk.compat import (
     keras_data,
     keras_models,
@@ -152,8 +154,12 @@ class DistributedTrainer(ModelState):
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
+        traces = 0
+
         @tf.autograph.experimental.do_not_convert
         def step(batch: slicing.Slices) -> Tree:
+            nonlocal traces
+            traces += 1
             if slicing.is_known(batch.digest):
                 read.assign(digests.add(read, batch.digest))
             if name == "train":
@@ -163,12 +169,19 @@ class DistributedTrainer(ModelState):
                 return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
 
         function = keras_models.make_function(model, step)
+        # Returns the iterator of the last step, if that traced nothing: nor will the next, so it
+        # needs no patches, which take a fifth of a small model's step.
+        settled: Callable[[], object] = bool
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:
             with replica_step.running(model, name, self.gathered):
                 return function(iterator)
 
         def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
+            nonlocal settled
+            if settled() is iterator:
+                with progress.inside(f"{name} step"):
+                    return function(iterator)
             if not isinstance(iterator, tf.data.Iterator):
                 slices = self.cut_batches(iterator)
                 self.try_step(name, step_function, slices[0])
@@ -187,7 +200,11 @@ class DistributedTrainer(ModelState):
                 self.try_step(name, step_function, first)
                 if name == "train":
                     step_times.before_training(call, first, model, strategy)
-            return call(iterator)
+            before = traces
+            logs = call(iterator)
+            if traces == before and isinstance(iterator, tf.data.Iterator):
+                settled = weakref.ref(iterator)
+            return logs
 
         return run
 
