@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from unittest import mock
@@ -15,7 +16,7 @@ from keras.src.losses import loss
 from dtk.compat import tf_replicas
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, start, undistributed
 from dtk.trainer.model_scope import trainer_of
-from dtk.trainer.ranks import shared_weights
+from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import ShuffleSeed
 
 from once import once
@@ -521,6 +522,56 @@ def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, 
         assert [one[:2] for one in found] == [(3, 1), (6, 2), (5, 1)]
         for one, other in zip(found, results[0], strict=True):
             np.testing.assert_array_equal(one[2], other[2])
+
+
+def stop(model):
+    model.stop_training = True
+
+
+class Batches(keras.callbacks.Callback):
+    """Does something with every batch."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.do = do
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.do(self.model)
+
+
+class Stopper:
+    def __call__(self, model):
+        stop(model)
+
+
+class StopsByMethod(Batches):
+    def on_train_batch_end(self, batch, logs=None):
+        self.stop()
+
+    def stop(self):
+        setattr(self.model, "stop_training", True)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    "callback, stops",
+    [
+        (Stop(1), True),
+        (StopsByMethod(None), True),
+        (Batches(stop), True),
+        (Batches(functools.partial(stop)), True),
+        (Batches(Stopper()), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: stop(None)), True),
+        (keras.callbacks.TerminateOnNaN(), True),
+        (Batches(print), False),
+        (StopAtEpoch(), False),
+        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: stop(None)), False),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=print), False),
+        (keras.callbacks.ModelCheckpoint("x.keras", save_freq=2), False),
+    ],
+)
+def test_ranks_agree_after_each_batch_only_where_a_callback_may_stop(callback, stops):
+    """Each agreement takes half a step of a small model."""
+    assert rank_checks._stops_in_epoch(callback) == stops
 
 
 def mirrored_in_this_job():

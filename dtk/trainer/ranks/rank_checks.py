@@ -6,9 +6,12 @@ all batches read so far. If they differ, every rank raises an error that names t
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import pickle
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -98,7 +101,10 @@ def check_same_call(
     data: Mapping[str, object],
     callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> bool:
-    """Compare data and callbacks that communicate, before anything else communicates."""
+    """Compare data and callbacks that communicate, before anything else communicates.
+
+    Returns whether a callback of any rank may stop training in the middle of an epoch.
+    """
     communicator = strategy.world
     if communicator.size == 1:
         return False
@@ -109,8 +115,8 @@ def check_same_call(
         if type(c).__module__.startswith("dtk.") or isinstance(c, savers)
     ]
     mine = [(what, describe(value)) for what, value in data.items()]
-    looks = any(map(_looks_at_batches, callbacks))
-    gathered = numbers_of_all([number_of((ours, mine)), looks], communicator)
+    stops = any(map(_stops_in_epoch, callbacks))
+    gathered = numbers_of_all([number_of((ours, mine)), stops], communicator)
     if same_number(gathered):
         return bool(gathered[:, 1].any())
     what = "callbacks of dtk and those that save" if savers else "callbacks of dtk"
@@ -128,15 +134,45 @@ def check_same_call(
     return bool(gathered[:, 1].any())
 
 
-def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
-    known = type(callback).__module__.startswith(("keras.src.callbacks.", "dtk."))
-    if known and not isinstance(callback, keras.callbacks.LambdaCallback):
-        return isinstance(callback, keras.callbacks.TerminateOnNaN)
+def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback may stop training after a batch; ranks then agree after each.
+
+    One that stops by code that is not seen here stops all ranks at the end of the epoch.
+    """
+    if type(callback).__module__.startswith("dtk."):
+        return False
     plain = keras.callbacks.Callback
-    return any(
+    has_hooks = any(
         name in vars(callback) or getattr(type(callback), name) is not getattr(plain, name)
         for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_end", "on_batch_begin")
     )
+    names = ((*code.co_names, *code.co_consts) for code in _codes_of(callback))
+    return has_hooks and any("stop_training" in found for found in names)
+
+
+def _codes_of(callback: keras.callbacks.Callback) -> Iterator[types.CodeType]:
+    """Yield the code of a callback, and of functions and objects of its module that it has."""
+    plain = keras.callbacks.Callback.__mro__
+    classes = [one for one in type(callback).__mro__ if one not in plain]
+    waiting = [*vars(callback).values(), *(v for one in classes for v in vars(one).values())]
+    seen = []
+    while waiting:
+        one = getattr(found := waiting.pop(), "__func__", found)
+        if isinstance(one, functools.partial | property):
+            waiting.append(one.func if isinstance(one, functools.partial) else one.fget)
+        elif isinstance(one, types.CodeType) and one not in seen:
+            seen.append(one)
+            yield one
+            waiting += one.co_consts
+        elif isinstance(one, types.FunctionType) and one.__code__ not in seen:
+            called = inspect.getclosurevars(one)
+            waiting += [one.__code__, *called.nonlocals.values()]
+            waiting += [
+                value for value in called.globals.values()
+                if getattr(value, "__module__", None) == one.__module__
+            ]
+        elif type(one).__module__ == type(callback).__module__ and type(one) not in classes:
+            waiting += vars(type(one)).values()
 
 
 def describe(data: object) -> str | None:
