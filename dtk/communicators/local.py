@@ -52,7 +52,9 @@ class NullCommunicator(Communicator):
         return [tf.identity(t) for t in flat]
 
     def broadcast_object(self, value: Value | None = None, root: int = 0) -> Value:
-        """Return this rank's own value."""
+        """Return this rank's own value, which others do not have."""
+        if self.size == 1 or self.rank == root:
+            return super().broadcast_object(value, root)
         return cast(Value, value)
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:

@@ -59,8 +59,8 @@ def shard(
 
     Returns:
         A dataset of this rank's batches. `fit` cuts neither it nor what is made of it, such as
-        `shard(...).map(decode, num_parallel_calls=8)`, which must have as many batches on every
-        rank: filter in `read`.
+        `shard(...).map(decode, num_parallel_calls=8)`. Where a filter leaves ranks unlike numbers
+        of batches, an epoch lasts as long as any rank has rows.
 
     Raises:
         ValueError: The batch is smaller than the number of workers, given for a `PyDataset`, or

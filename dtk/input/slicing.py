@@ -196,6 +196,24 @@ def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
     return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
 
 
+def last_row(batch: Tree) -> Tree:
+    """Return the last row of a batch of dense tensors."""
+    return tf.nest.map_structure(lambda leaf: leaf[-1:], batch)
+
+
+def is_dense(spec: Specs) -> bool:
+    """Return whether batches consist of dense tensors of known ranks."""
+    leaves = tf.nest.flatten(spec)
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank for leaf in leaves)
+
+
+def zeros(spec: Specs) -> Tree:
+    """Make a row of zeros; unknown dimensions are 1."""
+    return tf.nest.map_structure(
+        lambda leaf: tf.zeros([1, *(size or 1 for size in leaf.shape[1:])], leaf.dtype), spec
+    )
+
+
 def forget_rows(batch: Tree) -> Tree:
     """Hide the number of rows from tracing, so that every rank traces the same ops.
 

@@ -158,6 +158,49 @@ def test_training_on_shards_weighs_rows_exactly(world, backend, size, whole_firs
             np.testing.assert_allclose(logged[name], values, rtol=1e-5)
 
 
+def trained_on_unlike_lengths(executions, unknown):
+    """`fit` and `evaluate`: three batches of rank 0, two of rank 1; `unknown` has no length."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(40)
+    begin, end = ((0, 24), (24, 40))[strategy.rank]
+
+    def own(context):
+        dataset = tf.data.Dataset.from_tensor_slices((x[begin:end], y[begin:end]))
+        filtered = dataset.filter(lambda x, y: True)
+        return (filtered if strategy.rank in unknown else dataset).batch(8)
+
+    dataset = strategy.distribute_datasets_from_function(own)
+    return fitted_and_evaluated(strategy, dataset, executions)
+
+
+def fitted_and_evaluated(strategy, dataset, executions):
+    model = cases.compiled(strategy, metrics=["accuracy"], steps_per_execution=executions)
+    history = model.fit(dataset, epochs=2, verbose=0, shuffle=False).history
+    evaluated = model.evaluate(dataset, verbose=0)
+    steps = int(model.optimizer.iterations.numpy())
+    return bodies.flat(model.get_weights()), history, evaluated, steps
+
+
+def trained_on_their_rows(executions):
+    x, y = cases.rows(40)
+    order = [*range(8), *range(24, 32), *range(8, 16), *range(32, 40), *range(16, 24)]
+    dataset = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(16)
+    return fitted_and_evaluated(None, dataset, executions)
+
+
+@pytest.mark.parametrize("executions, unknown", [(1, [0, 1]), (2, [0, 1]), (1, [0]), (1, [])])
+def test_an_epoch_lasts_as_long_as_any_rank_has_rows(world, backend, size, executions, unknown):
+    """Breaks as a deadlock: rank 1 had no more batches, and rank 0 waited for it."""
+    plain, expected, evaluated, steps = once(trained_on_their_rows, executions)
+    ranks = world(backend, size).run(trained_on_unlike_lengths, executions, unknown, timeout=60)
+    for mine, logged, found, taken in ranks:
+        assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
+        for name, values in expected.items():
+            np.testing.assert_allclose(logged[name], values, rtol=1e-5)
+        np.testing.assert_allclose(found, evaluated, rtol=1e-5)
+        assert taken == steps == 6
+
+
 def trained_on_items():
     """`fit` on shared items, the plain fit on the same rows, and what is said of what is slow."""
     strategy = bodies.strategy()

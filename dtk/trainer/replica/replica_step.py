@@ -74,7 +74,9 @@ def run_step(
     if not (trains and any(e.local for e in shared_optimizer.gradient_exchanges_of(model))):
         step.result_of = world.result_of
     tracing = progress.alone("the Python of")
-    with tracing, traced_step.tracing(step), tf_replicas.counted_if(step.present):
+    # A step after the last rows is to change nothing.
+    after = tf.control_dependencies([] if slicing.is_known(batch.rows) else [step.rows])
+    with tracing, after, traced_step.tracing(step), tf_replicas.counted_if(step.present):
         # Forward pass, loss and backward pass; Keras hands the gradients to `apply_gradients`.
         logs = _compute(step_function, data, step, strategy)
         world.forget_padding()
@@ -100,7 +102,7 @@ def begin_step(
     with tf.device(placement.host()):
         mine = batch.counts[index]
         known = slicing.is_known(batch.rows)
-        rows = batch.rows if known else step_metrics.sum_over_replicas(mine)
+        rows = batch.rows if known else _or_end(step_metrics.sum_over_replicas(mine))
         share = tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64))
         rows, present = tf.cast(rows, tf.int64), mine > 0
     step = traced_step.Step(
@@ -113,6 +115,15 @@ def begin_step(
         present=present,
     )
     return data, step
+
+
+def _or_end(rows: tf.Tensor) -> tf.Tensor:
+    """Return the rows of a step; without any, end as a dataset ends, on all ranks at once."""
+
+    def end() -> tf.Tensor:
+        return next(iter(tf.data.Dataset.range(0)))
+
+    return tf.cond(rows > 0, lambda: rows, end)
 
 
 def _compute(
