@@ -160,7 +160,7 @@ class RankStatus:
 
     def take(self, report: RankReport, now: float) -> None:
         """Take note of a report."""
-        if self.heard is None:  # until then it imported, at least
+        if self.heard is None:  # its imports were work, too
             self.busy = now
         last, when = self.measured or (self.last or report, self.heard or now)
         # Reports that are read late come together: what is between them took longer.

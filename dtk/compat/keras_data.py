@@ -58,7 +58,7 @@ def cut(dataset: Dataset, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
     """Cut a dataset for the replicas of this process."""
     if isinstance(dataset, PerRankDataset):
         if dataset.whole is None:
-            return slicing.read_ahead(_own_batches(dataset.local))
+            return slicing.read_ahead(dataset.local.enumerate().map(_own_rows))
         dataset = dataset.whole
     return tf_datasets.cut_in_order(dataset, functools.partial(_cut, strategy))
 
@@ -77,32 +77,29 @@ def _cut(
     return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
 
 
-def _own_batches(local: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a rank's own batches; padding rows follow where ranks may have unlike numbers of them.
+@tf.autograph.experimental.do_not_convert
+def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
+    return own_rows(batch)
 
-    The epoch ends with the rank that has the most: see `replica_step.begin_step`.
+
+def _padded(local: tf.data.Dataset, count: int) -> tf.data.Dataset:
+    """Return a rank's own batches, and padding rows behind them, since others have more batches.
+
+    If count is -1 they have no end: see `replica_step.begin_step`.
     """
-    spec = local.element_spec
-    endless = tf.data.Dataset.from_tensors(False).repeat()
+    nothing = slicing.zeros(local.element_spec)
     unconverted = tf.autograph.experimental.do_not_convert
-
-    @unconverted
-    def own(number: tf.Tensor, batch: Tree) -> slicing.Slices:
-        return own_rows(batch)
 
     @unconverted
     def own_or_last(last: Tree, given: tuple[Tree, tf.Tensor]) -> tuple[Tree, slicing.Slices]:
         batch, is_there = given
         rows = tf.cond(is_there, lambda: batch, lambda: last)
-        count = tf.where(is_there, slicing.count_rows(rows), 0)
-        return slicing.last_row(rows), slicing.Slices((rows,), (count,), slicing.UNKNOWN)
+        rows_there = tf.where(is_there, slicing.count_rows(rows), 0)
+        return slicing.last_row(rows), slicing.Slices((rows,), (rows_there,), slicing.UNKNOWN)
 
-    if int(local.cardinality()) != tf.data.UNKNOWN_CARDINALITY or not slicing.is_dense(spec):
-        return local.enumerate().map(own)
-    nothing = slicing.zeros(spec)
     batches = local.enumerate().map(unconverted(lambda number, batch: (batch, True)))
-    padded = batches.concatenate(endless.map(unconverted(lambda there: (nothing, there))))
-    return padded.scan(nothing, own_or_last)
+    behind = tf.data.Dataset.from_tensors((nothing, False)).repeat()
+    return slicing.read_ahead(batches.concatenate(behind).scan(nothing, own_or_last).take(count))
 
 
 def own_rows(batch: Tree) -> slicing.Slices:
@@ -321,25 +318,36 @@ class Feed:
         elif self._cut is None:
             iterator._distributed_dataset = _tuned_for(adapter, given)
         else:
-            if tf_datasets.is_of_this_rank(given):
-                given = self._as_long_as_any(iterator, given)
-            iterator._distributed_dataset = EpochDataset(given, adapter, self._cut)
+            own = isinstance(given, PerRankDataset) and given.whole is None
+            cut = self._as_long_as_any(iterator, given) if own else self._cut
+            iterator._distributed_dataset = EpochDataset(given, adapter, cut)
         patch_loop(iterator)
         if callbacks is not None and self.iterator is None:
             self._begin(iterator, given, callbacks)
         return spec_of(given)
 
-    def _as_long_as_any(self, iterator: TFEpochIterator, given: PerRankDataset) -> PerRankDataset:
-        """Let an epoch of ranks' own batches last as long as any rank has some."""
-        numbers = self.strategy.world.allgather_object(iterator._num_batches)
-        if len(set(numbers)) == 1:
-            return given
-        local = given.local.filter(lambda *batch: True)  # so that their number is unknown
-        most = tf.data.UNKNOWN_CARDINALITY if None in numbers else max(numbers)
-        shown = local.apply(tf.data.experimental.assert_cardinality(most))
-        iterator.data_adapter = TFDatasetAdapter(PerRankDataset(shown, whole=None))
-        iterator.reset()  # Keras takes the number from its adapter
-        return PerRankDataset(local, whole=None)
+    def _as_long_as_any(
+        self, iterator: TFEpochIterator, given: PerRankDataset
+    ) -> Callable[[Dataset], Dataset]:
+        """Return how to read ranks' own batches, so that an epoch lasts while any rank has some."""
+        assert self._cut is not None
+        local, endless = given.local, tf.data.INFINITE_CARDINALITY
+        unknown = tf.data.UNKNOWN_CARDINALITY
+        numbers = self.strategy.world.allgather_object(int(local.cardinality()))
+        if len(set(numbers)) == 1 and (unknown not in numbers or len(numbers) == 1):
+            return self._cut
+        most = endless if min(numbers) < 0 else max(numbers)
+        # Keras asks for an end before each step of an execution; the padded batches have none.
+        if not slicing.is_dense(local.element_spec) or (
+            most == endless and iterator.steps_per_execution > 1
+        ):
+            return self._cut
+        if len(set(numbers)) > 1:
+            shown = local.filter(lambda *batch: True)  # so that their number is unknown
+            shown = shown.apply(tf.data.experimental.assert_cardinality(most))
+            iterator.data_adapter = TFDatasetAdapter(PerRankDataset(shown, whole=None))
+            iterator.reset()  # Keras takes the number from its adapter
+        return lambda own: _padded(own.local, most)
 
     def _begin(
         self, iterator: TFEpochIterator, given: Dataset, callbacks: keras.callbacks.CallbackList

@@ -59,8 +59,9 @@ def shard(
 
     Returns:
         A dataset of this rank's batches. `fit` cuts neither it nor what is made of it, such as
-        `shard(...).map(decode, num_parallel_calls=8)`. Where a filter leaves ranks unlike numbers
-        of batches, an epoch lasts as long as any rank has rows.
+        `shard(...).map(decode, num_parallel_calls=8)`. Where ranks have different numbers of
+        batches, as after a filter, an epoch lasts as long as any rank has rows; `predict` needs
+        equal numbers.
 
     Raises:
         ValueError: The batch is smaller than the number of workers, given for a `PyDataset`, or

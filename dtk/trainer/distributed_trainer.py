@@ -169,8 +169,8 @@ class DistributedTrainer(ModelState):
                 return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
 
         function = keras_models.make_function(model, step)
-        # Returns the iterator of the last step, if that traced nothing: nor will the next, so it
-        # needs no patches, which take a fifth of a small model's step.
+        # Returns the iterator of the last step if that traced nothing. The next step of the same
+        # iterator traces nothing, either, and needs no patches: a fifth of a small model's step.
         settled: Callable[[], object] = bool
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:

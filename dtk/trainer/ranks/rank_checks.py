@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import pickle
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_variables, tf_replicas
+from dtk.compat import keras_variables, tf_datasets, tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
@@ -151,28 +150,40 @@ def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
 
 
 def _codes_of(callback: keras.callbacks.Callback) -> Iterator[types.CodeType]:
-    """Yield the code of a callback, and of functions and objects of its module that it has."""
-    plain = keras.callbacks.Callback.__mro__
+    """Yield the code of a callback, and of what it refers to of its module."""
+    plain, module = keras.callbacks.Callback.__mro__, type(callback).__module__
     classes = [one for one in type(callback).__mro__ if one not in plain]
     waiting = [*vars(callback).values(), *(v for one in classes for v in vars(one).values())]
-    seen = []
+    seen = set(map(id, classes))
     while waiting:
-        one = getattr(found := waiting.pop(), "__func__", found)
-        if isinstance(one, functools.partial | property):
-            waiting.append(one.func if isinstance(one, functools.partial) else one.fget)
-        elif isinstance(one, types.CodeType) and one not in seen:
-            seen.append(one)
-            yield one
-            waiting += one.co_consts
-        elif isinstance(one, types.FunctionType) and one.__code__ not in seen:
-            called = inspect.getclosurevars(one)
-            waiting += [one.__code__, *called.nonlocals.values()]
-            waiting += [
-                value for value in called.globals.values()
-                if getattr(value, "__module__", None) == one.__module__
-            ]
-        elif type(one).__module__ == type(callback).__module__ and type(one) not in classes:
-            waiting += vars(type(one)).values()
+        one = waiting.pop()
+        if isinstance(one, types.MethodType | staticmethod | classmethod):
+            one = one.__func__
+        elif isinstance(one, functools.partial | property):
+            one = one.func if isinstance(one, functools.partial) else one.fget
+        elif not isinstance(one, types.FunctionType | type) and type(one).__module__ == module:
+            one = type(one)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, types.FunctionType):
+            codes = list(_nested(one.__code__))
+            yield from codes
+            cells = [cell for cell in one.__closure__ or () if cell != types.CellType()]
+            waiting += [cell.cell_contents for cell in cells]
+            names = {name for code in codes for name in code.co_names}
+            known = [one.__globals__[name] for name in names & one.__globals__.keys()]
+            functions = [value for value in known if isinstance(value, types.FunctionType)]
+            waiting += [called for called in functions if called.__module__ == one.__module__]
+        elif isinstance(one, type) and one.__module__ == module:
+            waiting += vars(one).values()
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _nested(one)
 
 
 def describe(data: object) -> str | None:
@@ -184,6 +195,8 @@ def describe(data: object) -> str | None:
         >>> describe(None), describe(np.zeros((3, 2)))[:14]
         (None, '3 rows (hash o')
     """
+    if tf_datasets.is_of_this_rank(data):
+        return "a dataset of this rank's own batches"
     if isinstance(data, tf.data.Dataset):
         batches = int(data.cardinality())
         return f"a dataset of {batches} batches" if batches >= 0 else None
