@@ -115,8 +115,9 @@ def trained_on_shards(whole_first):
     strategy = bodies.strategy()
     whole = tf.data.Dataset.from_tensor_slices(cases.rows(45))
     dealt = dtk.data.shard(whole, strategy, 15).map(_halved, num_parallel_calls=2).prefetch(1)
-    model, again = cases.compiled(strategy), dealt.take(2).repeat(2).enumerate()
+    model, again = cases.compiled(strategy), dealt.take(1 + strategy.rank).repeat(2).enumerate()
     model.fit(again.map(lambda _, batch: batch), verbose=0)  # still its own batches
+    assert int(model.optimizer.iterations.numpy()) == 4, "as many as rank 1 has"
     return fitted(strategy, whole, dealt, whole_first)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 import warnings
@@ -552,9 +553,19 @@ class StopsByMethod(Batches):
         setattr(self.model, "stop_training", True)  # noqa: B010
 
 
+class Mode(enum.Enum):
+    MOST = 1
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
 @pytest.mark.parametrize(
     "callback, stops",
     [
+        (Batches(Mode.MOST), False),  # whose members refer to their class, and that to them
+        (Batches(Attributes()), False),
         (Stop(1), True),
         (StopsByMethod(None), True),
         (Batches(stop), True),
