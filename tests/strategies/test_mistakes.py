@@ -440,6 +440,21 @@ def arrays_that_differ_in_the_middle(strategy):
     tiny(strategy).fit(x, y, batch_size=4, verbose=0)
 
 
+class OfPython(keras.layers.Layer):
+    def call(self, x):
+        return tf.ensure_shape(tf.py_function(tf.identity, [x], x.dtype), x.shape)
+
+
+@mistake("ValueError", "jit_compile=True: ", "calls Python within the step", "no Python; leave jit")
+def a_function_of_python_under_xla(strategy):
+    x, y = cases.rows(16)
+    with strategy.scope():
+        layers = [keras.layers.Flatten(), OfPython(), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input((8, 8, 1)), *layers])
+        model.compile(loss=cases.crossentropy(), jit_compile=True)
+    model.fit(x, y, verbose=0)
+
+
 @mistake("DisagreementError", "ranks disagree on the batch of train_on_batch", "hash of all bytes")
 def single_batches_that_differ(strategy):
     x, y = cases.rows(16)
