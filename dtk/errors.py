@@ -126,10 +126,15 @@ def at_rank(rank: int, message: str) -> str:
 
 # Files that every rank makes, or one makes and another looks for.
 _MADE = re.compile(r"FileExistsError\b|.*errors_impl\.AlreadyExistsError\b")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|BadZipFile)\b")
 _MISSING = re.compile(
     r"FileNotFoundError\b|.*errors_impl\.NotFoundError: .*No such file|"
     r"ValueError: File not found: filepath="
+)
+_HALF = re.compile(
+    r".*errors_impl\.DataLossError\b|(zipfile\.)?BadZipFile\b|EOFError\b|"
+    r"OSError: Unable to (synchronously )?open file \(truncated|BlockingIOError: .*unable to lock|"
+    r".*OperationalError\b.*(database is locked|already exists)"
 )
 _SAYS_ITSELF = "no checkpoint can be written"  # rank 0 alone has tried, and all raise it
 
@@ -144,6 +149,11 @@ _READ = (
     "`if strategy.is_chief:`, or give all ranks one path that they share: "
     "path = strategy.communicator.broadcast_object(path)."
 )
+_WROTE = (
+    "dtk: every rank runs the whole script, and another may be writing that file just now. Let "
+    "rank 0 write it, `if strategy.is_chief:`, and the others wait, "
+    "`strategy.communicator.barrier()`."
+)
 
 
 def advice_on_files(words: Sequence[str], rank: int) -> str | None:
@@ -153,4 +163,6 @@ def advice_on_files(words: Sequence[str], rank: int) -> str | None:
         return None
     if _MADE.match(last):
         return _MAKE
+    if _HALF.match(last):
+        return _WROTE
     return _READ if _MISSING.match(last) and rank else None

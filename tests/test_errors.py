@@ -17,6 +17,10 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
         ("FileExistsError: [Errno 17] File exists: 'logs'", "os.makedirs(path, exist_ok=True)"),
         (MISSING, "broadcast_object(path)"),
         ("ValueError: File not found: filepath=/tmp/a/m.keras. Please ...", "tempfile.mkdtemp()"),
+        ("a.errors_impl.DataLossError: {{x}} corrupted record at 2467", "writing that file just now"),
+        ("zipfile.BadZipFile: File is not a zip file", "writing that file just now"),
+        ("BlockingIOError: [Errno 11] Unable to create file (unable to lock", "barrier()"),
+        ("sqlite3.OperationalError: database is locked", "writing that file just now"),
         ("errors_impl.NotFoundError: a/b.h5; No such file or directory", "broadcast_object(path)"),
     ],
 )

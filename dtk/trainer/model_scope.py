@@ -114,9 +114,20 @@ def check_and_own(
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
 def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
-    """Refuse to run the step of a model that was compiled outside the strategy's scope."""
+    """Refuse to run the step of a model that was compiled outside the scope, or is not Keras 3's."""
+    if strategy.num_replicas_in_sync == 1:
+        return
+    python = getattr(function, "python_function", function)
+    if str(getattr(python, "__module__", "")).partition(".")[0] == "tf_keras":
+        told = (
+            "this model is one of legacy Keras (tf_keras, which tf.keras is under "
+            "TF_USE_LEGACY_KERAS=1), and dtk distributes models of Keras 3: legacy Keras would "
+            "weigh the parts of a batch alike, whatever their rows. Unset TF_USE_LEGACY_KERAS and "
+            "use keras, or train legacy Keras by tf.distribute.MultiWorkerMirroredStrategy"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, told))
     model = getattr(function, "__self__", None)
-    if not isinstance(model, keras.Model) or strategy.num_replicas_in_sync == 1:
+    if not isinstance(model, keras.Model):
         return
     if getattr(function, "__name__", None) not in ("train_step", "test_step", "predict_step"):
         return

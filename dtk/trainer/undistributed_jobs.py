@@ -75,7 +75,7 @@ def _refuse(
 
 def _warn() -> None:
     # No warning after an exception: the traceback says more.
-    if "keras" not in sys.modules or hasattr(sys, "last_value"):
+    if not {"keras", "tf_keras"} & sys.modules.keys() or hasattr(sys, "last_value"):
         return
     try:
         environment = detect()

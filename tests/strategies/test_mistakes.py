@@ -72,6 +72,17 @@ def single_batches_of_a_model_compiled_outside(strategy):
     cases.compiled(None).train_on_batch(x, y)
 
 
+@mistake("NotDistributedError", "rank {rank}: this model is one of legacy Keras", "Unset TF_USE_")
+def a_model_of_legacy_keras(strategy):
+    """Its parts would be weighed alike: .29 apart where the last batch has one row."""
+
+    def run_step(rows):
+        return rows
+
+    run_step.__module__ = "tf_keras.src.engine.training"  # it is not installed here
+    strategy.run(run_step, args=(tf.ones(1),))
+
+
 def looped(strategy, in_scope=False, convert=True, wrap=lambda optimizer: optimizer):
     """A step of a loop of the script's own, which calls it outside `strategy.run`."""
     x, y = cases.rows(8)
@@ -638,12 +649,15 @@ def test_every_rank_says_what_is_wrong(pool, name):
             assert part.format(rank=rank) in text
 
 
-@pytest.mark.parametrize("end, told", [("", True), ("raise ValueError", False)])
-def test_a_script_that_makes_no_strategy(tmp_path, end, told):
+@pytest.mark.parametrize(
+    "package, end, told",
+    [("keras", "", True), ("tf_keras", "", True), ("keras", "raise ValueError", False)],
+)
+def test_a_script_that_makes_no_strategy(tmp_path, package, end, told):
     """Of one that fails nothing else is said."""
-    (tmp_path / "keras.py").touch()  # a stand-in, which is quick to import
+    (tmp_path / f"{package}.py").touch()  # a stand-in, which is quick to import
     ended = subprocess.run(
-        [sys.executable, "-c", f"import dtk, keras\n{end}"],
+        [sys.executable, "-c", f"import dtk, {package}\n{end}"],
         capture_output=True,
         text=True,
         timeout=60,
