@@ -17,7 +17,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'm'"
         ("FileExistsError: [Errno 17] File exists: 'logs'", "os.makedirs(path, exist_ok=True)"),
         (MISSING, "broadcast_object(path)"),
         ("ValueError: File not found: filepath=/tmp/a/m.keras. Please ...", "tempfile.mkdtemp()"),
-        ("a.errors_impl.DataLossError: {{x}} corrupted record at 2467", "writing that file just now"),
+        ("a.errors_impl.DataLossError: corrupted record at 24", "writing that file just now"),
         ("zipfile.BadZipFile: File is not a zip file", "writing that file just now"),
         ("BlockingIOError: [Errno 11] Unable to create file (unable to lock", "barrier()"),
         ("sqlite3.OperationalError: database is locked", "writing that file just now"),

@@ -114,7 +114,7 @@ def check_and_own(
 
 @tf.autograph.experimental.do_not_convert  # `run` is called in graphs; rewriting this took 0.1 s
 def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
-    """Refuse to run the step of a model that was compiled outside the scope, or is not Keras 3's."""
+    """Refuse to run the step of a model compiled outside the scope, or of legacy Keras."""
     if strategy.num_replicas_in_sync == 1:
         return
     python = getattr(function, "python_function", function)
