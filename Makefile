@@ -53,6 +53,7 @@ help:
 demo: $(VENV)/.for-demo
 	@$(BIN)/dtk run -n 2 examples/digits_allreduce.py
 
+# DTK_TEST_THREADS=4 gives each rank of a test four threads, as users' ranks have several
 test: horovod check
 	@$(call run_pytest,-m "not full")
 

@@ -79,11 +79,12 @@ def _forget_seed() -> None:
 
 
 @functools.cache
-def _one_thread() -> None:
+def _few_threads() -> None:
     import tensorflow as tf
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    threads = int(os.environ.get("DTK_TEST_THREADS", "1"))
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
     if os.environ["DTK_TEST_COMMUNICATOR"] == "local":
         # For mirrored strategies of up to three devices, made before the first op or never.
         (cpu,) = tf.config.list_physical_devices("CPU")
@@ -98,7 +99,7 @@ def _import_for_good() -> None:
     than most bodies take, and 0.01 s without the 300,000 objects that imports leave.
     """
     gc.disable()
-    _one_thread()
+    _few_threads()
     importlib.import_module("dtk.strategies")
     if "PRETENDED_GPUS" in os.environ:
         _leave_out_what_only_gpus_can()

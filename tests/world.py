@@ -40,6 +40,7 @@ import psutil
 from dtk.bench import bench_jobs
 from dtk.bench.ranks import ENDED, Ranks, RanksFailed
 from dtk.cluster import mpi_installs
+from dtk.cluster.environment import THREADS
 from dtk.launch import Process, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "tools" / "gpu"))
@@ -248,12 +249,11 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     real = gpus == "real" and backend in ("collective", "nccl")
     if gpus == "1" and backend in ("collective", "nccl"):
         extra = {**pretend.environment(max(size, 2)), "PYTHONFAULTHANDLER": "1", **extra}
+    threads = os.environ.get("DTK_TEST_THREADS", "1")  # of a rank: users' have more
     env = {
         "DTK_TEST_COMMUNICATOR": "collective" if backend == "nccl" else backend.split("-")[0],
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "1",
+        **dict.fromkeys(THREADS, threads),
         # Groups of some of the ranks; worlds of two have none, and run as users' do.
         **({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if size > 2 else {}),
         # What is measured beside other tests is nothing to go by.

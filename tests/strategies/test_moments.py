@@ -113,13 +113,34 @@ def test_own_steps_with_parts_of_unlike_size_are_those_of_one_process(pool):
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
+def fit_years(plain=False):
+    """Train a norm of what is far from zero, and spreads little."""
+    x = np.random.default_rng(0).normal(2000.0, 5.0, size=(64, 8)).astype("float32")
+    with bodies.scope_of(None if plain else bodies.strategy()):
+        keras.utils.set_random_seed(2)
+        norm = keras.layers.BatchNormalization(synchronized=not plain)
+        model = keras.Sequential([keras.Input((8,)), norm, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    with dtk.strategies.undistributed():  # the plain one
+        model.fit(x, (x[:, :1] - 2000.0) / 5.0, batch_size=16, shuffle=False, verbose=0)
+    return bodies.flat([norm.gamma, norm.beta, norm.moving_variance, *model.layers[1].weights])
+
+
 @pytest.mark.worlds(("collective", 2))
-def test_one_vector_travels_forwards_and_one_backwards(pool):
+def test_what_is_far_from_zero_keeps_its_variance(pool):
+    """It was a hundredth too small or large, as the difference of two sums of squares."""
+    alone = pool.run(fit_years, True)[0]
+    for weights in pool.run(fit_years):
+        assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_one_vector_of_each_replica_travels_forwards_and_one_backwards(pool):
     (_, together), _ = pool.run(fit, True, 20)
     (_, apart), _ = pool.run(fit, False, 20)
     # Moving statistics of norms that are not synchronized are averaged in every step.
     statistics = 2 * CHANNELS
-    vectors = 2 * (2 * CHANNELS + 1)
+    vectors = 2 * 2 * (2 * CHANNELS + 1)
     assert together - apart == FLOAT * (vectors - statistics)
 
 

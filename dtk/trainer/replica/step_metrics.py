@@ -365,7 +365,7 @@ def moments_of_all_replicas(
     *,
     original: Function[tuple[tf.Tensor, tf.Tensor]],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute mean and variance over these axes and all replicas, as Keras does.
+    """Compute mean and variance over these axes and all replicas.
 
     A mask, in the shape of `x`, says which numbers count.
     """
@@ -373,20 +373,31 @@ def moments_of_all_replicas(
     replica = tf.distribute.get_replica_context()
     if traced_step.current() is None or replica is None:
         return original(x, axes, keepdims)
-    x = x if kept is None else tf.where(kept, x, 0.0)
-    sums = tf.reduce_sum(x, axes, keepdims=True)
-    squares = tf.reduce_sum(tf.square(x), axes, keepdims=True)
+    size = tf.size(x, tf.int64) if kept is None else tf.math.count_nonzero(kept)
+
+    def summed(values: tf.Tensor) -> tf.Tensor:
+        values = values if kept is None else tf.where(kept, values, 0.0)
+        return tf.reduce_sum(values, axes, keepdims=True)
+
+    sums = summed(x)
     shape = sums.shape
     if not shape.is_fully_defined():
         return original(x, axes, keepdims)
     length = math.prod(shape)
-    size = tf.size(x, tf.int64) if kept is None else tf.math.count_nonzero(kept)
     count = tf.cast(size // length, x.dtype)
-    joined = tf.concat([tf.reshape(sums, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
-    joined = _sum_with_gradient(joined)
-    sums, squares, counts = tf.split(joined, [length, length, 1])
-    mean = tf.math.divide_no_nan(sums, counts)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, counts) - tf.square(mean), 0.0)
+    mean = tf.math.divide_no_nan(sums, count)
+    squares = summed(tf.square(x - mean))
+    own = tf.concat([tf.reshape(mean, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
+    # Each replica's moments in a row of its own: a sum of squares of `x` would lose the variance of
+    # what is far from zero. As PyTorch's SyncBatchNorm does.
+    replicas = replica.num_replicas_in_sync  # 1 in a trial of the whole step, on any rank
+    index = tf_replicas.replica_index() % replicas
+    rows = _sum_with_gradient(tf.pad(own[None], [[index, replicas - 1 - index], [0, 0]]))
+    means, squares, counts = tf.split(rows, [length, length, 1], axis=1)
+    shares = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
+    mean = tf.reduce_sum(shares * means, 0)
+    within = tf.math.divide_no_nan(tf.reduce_sum(squares, 0), tf.reduce_sum(counts))
+    variance = within + tf.reduce_sum(shares * tf.square(means - mean), 0)
     gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
     left = [n for axis, n in enumerate(shape) if axis not in gone]
     return tf.reshape(mean, left), tf.reshape(variance, left)
