@@ -38,8 +38,12 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-# Trackers' callbacks, by package and class: on each rank they would begin a run of its own.
-TRACKERS = {("mlflow", "MlflowCallback"), ("wandb", "WandbMetricsLogger")}
+# Callbacks of other packages, by package and class: each rank would begin a run, or a bar, anew.
+TRACKERS = {
+    ("mlflow", "MlflowCallback"),
+    ("tqdm", "TqdmCallback"),
+    ("wandb", "WandbMetricsLogger"),
+}
 
 
 # The expected value in words, the least value, and the arguments that it is expected of.

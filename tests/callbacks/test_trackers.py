@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases: one run of a job, of two ranks and after a restart."""
+"""MLflow, Weights & Biases and tqdm: one run, and one bar, of two ranks and after a restart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 SCRIPT = """
 import contextlib, os, pathlib
 import keras, mlflow, numpy as np, wandb
+from tqdm.keras import TqdmCallback
 from wandb.integration.keras import WandbMetricsLogger
 import dtk
 
@@ -33,7 +34,8 @@ x = np.random.rand(64, 4).astype("float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-callbacks = [dtk.callbacks.Checkpoint("ckpt"), mlflow.keras.MlflowCallback(), Crash()]
+trackers = [mlflow.keras.MlflowCallback(), TqdmCallback()]
+callbacks = [dtk.callbacks.Checkpoint("ckpt"), *trackers, Crash()]
 if strategy.is_chief:
     wandb.init(project="sums", id="first", resume="allow", mode="offline")
     callbacks.append(WandbMetricsLogger())
@@ -72,3 +74,5 @@ def test_two_ranks_and_a_restart_are_one_run_of_each(tmp_path):
     }
     folders = {one.name.rsplit("-", 1)[-1] for one in (tmp_path / "wandb").glob("offline-run-*")}
     assert folders == {"first"}
+    bars = [line for line in done.stderr.splitlines() if "loss=" in line]
+    assert bars and all(line.startswith("[0]") for line in bars), done.stderr
