@@ -47,6 +47,9 @@ _PLACE = (
     "base64 -w0 < /proc/self/environ; echo; "
     '[ -p "$1" ] && exec cat "$1" >/dev/null; exec sleep 2147483647'
 )
+_CUT_OFF = re.compile(
+    r"lost communication with a remote daemon.*Remote daemon: \[\S+@\d+,(\d+)\] on node (\S+)"
+)
 _PREFIX = "dtk-mpi-"
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -62,7 +65,7 @@ class MPIPlaces:
     """The variables by which each rank joins MPI's world, and the server that they lead to."""
 
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
-        self._job = job + job_processes.BESIDE
+        self._job, self._hosts = job + job_processes.BESIDE, hosts
         self._alone = all(map(machines.is_local, hosts))
         self._held = contextlib.ExitStack()
         self._folder = self._made()
@@ -185,6 +188,12 @@ class MPIPlaces:
             how = f"was ended by {killer(number)}, and with it the server (prterun)"
             return Loss(f"{place} {how}", 128 + number)
         server = f"MPI's server (prterun, process {self._process.pid})"
+        if cut := _CUT_OFF.search(said):
+            # Its daemons count from 1, in the order of the hosts.
+            others = list(dict.fromkeys(h for h in self._hosts if not machines.is_local(h)))
+            host = others[int(cut[1]) - 1]
+            how = f"is cut off: {server} has lost its connection to that host (node {cut[2]})"
+            return Loss(f"rank {self._hosts.index(host)}, host {host}, {how}", code or 1)
         if code < 0:
             return Loss(f"{server} was ended by {killer(-code)}", agent.shell_code(code))
         words = f", saying: {said:.500}" if said else ""

@@ -144,6 +144,27 @@ def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, pla
     assert last.endswith("every rank needs it. The job was ended.")
 
 
+def test_a_host_that_the_network_cuts_off_is_named_with_its_rank(tmp_path):
+    """What the server wrote when its connections were reset, and ended with 0; no rank was named.
+
+    `tools/link_faults.py reset --communicator mpi` resets them.
+    """
+    (tmp_path / "errors").write_text(
+        "----\nPRTE has lost communication with a remote daemon.\n\n"
+        "  HNP daemon   : [prterun-dtkd467a91-13@0,0] on node dtkd467a91\n"
+        "  Remote daemon: [prterun-dtkd467a91-13@0,2] on node dtkd467a93\n\n"
+        "This is usually due to either a failure of the TCP network connection to the node\n"
+    )
+    places = object.__new__(mpi_places.MPIPlaces)
+    places._hosts = ["127.0.0.1", "10.9.9.2", "10.9.9.2", "10.9.9.3"]
+    places._folder = tmp_path
+    places._process = subprocess.Popen(["true"])
+    places._process.wait()
+    how, code = places.lost()
+    assert how.startswith("rank 3, host 10.9.9.3, is cut off: MPI's server (prterun, process")
+    assert how.endswith("(node dtkd467a93)") and code == 1
+
+
 @needs_mpi
 def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
     # As in saving a checkpoint together: MPI's server must not be ended with them.
