@@ -16,7 +16,7 @@ from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
-from dtk.trainer.strategy import Strategy
+from dtk.trainer.strategy import Strategy, surroundings
 from dtk.trainer.tracing import lookups
 
 _Made = TypeVar("_Made")
@@ -80,7 +80,8 @@ class DtkStrategy(Strategy):
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         model_scope.check_distributed(fn, self)
-        return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
+        with surroundings(fn):
+            return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
 
     def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
         """Return the function that each replica runs in place of a script's."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
@@ -41,7 +40,7 @@ from dtk.trainer.replica import (
     step_trial,
 )
 from dtk.trainer.step_recorder import StepRecorder
-from dtk.trainer.strategy import Loop, StepFunction, Strategy, tell
+from dtk.trainer.strategy import Loop, StepFunction, Strategy, surround, tell
 
 
 class DistributedTrainer(ModelState):
@@ -154,12 +153,8 @@ class DistributedTrainer(ModelState):
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-        traces = 0
-
         @tf.autograph.experimental.do_not_convert
         def step(batch: slicing.Slices) -> Tree:
-            nonlocal traces
-            traces += 1
             if slicing.is_known(batch.digest):
                 read.assign(digests.add(read, batch.digest))
             if name == "train":
@@ -168,20 +163,16 @@ class DistributedTrainer(ModelState):
                 kinds, tried = self.kinds_of(name), name in self.tried
                 return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
 
+        # Keras is patched where replicas trace the step, whenever that is: patches for each step
+        # took a fifth of a small model's.
+        surround(step, lambda: replica_step.patched(model, self.gathered))
         function = keras_models.make_function(model, step)
-        # Returns the iterator of the last step if that traced nothing. The next step of the same
-        # iterator traces nothing, either, and needs no patches: a fifth of a small model's step.
-        settled: Callable[[], object] = bool
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:
-            with replica_step.running(model, name, self.gathered):
+            with progress.inside(f"{name} step"):
                 return function(iterator)
 
         def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
-            nonlocal settled
-            if settled() is iterator:
-                with progress.inside(f"{name} step"):
-                    return function(iterator)
             if not isinstance(iterator, tf.data.Iterator):
                 slices = self.cut_batches(iterator)
                 self.try_step(name, step_function, slices[0])
@@ -200,11 +191,7 @@ class DistributedTrainer(ModelState):
                 self.try_step(name, step_function, first)
                 if name == "train":
                     step_times.before_training(call, first, model, strategy)
-            before = traces
-            logs = call(iterator)
-            if traces == before and isinstance(iterator, tf.data.Iterator):
-                settled = weakref.ref(iterator)
-            return logs
+            return call(iterator)
 
         return run
 

@@ -14,7 +14,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
-from dtk.nests import Tree
+from dtk.nests import Function, Tree
 
 _Made = TypeVar("_Made")
 
@@ -29,6 +29,24 @@ def tell(strategy: tf.distribute.Strategy, text: str) -> None:
     """Print on rank 0, beside what the script prints."""
     if strategy.is_chief:
         print(f"dtk: {text}", file=sys.stderr, flush=True)
+
+
+# Where a function has the context that `Strategy.run` enters around all replicas.
+_SURROUNDINGS = "_dtk_surroundings"
+
+
+def surround(
+    fn: Function[_Made], context: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Enter a context around all replicas of a function: where it is traced, or each time."""
+    setattr(fn, _SURROUNDINGS, context)
+
+
+def surroundings(fn: Function[_Made]) -> contextlib.AbstractContextManager[None]:
+    """Return the context that `surround` has put around a function."""
+    context: contextlib.AbstractContextManager[None]
+    context = getattr(fn, _SURROUNDINGS, contextlib.nullcontext)()
+    return context
 
 
 # Between the seeds of one `fit` and the next, so that no epochs of the two have the same.

@@ -40,10 +40,9 @@ from dtk.trainer.tracing import lookups, traced_step
 
 
 @contextlib.contextmanager
-def running(model: keras.Model, name: str, gathered: Sequence[keras.Metric] = ()) -> Iterator[None]:
-    """Return the context in which a loop around `run_step` is traced and runs."""
+def patched(model: keras.Model, gathered: Sequence[keras.Metric]) -> Iterator[None]:
+    """Return the context in which replicas trace `run_step`, or run it eagerly."""
     with (
-        progress.inside(f"{name} step"),
         traced_step.in_shares(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
