@@ -132,7 +132,8 @@ _MISSING = re.compile(
     r"ValueError: File not found: filepath="
 )
 _HALF = re.compile(
-    r".*errors_impl\.DataLossError\b|(zipfile\.)?BadZipFile\b|EOFError\b|"
+    r".*errors_impl\.DataLossError\b|(zipfile\.)?BadZipFile\b|"
+    r"EOFError: (Ran out of input|No data left in file|Compressed file ended)|"
     r"OSError: Unable to (synchronously )?open file \(truncated|BlockingIOError: .*unable to lock|"
     r".*OperationalError\b.*(database is locked|already exists)"
 )

@@ -34,6 +34,7 @@ def test_the_last_exception_says_what_to_do(last, says):
     [
         (1, ["ValueError: no FileExistsError: here"]),
         (1, ["a.b.errors_impl.NotFoundError: Resource localhost/table does not exist."]),
+        (1, ["EOFError: EOF when reading a line"]),  # of input()
         (1, []),
         # what was handled before another exception
         (1, [MISSING, "", "ZeroDivisionError: division by zero"]),

@@ -297,8 +297,8 @@ def _is_extended(callback: keras.callbacks.Callback) -> bool:
 
 
 def _is_tracker(callback: keras.callbacks.Callback) -> bool:
-    classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(callback).mro()}
-    return not TRACKERS.isdisjoint(classes)
+    kind = type(callback)  # an extended one may change the training
+    return (kind.__module__.partition(".")[0], kind.__name__) in TRACKERS
 
 
 # Callbacks around the script's.

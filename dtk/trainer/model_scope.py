@@ -23,6 +23,8 @@ from dtk.trainer.replica import compiled_step
 from dtk.trainer.strategy import Loop, Strategy
 from dtk.trainer.tracing import traced_step
 
+_STEPS = ("train_step", "test_step", "predict_step")
+
 
 def trainer_of(model: keras.Model) -> DistributedTrainer | None:
     """Return the trainer of a model; None if the model was not compiled under a dtk strategy."""
@@ -117,8 +119,9 @@ def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
     """Refuse to run the step of a model compiled outside the scope, or of legacy Keras."""
     if strategy.num_replicas_in_sync == 1:
         return
-    python = getattr(function, "python_function", function)
-    if str(getattr(python, "__module__", "")).partition(".")[0] == "tf_keras":
+    python, steps = getattr(function, "python_function", function), ("run_step", *_STEPS)
+    home = str(getattr(python, "__module__", "")).partition(".")[0]
+    if home == "tf_keras" and getattr(python, "__name__", "") in steps:
         told = (
             "this model is one of legacy Keras (tf_keras, which tf.keras is under "
             "TF_USE_LEGACY_KERAS=1), and dtk distributes models of Keras 3: legacy Keras would "
@@ -129,7 +132,7 @@ def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
     model = getattr(function, "__self__", None)
     if not isinstance(model, keras.Model):
         return
-    if getattr(function, "__name__", None) not in ("train_step", "test_step", "predict_step"):
+    if getattr(function, "__name__", None) not in _STEPS:
         return
     if trainer_of(model) is None:
         told = (

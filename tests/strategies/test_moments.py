@@ -134,6 +134,34 @@ def test_what_is_far_from_zero_keeps_its_variance(pool):
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
+def fit_masked(axis, plain=False):
+    """Train a norm of time steps of which a mask keeps some; of the first rows it keeps none."""
+    random = np.random.default_rng(1)
+    x = random.normal(3.0, 2.0, size=(10, 4, 3)).astype("float32")
+    mask, y = random.random((10, 4)) < 0.6, random.normal(size=(10, 1)).astype("float32")
+    mask[:3] = False
+    with bodies.scope_of(None if plain else bodies.strategy()):
+        keras.utils.set_random_seed(3)
+        steps, kept = keras.Input((4, 3)), keras.Input((4,), dtype="bool")
+        norm = keras.layers.BatchNormalization(axis=axis, synchronized=not plain)
+        normed = norm(keras.layers.Dense(3, activation="tanh")(steps), mask=kept)
+        outputs = keras.layers.Dense(1)(keras.layers.Flatten()(normed))
+        model = keras.Model([steps, kept], outputs)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    with dtk.strategies.undistributed():  # the plain one
+        model.fit([x, mask], y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_a_mask_counts_for_each_channel(pool, axis):
+    """Where channels are time steps, each has a count of its own: .1 apart with one for all."""
+    alone = pool.run(fit_masked, axis, True)[0]
+    for weights in pool.run(fit_masked, axis):
+        assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
 @pytest.mark.worlds(("collective", 2))
 def test_one_vector_of_each_replica_travels_forwards_and_one_backwards(pool):
     (_, together), _ = pool.run(fit, True, 20)

@@ -349,8 +349,8 @@ def _rows_of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Te
 # squares and their number; in the backward pass TensorFlow sums three gradients. Each sum is a
 # message that the next computation waits for. Here the three are one vector:
 #
-#     forward     [sum x | sum x^2 | count]   all-reduce   mean, variance
-#     backward    [  dx  |   dx^2  |  -   ]   all-reduce
+#     forward     [mean | sum (x - mean)^2 | count] of each replica   all-reduce   mean, variance
+#     backward    their gradients                                     all-reduce
 #
 # In a script's own train_step, each replica differentiates a mean over its own rows; its gradients
 # are weighed by its share of the rows after the tape, when the optimizer gets them. The gradients
@@ -373,30 +373,33 @@ def moments_of_all_replicas(
     replica = tf.distribute.get_replica_context()
     if traced_step.current() is None or replica is None:
         return original(x, axes, keepdims)
-    size = tf.size(x, tf.int64) if kept is None else tf.math.count_nonzero(kept)
 
     def summed(values: tf.Tensor) -> tf.Tensor:
-        values = values if kept is None else tf.where(kept, values, 0.0)
         return tf.reduce_sum(values, axes, keepdims=True)
 
-    sums = summed(x)
+    sums = summed(x if kept is None else tf.where(kept, x, 0.0))
     shape = sums.shape
     if not shape.is_fully_defined():
         return original(x, axes, keepdims)
     length = math.prod(shape)
-    count = tf.cast(size // length, x.dtype)
+    if kept is None:
+        count = tf.cast(tf.size(x, tf.int64) // length, x.dtype)
+    else:  # one for each channel, as a mask of time steps beside channels has it
+        count = summed(tf.cast(kept, x.dtype))
     mean = tf.math.divide_no_nan(sums, count)
-    squares = summed(tf.square(x - mean))
-    own = tf.concat([tf.reshape(mean, [-1]), tf.reshape(squares, [-1]), count[None]], 0)
+    apart = x - mean if kept is None else tf.where(kept, x - mean, 0.0)
+    own = [tf.reshape(part, [-1]) for part in (mean, summed(tf.square(apart)), count)]
     # Each replica's moments in a row of its own: a sum of squares of `x` would lose the variance of
     # what is far from zero. As PyTorch's SyncBatchNorm does.
     replicas = replica.num_replicas_in_sync  # 1 in a trial of the whole step, on any rank
     index = tf_replicas.replica_index() % replicas
-    rows = _sum_with_gradient(tf.pad(own[None], [[index, replicas - 1 - index], [0, 0]]))
-    means, squares, counts = tf.split(rows, [length, length, 1], axis=1)
-    shares = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
+    row = tf.concat(own, 0)[None]
+    rows = _sum_with_gradient(tf.pad(row, [[index, replicas - 1 - index], [0, 0]]))
+    means, squares, counts = tf.split(rows, [length, length, own[2].shape[0]], axis=1)
+    total = tf.reduce_sum(counts, 0)
+    shares = tf.math.divide_no_nan(counts, total)
     mean = tf.reduce_sum(shares * means, 0)
-    within = tf.math.divide_no_nan(tf.reduce_sum(squares, 0), tf.reduce_sum(counts))
+    within = tf.math.divide_no_nan(tf.reduce_sum(squares, 0), total)
     variance = within + tf.reduce_sum(shares * tf.square(means - mean), 0)
     gone = set() if keepdims else {axis % x.shape.rank for axis in axes}
     left = [n for axis, n in enumerate(shape) if axis not in gone]
