@@ -38,6 +38,7 @@ REPLACED = {
     "cluster_resolver.SimpleClusterResolver": _LAUNCHER,
     "cluster_resolver.TPUClusterResolver": "dtk has no TPUs; keep TensorFlow's",
     "cluster_resolver.UnionResolver": _LAUNCHER,
+    "experimental.auto_strategy": "call `dtk.auto_strategy()`",
     "experimental.CentralStorageStrategy": "write MirroredStrategy(), or a ParameterServerStrategy",
     "experimental.PreemptionCheckpointHandler": _CHECKPOINT,
     "experimental.PreemptionWatcher": _CHECKPOINT,
