@@ -188,9 +188,10 @@ class MPIPlaces:
             how = f"was ended by {killer(number)}, and with it the server (prterun)"
             return Loss(f"{place} {how}", 128 + number)
         server = f"MPI's server (prterun, process {self._process.pid})"
-        if cut := _CUT_OFF.search(said):
-            # Its daemons count from 1, in the order of the hosts.
-            others = list(dict.fromkeys(h for h in self._hosts if not machines.is_local(h)))
+        cut = _CUT_OFF.search(said)
+        # Its daemons count from 1, in the order of the hosts.
+        others = list(dict.fromkeys(host for host in self._hosts if not machines.is_local(host)))
+        if cut and 0 < int(cut[1]) <= len(others):
             host = others[int(cut[1]) - 1]
             how = f"is cut off: {server} has lost its connection to that host (node {cut[2]})"
             return Loss(f"rank {self._hosts.index(host)}, host {host}, {how}", code or 1)
