@@ -60,13 +60,9 @@ class Starter:
         self._local_hosts: set[str] = set()
 
     def prepare(self) -> None:
-        """Start the guard and the rendezvous server, and hold the ports of this machine's ranks."""
-        self._guard = machines.Guard(self._state.job_id, self._state.grace, self._state.save_grace)
-        self._held.callback(self._guard.close)
-        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._state.processes):
-            self._shared = _start_rendezvous(self._state.processes, self._held)
-        self._start_mpi()
+        """Hold the ports of this machine's ranks; start the guard and the servers of ranks."""
         self._local_hosts = {p.host for p in self._state.processes if machines.is_local(p.host)}
+        # First: the servers below are given free ports by the system too, and may get one of these.
         for process in self._state.processes:
             if process.address and process.host in self._local_hosts:
                 host, _, port = process.address.rpartition(":")
@@ -77,6 +73,11 @@ class Starter:
                         f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan "
                         "the job again"
                     ) from None
+        self._guard = machines.Guard(self._state.job_id, self._state.grace, self._state.save_grace)
+        self._held.callback(self._guard.close)
+        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._state.processes):
+            self._shared = _start_rendezvous(self._state.processes, self._held)
+        self._start_mpi()
 
     def lost(self) -> mpi_places.Loss | None:
         """Return how MPI's server, which all ranks need, has ended; None while it runs."""

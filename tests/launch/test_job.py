@@ -18,6 +18,7 @@ import pytest
 from dtk.errors import ClusterError
 from dtk.launch import Job, agent, job_options, job_processes, machines, plan, watch
 from dtk.launch.plan import Process
+from dtk.launch.starter import Starter
 
 from launched import dtk_run, until
 
@@ -289,6 +290,22 @@ def test_a_taken_port_is_named_before_anything_starts():
     taken = pytest.raises(ClusterError, match=f"rank 1: port {port} of 127.0.0.1 is taken")
     with socket.create_server((host, int(port))), taken:
         Job(processes).start()
+
+
+def test_ports_are_held_before_servers_of_ranks_get_theirs(run, monkeypatch):
+    """MPI's server got rank 1's port, now and then, and the job did not start."""
+    processes, tried = python("pass"), []
+
+    def start_mpi(starter):
+        for process in processes:
+            host, _, port = process.address.rpartition(":")
+            with socket.socket() as server, pytest.raises(OSError, match="in use"):
+                server.bind((host, int(port)))
+            tried.append(process.name)
+
+    monkeypatch.setattr(Starter, "_start_mpi", start_mpi)
+    assert run(processes)[0] == 0
+    assert tried == ["rank 0", "rank 1"]
 
 
 def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
