@@ -10,12 +10,13 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import tf_replicas
+from dtk.compat import keras_steps, tf_replicas
 from dtk.errors import at_rank
 from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
+from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import Strategy, surroundings
 from dtk.trainer.tracing import lookups
 
@@ -80,7 +81,7 @@ class DtkStrategy(Strategy):
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         model_scope.check_distributed(fn, self)
-        with surroundings(fn):
+        with surroundings(fn, otherwise=_of_own_loops):
             return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
 
     def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
@@ -123,6 +124,11 @@ class DtkStrategy(Strategy):
             model: The model.
         """
         return distributed_trainer.DistributedTrainer(model, self)
+
+
+def _of_own_loops() -> contextlib.AbstractContextManager[None]:
+    """Return the context of replicas in a script's own loop."""
+    return keras_steps.patch_moments(step_metrics.moments_of_all_replicas)
 
 
 @contextlib.contextmanager

@@ -42,10 +42,11 @@ def surround(
     setattr(fn, _SURROUNDINGS, context)
 
 
-def surroundings(fn: Function[_Made]) -> contextlib.AbstractContextManager[None]:
-    """Return the context that `surround` has put around a function."""
-    context: contextlib.AbstractContextManager[None]
-    context = getattr(fn, _SURROUNDINGS, contextlib.nullcontext)()
+def surroundings(
+    fn: Function[_Made], otherwise: Callable[[], contextlib.AbstractContextManager[None]]
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context that `surround` has put around a function, or another one."""
+    context: contextlib.AbstractContextManager[None] = getattr(fn, _SURROUNDINGS, otherwise)()
     return context
 
 

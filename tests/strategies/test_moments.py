@@ -129,8 +129,9 @@ def fit_years(plain=False):
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_far_from_zero_keeps_its_variance(pool):
     """It was a hundredth too small or large, as the difference of two sums of squares."""
+    found = pool.run(fit_years)
     alone = pool.run(fit_years, True)[0]
-    for weights in pool.run(fit_years):
+    for weights in found:
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
@@ -157,8 +158,49 @@ def fit_masked(axis, plain=False):
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_a_mask_counts_for_each_channel(pool, axis):
     """Where channels are time steps, each has a count of its own: .1 apart with one for all."""
+    found = pool.run(fit_masked, axis)
     alone = pool.run(fit_masked, axis, True)[0]
-    for weights in pool.run(fit_masked, axis):
+    for weights in found:
+        assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
+def loop_of_years(devices=0, plain=False):
+    """Train the norm of `fit_years`, where a mask says which rows count, in a loop of one's own."""
+    random = np.random.default_rng(0)
+    x = random.normal(2000.0, 5.0, size=(33, 8)).astype("float32")
+    kept = random.random(33) < 0.8
+    strategy = None if plain else bodies.strategy(devices)
+    with bodies.scope_of(strategy):
+        keras.utils.set_random_seed(2)
+        norm = keras.layers.BatchNormalization(synchronized=not plain)
+        dense = keras.layers.Dense(1)
+        dense.build((None, 8))
+        norm.build((None, 8))
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step(x, kept):
+        weights = [norm.gamma, norm.beta, *dense.trainable_weights]
+        with tf.GradientTape() as tape:
+            rows = dense(norm(x, training=True, mask=kept)) - (x[:, :1] - 2000.0) / 5.0
+            loss = tf.reduce_sum(tf.square(rows)) / 16
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    batches = tf.data.Dataset.from_tensor_slices((x, kept)).batch(16)  # 16 rows, 16, and 1
+    if strategy is not None:
+        batches = strategy.experimental_distribute_dataset(batches)
+    run = tf.function(lambda *batch: strategy.run(step, batch) if strategy else step(*batch))
+    with dtk.strategies.undistributed() if plain else contextlib.nullcontext():
+        for batch in batches:
+            run(*batch)
+    return bodies.flat([*norm.weights, *dense.weights])
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_of_ones_own_normalizes_over_all_rows(pool):
+    """Keras's own synchronized norm takes a mask for its replica's, and loses small variances."""
+    found = pool.run(loop_of_years)
+    alone = pool.run(loop_of_years, 0, True)[0]
+    for weights in found:
         assert np.linalg.norm(weights - alone) <= 1e-5 * np.linalg.norm(alone)
 
 

@@ -371,7 +371,8 @@ def moments_of_all_replicas(
     """
     axes = [axes] if isinstance(axes, int) else axes
     replica = tf.distribute.get_replica_context()
-    if traced_step.current() is None or replica is None:
+    own_loop = traced_step.current() is None
+    if replica is None or (own_loop and replica.num_replicas_in_sync == 1):
         return original(x, axes, keepdims)
 
     def summed(values: tf.Tensor) -> tf.Tensor:
