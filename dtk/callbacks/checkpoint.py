@@ -198,7 +198,7 @@ class Checkpoint(StrategyCallback):
         done, self._epoch, self._resumed_step = self._resumed_step, epoch, 0
         if self._metrics:
             for variable, value in zip(metric_variables(self.model), self._metrics, strict=True):
-                variable.assign(value)
+                self.trainer.strategy.set_sum(variable, value)
         self._metrics = None
         self._frequency.begin_epoch(done, self.model)
 

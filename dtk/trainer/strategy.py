@@ -14,7 +14,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
-from dtk.nests import Function, Tree
+from dtk.nests import Array, Function, Tree
 
 _Made = TypeVar("_Made")
 
@@ -256,6 +256,19 @@ class Strategy(tf.distribute.Strategy):
         copies = keras_variables.components(variable.value)
         for copy, value in zip(copies, values, strict=True):
             copy.assign(value)
+
+    def set_sum(self, variable: keras.Variable, whole: tf.Tensor | Array | float) -> None:
+        """Assign what the copies of all replicas add up to: rank 0 holds it, the others zeros.
+
+        TensorFlow would give each replica an equal part, and lose the remainders of whole numbers.
+
+        Args:
+            variable: The variable.
+            whole: The sum.
+        """
+        whole = tf.convert_to_tensor(whole, variable.dtype)
+        parts = [tf.zeros_like(whole) if rank else whole for rank in self.local_ranks()]
+        self.set_per_replica(variable, parts)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
         """Gather the rows that other processes hold, in a replica context.

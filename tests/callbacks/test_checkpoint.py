@@ -121,12 +121,28 @@ def block_momentum_case():
     return exchanging(BETWEEN, blocks, momentum_sgd())
 
 
+@keras.saving.register_keras_serializable("tests")
+class Counted(keras.metrics.Metric):
+    """Counts positive labels in whole numbers, as Keras's MeanIoU counts."""
+
+    def __init__(self, name="counted"):
+        super().__init__(name=name)
+        self.count = self.add_variable((), "zeros", dtype="int64")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(keras.ops.sum(keras.ops.cast(y_true > 0, "int64")))
+
+    def result(self):
+        return keras.ops.cast(self.count, "float32")
+
+
 def steps_case():
     # Step 7 is in the middle of an accumulation window.
     adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.5)
     # The scheduler multiplies the rate at the beginning of every epoch, also of a resumed one.
     falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
-    return {**WITHIN, "optimizer": adam, "callbacks": [falling]}
+    counted = {"weighted_metrics": [Counted()]}
+    return {**WITHIN, "optimizer": adam, "callbacks": [falling], "compile": counted}
 
 
 def execution_case():

@@ -192,9 +192,7 @@ def divide_windows(trainer: ModelState) -> None:
     strategy = trainer.strategy
     for bond, variables in shared_optimizer.windows_of(trainer.model):
         for variable in () if bond.divided else variables:
-            whole = copies_of(variable, strategy)[0]
-            parts = [tf.zeros_like(whole) if rank else whole for rank in strategy.local_ranks()]
-            strategy.set_per_replica(variable, parts)
+            strategy.set_sum(variable, copies_of(variable, strategy)[0])
         bond.divided = True
 
 
