@@ -387,12 +387,13 @@ def combining_operations(model: keras.Model) -> list[str]:
 
 
 def tables_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the tables of embedding layers; a step needs only a few of their rows."""
-    return [
+    """Return the tables of embedding layers of which a step needs only a few rows."""
+    tables = [
         layer._embeddings
         for layer in layers_of(model)
         if type(layer).call is keras.layers.Embedding.call and layer.built
     ]
+    return [table for table in tables if table.regularizer is None]  # which reads all rows
 
 
 def initial_epoch(model: keras.Model) -> int | None:

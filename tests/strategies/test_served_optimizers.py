@@ -113,7 +113,8 @@ class Towers(keras.Model):
         for tower, name in zip(self.towers, self.updating, strict=True):
             optimizer = getattr(self, name)
             with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(self.loss_of(labels, tower(tokens)))
+                loss = self.loss_of(labels, tower(tokens)) + sum(tower.losses)
+                loss = optimizer.scale_loss(loss)
             weights = tower.trainable_weights
             found.append((optimizer, tape.gradient(loss, weights), weights))
         for optimizer, gradients, weights in found:
@@ -230,6 +231,18 @@ def test_constraints_hold_for_tables_in_parts(pool, name):
     """Parts had none: a table went negative, and nobody was told."""
     (mine,) = pool.run(constrained, name, "sync")
     np.testing.assert_allclose(mine, constrained(name, None), atol=1e-6)
+
+
+def regularized(consistency):
+    """A table of which a step's loss reads all rows, in two parts where there is a consistency."""
+    strategy, recipes = served_with(consistency), {"adam": BY_ROWS["adam"]}
+    return _towers(recipes, strategy, 2, embeddings_regularizer="l2")
+
+
+def test_a_table_may_have_a_regularizer(pool):
+    """Its rows were looked up, and the regularizer was given None."""
+    (mine,) = pool.run(regularized, "sync")
+    check(mine, regularized(None))
 
 
 def _whole(name):
