@@ -45,7 +45,7 @@ def data(rows=ROWS):
     return x, y
 
 
-def compiled(optimizer, kind="world", dropout=0.0, width=4, **options):
+def compiled(optimizer, kind="world", dropout=0.0, width=4, lora=0, **options):
     with strategy(kind).scope():
         model = keras.Sequential(
             [
@@ -55,6 +55,8 @@ def compiled(optimizer, kind="world", dropout=0.0, width=4, **options):
                 keras.layers.Dense(1),
             ]
         )
+        if lora:
+            model.layers[0].enable_lora(lora)
         model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
     return model
 

@@ -62,6 +62,7 @@ class CheckpointState(TypedDict):
     data: FeedPosition
     epoch: int  # epochs done
     step: int  # steps done of the epoch that goes on
+    lora: NotRequired[list[Array]]  # weights of layers with LoRA, which Keras's file adds up
     metrics: list[Array] | None  # state of metrics in the middle of an epoch; else None
     trained: Logs | None  # numbers of an epoch of which only the validation is left; else None
     exchange: NotRequired[dict[str, SavedItem]]  # state of the exchange of gradients, by name

@@ -203,6 +203,7 @@ def _state(
         "data": trainer.feed.position(progress.in_epoch),
         "epoch": progress.epoch,
         "step": progress.step,
+        "lora": [value_of(v) for v in lora_weights(whole.model)],
         "metrics": metrics,
         "trained": progress.trained,
         "exchange": exchange,
@@ -238,6 +239,16 @@ def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
     variables = trainer.shared_variables()
     return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
+
+
+def lora_weights(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights of layers with LoRA.
+
+    Keras's files hold the sum of kernel and LoRA. Loaded, it is the kernel, and LoRA's two factors
+    are zeros: the gradient of each is the other one times something, so neither would learn again.
+    """
+    layers = keras_models.layers_of(model)
+    return [v for one in layers if getattr(one, "lora_enabled", False) for v in one.weights]
 
 
 def value_of(variable: keras.Variable) -> Array:
@@ -276,6 +287,8 @@ def load_newest(
     state.model.load_weights(files.weights(name))
     # The keys stay, and arrays take the places of their names.
     loaded = cast(states.CheckpointState, states.unpack(packed, arrays))
+    for variable, value in zip(lora_weights(state.model), loaded.get("lora", ()), strict=True):
+        variable.assign(value)
     if parts is not None:
         for variable, value in zip(state.seed_states(), loaded["seeds"], strict=True):
             variable.assign(value)
@@ -379,11 +392,12 @@ def _last_word(path: str) -> str:
 
 
 def check_same_counts(saved: states.CheckpointState, trainer: ModelState, path: Path) -> None:
-    """Compare what has no weights: random layers, and metrics in the middle of an epoch."""
+    """Compare what Keras's file of weights does not hold."""
     metrics = metric_variables(trainer.model)
     for what, theirs, mine in (
         ("random layers (Dropout and the like)", saved["seeds"], trainer.seed_states()),
         ("variables of metrics", saved["metrics"], metrics),
+        ("weights of layers with LoRA", saved.get("lora", []), lora_weights(trainer.model)),
     ):
         if theirs is not None and len(theirs) != len(mine):
             raise ValueError(
