@@ -30,6 +30,7 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
+from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import step_metrics, step_trial
 from dtk.trainer.strategy import Loop, StepFunction
 from dtk.trainer.tracing import lookups
@@ -226,6 +227,12 @@ class ChiefTrial(step_trial.Trial):
 
     gathers = False
 
+    def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
+        # Workers are sent no slices without rows.
+        sent = [one for one in zip(batch.parts, batch.counts, strict=True) if int(one[1])]
+        parts, counts = zip(*sent, strict=True)
+        super().__init__(trainer, step_function, batch._replace(parts=parts, counts=counts))
+
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))
 
@@ -263,8 +270,7 @@ class ChiefTrial(step_trial.Trial):
         def trace(assigned: list[keras.Variable]) -> step_trial.Found:
             traced, first = [], 0
             for part, rows in zip(self._few.parts, self.parts, strict=True):
-                if rows:
-                    traced.append(self._traced(part, rows, first, len(self.parts), kinds))
+                traced.append(self._traced(part, rows, first, len(self.parts), kinds))
                 first += rows
             return self._added_up(traced)
 

@@ -70,6 +70,22 @@ def steps_of(model):
     return int(model.optimizer.iterations.numpy())
 
 
+def of_one_row(consistency):
+    """Weights after steps of one row, by a loss of the script's own."""
+    x, y = digits()
+    with scope_of(served_with(consistency)):
+        model = network()
+        model.compile("sgd", lambda y, logits: keras.ops.mean(keras.ops.square(logits - y)))
+    model.fit(x[:3], y[:3], batch_size=1, verbose=0, shuffle=False)
+    return flat(model.get_weights())
+
+
+def test_a_step_may_have_fewer_rows_than_there_are_workers(pool):
+    """The self-test counted a slice that no worker is sent, and ended in an IndexError."""
+    (mine,) = pool.run(of_one_row, "sync")
+    assert close(mine, of_one_row(None))
+
+
 # Pipelines on workers.
 
 
