@@ -200,6 +200,13 @@ class Drawing(cases.Subclassed):
         return tf.reduce_mean(tf.sin(3e6 * normalized)) + tf.reduce_mean(self(x))
 
 
+    def loss_hidden(self, x, y):
+        """Wrong, and at the first weights alone each change of a weight changes a gradient."""
+        outputs, at_zero = self(x), tf.nn.relu(tf.convert_to_tensor(self.normalized.beta))
+        apart = tf.reduce_mean(tf.math.reduce_variance(outputs, 0))
+        return tf.reduce_mean(tf.square(outputs)) - apart + tf.reduce_mean(at_zero)
+
+
 def tried(kind):
     """What a self-test finds of a step on two devices."""
     keras.utils.set_random_seed(3)
@@ -251,6 +258,13 @@ def test_what_cannot_be_told_from_rounding_is_said(pool):
         assert verdict.wrong is None and verdict.difference > 1e-4
         (note,) = (note for note in verdict.notes if "cannot tell" in note)
         assert "self_test=False" in note
+
+
+@pytest.mark.worlds(("local", 1))
+def test_a_mistake_that_rounding_hides_at_the_first_weights_is_refused(pool):
+    """Breaks as a warning: a published loss of exp(mean) trained to other weights."""
+    for verdict in pool.run(tried, "hidden"):
+        assert "differs by" in verdict.wrong
 
 
 def drawn_after_a_trial():

@@ -6,6 +6,7 @@ The steps apply no gradients, and every variable they assign gets its old value 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -134,7 +135,7 @@ class Trial:
         self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.counted: list[metric_trial.Call] = []
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
-        self._seed, self._distance = 0, 0.0
+        self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
         # how it is computed -> the traced step, and the variables that it assigns
         self._concrete: dict[
@@ -143,12 +144,12 @@ class Trial:
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
-        """Return a context in which steps start from other weights, near the model's."""
-        self._seed, self._distance = seed, distance
+        """Return a context in which steps start from other weights, near those outside of it."""
+        self._moves.append((seed, distance))
         try:
             yield
         finally:
-            self._seed = 0
+            self._moves.pop()
 
     @contextlib.contextmanager
     def magnified(self, factor: float) -> Iterator[None]:
@@ -191,7 +192,7 @@ class Trial:
                     function = tf.function(lambda: trace(assigned), autograph=False)
                     self._concrete[way] = function.get_concrete_function(), assigned
                 concrete, assigned = self._concrete[way]
-                moved = self.model.trainable_variables if self._seed else []
+                moved = self.model.trainable_variables if self._moves else []
                 before = Snapshot([*self._changed_by(assigned, concrete), *moved])
                 self._move_weights()
                 found = concrete()
@@ -205,12 +206,12 @@ class Trial:
 
     def _move_weights(self) -> None:
         weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
-        for i, variable in enumerate(weights if self._seed else []):
+        for (seed, distance), (i, variable) in itertools.product(self._moves, enumerate(weights)):
             for copy in keras_variables.components(variable):
                 value = copy.numpy().astype("float32")
                 # Move zeros, too, such as a bias before a ReLU.
-                most = self._distance * (0.1 + np.sqrt(np.mean(np.square(value))))
-                way = np.random.default_rng((self._seed, i)).uniform(-most, most, value.shape)
+                most = distance * (0.1 + np.sqrt(np.mean(np.square(value))))
+                way = np.random.default_rng((seed, i)).uniform(-most, most, value.shape)
                 copy.assign(tf.cast(value + way, copy.dtype))
 
     @contextlib.contextmanager
