@@ -132,6 +132,13 @@ def test_places_that_are_looked_up_eagerly_are_refused(pool):
     assert "their squares differ by" in said and "nothing was updated" in said
 
 
+@pytest.mark.worlds(("local", 1))
+def test_one_process_may_look_up_eagerly(pool):
+    """Nothing is summed there, and it was refused as on two."""
+    (mine,) = pool.run(lookup_bodies.train_with, ("adam",), {"run_eagerly": True})
+    check_equal(mine, once(lookup_bodies.train_plain, ("adam",)))
+
+
 @FULL
 @pytest.mark.worlds(("served", 2))
 def test_places_and_words_train_as_in_one_process_behind_servers(pool):

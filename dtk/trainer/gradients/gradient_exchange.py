@@ -133,7 +133,8 @@ class GradientExchange:
             found = [_scaled(tf.divide, gradient, scale) for gradient in found]
         join = None
         if not self.local and any(isinstance(g, tf.IndexedSlices) for g in found):
-            linear = keras_optimizers.is_linear(self._outer)
+            alone = self._strategy.num_replicas_in_sync == 1  # so nothing is summed
+            linear = alone or keras_optimizers.is_linear(self._outer)
             found, join = lookups.divided(found, paths, self._strategy.rank, linear)
         found, applied = op.update(found, part)
         found = found if join is None else join(found)
