@@ -388,12 +388,12 @@ def combining_operations(model: keras.Model) -> list[str]:
 
 def tables_of(model: keras.Model) -> list[tf.Variable]:
     """Return the tables of embedding layers of which a step needs only a few rows."""
-    tables = [
+    return [
         layer._embeddings
         for layer in layers_of(model)
         if type(layer).call is keras.layers.Embedding.call and layer.built
+        if layer._embeddings.regularizer is None  # which reads all rows
     ]
-    return [table for table in tables if table.regularizer is None]  # which reads all rows
 
 
 def initial_epoch(model: keras.Model) -> int | None:

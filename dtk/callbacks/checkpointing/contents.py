@@ -244,8 +244,8 @@ def describe(trainer: ModelState) -> states.Described:
 def lora_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the weights of layers with LoRA.
 
-    Keras's files hold the sum of kernel and LoRA. Loaded, it is the kernel, and LoRA's two factors
-    are zeros: the gradient of each is the other one times something, so neither would learn again.
+    Keras saves the sum of kernel and LoRA. It loads that sum as the kernel, and sets LoRA's two
+    factors to zeros. Each factor's gradient is a product with the other, so none would learn again.
     """
     layers = keras_models.layers_of(model)
     return [v for one in layers if getattr(one, "lora_enabled", False) for v in one.weights]

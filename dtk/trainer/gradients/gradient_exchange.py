@@ -131,10 +131,9 @@ class GradientExchange:
         scale = self._scale()
         if scale is not None:  # divided, since 1 / scale may be too small a number
             found = [_scaled(tf.divide, gradient, scale) for gradient in found]
-        join = None
-        if not self.local and any(isinstance(g, tf.IndexedSlices) for g in found):
-            alone = self._strategy.num_replicas_in_sync == 1  # so nothing is summed
-            linear = alone or keras_optimizers.is_linear(self._outer)
+        join, sums = None, not self.local and self._strategy.num_replicas_in_sync > 1
+        if sums and any(isinstance(g, tf.IndexedSlices) for g in found):
+            linear = keras_optimizers.is_linear(self._outer)
             found, join = lookups.divided(found, paths, self._strategy.rank, linear)
         found, applied = op.update(found, part)
         found = found if join is None else join(found)

@@ -140,19 +140,13 @@ def _judge(trial: Trial) -> Verdict:
         if not best.wrong:
             break
     trial.layouts = layouts
-    if not best.wrong:
-        return best
-    spread, explained = _spread(trial), 0
-    for seed in range(1, 1 + _OTHER_WEIGHTS):
+    far: list[Verdict] = []
+    for seed in range(1, 1 + _OTHER_WEIGHTS) if best.wrong else ():
         with trial.moved(seed):
-            verdict = agreed(_compute(trial))
-            if not verdict.wrong:
-                return verdict
-            explained += _is_rounding(trial, verdict, _spread(trial))
-    # A mistake may hide behind rounding at some weights, and a kink may stand out at others.
-    if 2 * explained > _OTHER_WEIGHTS and _is_rounding(trial, best, spread):
-        return _undecided(trial, best, spread)
-    return best
+            far.append(agreed(_compute(trial)))
+        if not far[-1].wrong:
+            return far[-1]
+    return _undecided(trial, best, far) if best.wrong else best
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
@@ -162,6 +156,28 @@ def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
         return
     for one in itertools.product(random_draws.LAYOUTS, repeat=len(draws)):
         yield dict(zip(draws, one, strict=True))
+
+
+def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdict:
+    """Warn instead, if the difference may be rounding at these weights and at most others."""
+    spread = _spread(trial)
+    if not _may_be_rounding(trial, verdict, spread):
+        return verdict
+    explained = 0
+    for seed, other in enumerate(far, 1):
+        with trial.moved(seed):
+            explained += _may_be_rounding(trial, other, _spread(trial))
+    # Rounding may hide a mistake at some weights, and a kink may stand out at others.
+    if 2 * explained <= len(far):
+        return verdict
+    note = (
+        f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
+        f"and the parts, and by {100 * spread:.3g} % if weights change by "
+        f"{_tolerance(trial.model) / 100:.0e} of their size. If the losses are means or sums "
+        "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
+        "this test"
+    )
+    return verdict._replace(wrong=None, notes=[note])
 
 
 def _spread(trial: Trial) -> float:
@@ -174,20 +190,8 @@ def _spread(trial: Trial) -> float:
     return trial.strategy.world.broadcast_object(spread)
 
 
-def _is_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
+def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
     return _tolerance(trial.model) < verdict.difference <= 3 * spread
-
-
-def _undecided(trial: Trial, verdict: Verdict, spread: float) -> Verdict:
-    """Turn what is wrong into a warning."""
-    note = (
-        f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
-        f"and the parts, and by {100 * spread:.3g} % if weights change by "
-        f"{_tolerance(trial.model) / 100:.0e} "
-        "of their size. If the losses are means or sums over rows, the difference is rounding; "
-        "self_test=False (or DTK_SELF_TEST=0) then skips this test"
-    )
-    return verdict._replace(wrong=None, notes=[note])
 
 
 def _compute(trial: Trial) -> Verdict:
