@@ -93,7 +93,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 class LocalFit(Fit):
-    """The no-communication bound: plain Keras on a rank's own rows, with dtk's norms and Adam."""
+    """The no-communication bound: plain Keras on a rank's own rows, with dtk's kernels."""
 
     def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
         count = (setting.steps + 1) * setting.batch_size
@@ -109,7 +109,7 @@ class LocalFit(Fit):
 
     def measure(self, tick: Tick) -> Numbers:
         """See `Fit.measure`."""
-        with tf.device(self._device), fused_kernels.patch_norms(self._replicas):
+        with tf.device(self._device), fused_kernels.patch_layers(self._replicas):
             return super().measure(tick)
 
 

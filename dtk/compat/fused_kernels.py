@@ -4,9 +4,11 @@ SGD                    same bits: always used
 Adam, AdamW            last digits differ: used between replicas, whose sums differ there anyway
 any, under XLA         compiled by XLA, as in Keras
 BatchNormalization     as Adam, unless the user or `dtk tune` has chosen otherwise
+einsum                 as Adam
 
     of one optimizer     update_step                 fuse_updates
-    while steps trace    BatchNormalization.call     patch_norms
+    while steps trace    BatchNormalization.call     patch_layers
+    while steps trace    keras.ops.einsum            patch_layers
     while gradients      unsorted_segment_sum        patch_row_sums
     apply, on GPUs       resource_scatter_add, _sub
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -27,6 +30,7 @@ from tensorflow.python.ops import gen_math_ops, gen_resource_variable_ops
 from dtk import placement
 from dtk.cluster.variables import FUSED_BATCH_NORM, switch
 from dtk.communicators.aligned_slices import once
+from dtk.compat import names
 from dtk.nests import Function
 from dtk.patches import patch_around
 
@@ -241,18 +245,20 @@ def _is_exact(beta: float, dtype: tf.DType) -> bool:
     return bool(abs(kind(1) - kind(beta) - exact) <= 4 * np.finfo(kind).eps * exact)
 
 
-# Normalization.
+# Layers.
 
 
 @contextlib.contextmanager
-def patch_norms(replicas: int | None = None) -> Iterator[None]:
-    """Return a context in which batch normalization trains by the fused operation.
+def patch_layers(replicas: int | None = None) -> Iterator[None]:
+    """Return a context in which layers compute by fewer operations.
 
-    Keras still computes what that operation cannot: masked, renormalized and synchronized layers,
-    channels that are not last, and 64-bit types. The replicas are the strategy's, unless given.
+    The replicas are the strategy's, unless given.
     """
 
-    def call(
+    def count() -> int:
+        return replicas or tf.distribute.get_strategy().num_replicas_in_sync
+
+    def normalize(
         layer: keras.layers.BatchNormalization,
         inputs: tf.Tensor,
         training: bool | None = None,
@@ -260,15 +266,40 @@ def patch_norms(replicas: int | None = None) -> Iterator[None]:
         *,
         original: Function[tf.Tensor],
     ) -> tf.Tensor:
-        count = replicas or tf.distribute.get_strategy().num_replicas_in_sync
-        chosen = switch(os.environ, FUSED_BATCH_NORM, default=count > 1)
+        chosen = switch(os.environ, FUSED_BATCH_NORM, default=count() > 1)
         trains = training and layer.trainable and mask is None
         if chosen and trains and _fits(layer, inputs):
             return _fused(layer, inputs)
         return original(layer, inputs, training=training, mask=mask)
 
-    with patch_around(keras.layers.BatchNormalization, call=call):
+    def einsum(
+        subscripts: str, *operands: tf.Tensor, original: Function[tf.Tensor], **options: object
+    ) -> tf.Tensor:
+        if count() > 1 and not options and _is_projection(subscripts):
+            tensors = [keras.ops.convert_to_tensor(one) for one in operands]
+            if len({one.dtype for one in tensors}) == 1 and tensors[0].dtype.is_floating:
+                return tf.einsum(subscripts, *tensors)
+        return original(subscripts, *operands, **options)
+
+    with (
+        patch_around(keras.layers.BatchNormalization, call=normalize),
+        patch_around(names.home_of("keras.src.backend.tensorflow", "einsum"), einsum=einsum),
+    ):
         yield
+
+
+def _is_projection(subscripts: str) -> bool:
+    """Return whether an equation multiplies rows of several axes by one matrix.
+
+    Keras makes a product of stacks of it, as for the query of an attention: the gradient of the
+    matrix is then one matrix for each row of the batch, and a sum of these.
+    """
+    found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]+)->([a-zA-Z]+)", subscripts)
+    return found is not None and not set.intersection(*map(set, found.groups()))
+
+
+# Batch normalization: Keras still computes what the fused operation cannot, such as masked,
+# renormalized and synchronized layers, channels that are not last, and 64-bit types.
 
 
 def _fits(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> bool:

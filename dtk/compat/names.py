@@ -109,7 +109,7 @@ steps, their losses and moments:
     keras.src.losses.loss  scale_loss_for_distribution unscale_loss_for_distribution
         reduce_weighted_values apply_mask
     keras.src.losses.losses  ops
-    keras.src.backend.tensorflow.*  take _compute_moments_sync
+    keras.src.backend.tensorflow.*  take _compute_moments_sync einsum
     keras.Variable  _value _path _initialize _initialize_with_initializer _map_aggregation
     keras.layers.Embedding  _embeddings
     keras.layers.BatchNormalization  _moments _reduction_axes

@@ -1,4 +1,4 @@
-"""Fused updates are Keras's own, bit for bit, and fused normalization is near to it."""
+"""Fused updates are Keras's own, bit for bit; fused layers are near to it."""
 
 import keras
 import numpy as np
@@ -203,7 +203,7 @@ def normalized(
 )
 def test_equals_keras(shape, options):
     own, without = normalized(shape, **options)
-    with fused_kernels.patch_norms(2):
+    with fused_kernels.patch_layers(2):
         fused, kinds = normalized(shape, **options)
     assert FUSED in kinds and FUSED not in without
     tolerance = 1e-2 if "dtype" in options else 2e-5
@@ -228,7 +228,7 @@ def test_equals_keras(shape, options):
     ids=str,
 )
 def test_what_it_cannot_compute_stays_keras_s(options):
-    with fused_kernels.patch_norms(2):
+    with fused_kernels.patch_layers(2):
         found, kinds = normalized((4, 5, 6, 3), **options)
     assert FUSED not in kinds
     for one, other in zip(found, normalized((4, 5, 6, 3), **options)[0], strict=True):
@@ -240,13 +240,89 @@ def test_one_replica_computes_as_keras_unless_chosen(monkeypatch):
     for replicas, chosen in ((1, None), (1, "1"), (2, None), (2, "0")):
         if chosen is not None:
             monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
-        with fused_kernels.patch_norms(replicas):
+        with fused_kernels.patch_layers(replicas):
             fused.append(FUSED in normalized((4, 7))[1])
         monkeypatch.delenv(FUSED_BATCH_NORM, raising=False)
     assert fused == [False, True, True, False]
     monkeypatch.setenv(FUSED_BATCH_NORM, "yes")
     with (
-        fused_kernels.patch_norms(2),
+        fused_kernels.patch_layers(2),
         pytest.raises(ClusterError, match="DTK_FUSED_BATCH_NORM='yes', expected 0 or 1"),
     ):
         normalized((4, 7))
+
+
+def projected(equation, x, kernel):
+    """A product and its gradients, and the shapes of all tensors that were computed."""
+    random = np.random.default_rng(7)
+    x, kernel = (tf.constant(random.normal(size=one), "float32") for one in (x, kernel))
+    shapes = []
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            y = keras.ops.einsum(equation, x, kernel)
+            loss = tf.reduce_sum(tf.square(y))
+        found = tape.gradient(loss, [x, kernel])
+        graph = tf.compat.v1.get_default_graph()
+        shapes.extend(t.shape for op in graph.get_operations() for t in op.outputs)
+        return y, *found
+
+    return [np.asarray(one, "float64") for one in step(x)], shapes
+
+
+@pytest.mark.parametrize(
+    "equation, x, kernel",
+    [
+        ("abc,cde->abde", (6, 4, 5), (5, 2, 3)),  # query, key and value of an attention
+        ("abcd,cde->abe", (6, 4, 2, 3), (2, 3, 5)),  # its output
+        ("BTD,DF->BTF", (6, 4, 5), (5, 3)),
+        ("abc,dc->abd", (6, 4, 5), (3, 5)),
+    ],
+)
+def test_the_gradient_of_a_projection_is_one_product(equation, x, kernel):
+    """Breaks as memory and time for a gradient of the matrix for each row of the batch."""
+    own, before = projected(equation, x, kernel)
+    with fused_kernels.patch_layers(2):
+        fused, shapes = projected(equation, x, kernel)
+    for one, other in zip(fused, own, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
+    entries = x[0] * np.prod(kernel)
+    assert entries in [s.num_elements() for s in before]
+    assert entries not in [s.num_elements() for s in shapes]
+
+
+@pytest.mark.parametrize(
+    "replicas, equation, x, kernel",
+    [
+        (1, "abc,cde->abde", (6, 4, 5), (5, 2, 3)),
+        (2, "abcd,abde->abce", (6, 4, 2, 3), (6, 4, 3, 5)),  # a matrix for each row
+    ],
+)
+def test_other_products_stay_keras_s(replicas, equation, x, kernel):
+    own, _ = projected(equation, x, kernel)
+    with fused_kernels.patch_layers(replicas):
+        found, _ = projected(equation, x, kernel)
+        whole = keras.ops.einsum("abc,cd->abd", *(tf.ones(s, "int32") for s in ((2, 3, 4), (4, 5))))
+    assert whole.dtype == "int32"
+    for one, other in zip(found, own, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_attention_of_sequences_of_any_length_equals_keras():
+    layer = keras.layers.MultiHeadAttention(2, 3)
+    x = tf.constant(np.random.default_rng(1).normal(size=(4, 7, 6)), "float32")
+    layer.build(x.shape, x.shape)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, None, 6])])
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(layer(x, x)))
+        return tape.gradient(loss, [v.value for v in layer.trainable_variables])
+
+    own = [g.numpy() for g in step(x)]
+    with fused_kernels.patch_layers(2):
+        fused = [g.numpy() for g in tf.function(step.python_function)(x)]
+    for one, other in zip(fused, own, strict=True):
+        np.testing.assert_allclose(one, other, 1e-4, 1e-4)

@@ -161,7 +161,7 @@ def in_shares() -> Iterator[None]:
         keras_steps.patch_means(_update_mean),
         keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
-        fused_kernels.patch_norms(),
+        fused_kernels.patch_layers(),
     ):
         yield
 
