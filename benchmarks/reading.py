@@ -20,11 +20,12 @@ from pathlib import Path
 from statistics import median
 
 IMAGES, SIDE, BATCH = 128, 384, 32
+ROWS = 2048  # of arrays, which are in memory
 EPOCHS = 3  # whose CPU seconds are measured
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("-n", "--ranks", type=int, nargs="+", default=[1, 2, 4])
-parser.add_argument("--kinds", nargs="+", default=["records", "folders", "PyDataset"])
+parser.add_argument("--kinds", nargs="+", default=["records", "folders", "PyDataset", "arrays"])
 parser.add_argument("--read", type=Path, metavar="DIR", help=argparse.SUPPRESS)
 args = parser.parse_args()
 
@@ -52,7 +53,9 @@ def make_pipeline(kind, folder, strategy):
     """Make a pipeline of the usual sort: decode, shuffle, flip at random, put into batches."""
     import dtk
     import keras
+    import numpy as np
     import tensorflow as tf
+    from dtk.compat import keras_data
 
     def decode(jpeg):
         return tf.image.resize(tf.io.decode_jpeg(jpeg, channels=3), [128, 128])
@@ -62,6 +65,9 @@ def make_pipeline(kind, folder, strategy):
         images = tf.data.TFRecordDataset(names).map(decode, num_parallel_calls=tf.data.AUTOTUNE)
         flipped = images.shuffle(256).map(tf.image.random_flip_left_right)
         return flipped.batch(BATCH).prefetch(tf.data.AUTOTUNE)
+    if kind == "arrays":
+        images = np.random.default_rng(0).random([ROWS, 96, 96, 3], np.float32)
+        return keras_data.ArrayDataAdapter(images, batch_size=BATCH, shuffle=True).get_tf_dataset()
     if kind == "folders":
         return keras.utils.image_dataset_from_directory(
             folder / "images", image_size=(128, 128), batch_size=BATCH, seed=1, verbose=False
@@ -130,7 +136,8 @@ def measure(ranks, folder):
     found = {}
     for kind in args.kinds:
         each = [line for line in lines if line["kind"] == kind]
-        assert len(each) == ranks and sum(one["rows"] for one in each) == IMAGES, out
+        rows = ROWS if kind == "arrays" else IMAGES
+        assert len(each) == ranks and sum(one["rows"] for one in each) == rows, out
         found[kind] = {
             what: max((one[what] for one in each), key=median) for what in ("MB", "CPU s")
         }
@@ -149,7 +156,8 @@ def main():
             for what, numbers in found[ranks][kind].items():
                 value, one = median(numbers), median(found[args.ranks[0]][kind][what])
                 spread = f" [{min(numbers):.2f}, {max(numbers):.2f}]" if len(numbers) > 1 else ""
-                cells.append(f"{value:.2f}{spread} | {value / one * ranks:.2f}")
+                share = f"{value / one * ranks:.2f}" if one > 0.01 else "-"
+                cells.append(f"{value:.2f}{spread} | {share}")
             print(f"| {kind} | {ranks} | {' | '.join(cells)} |")
 
 

@@ -18,7 +18,7 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from dtk import quiet
 from dtk.input import drawn_maps, row_maps
-from dtk.input.row_maps import RowMaps
+from dtk.input.row_maps import ArrayRows, RowMaps
 from dtk.nests import Function, Tree
 from dtk.patches import patch
 
@@ -31,6 +31,8 @@ _BATCHES = ("Batch", "ParallelBatch")
 _COUNTED = ("Repeat", "Skip", "Take")
 # Keras's function that turns `class_weight` into row weights.
 _CLASS_WEIGHTS = "make_class_weight_map_fn.<locals>.class_weights_map_fn"
+# Keras's function that takes the rows with given numbers from arrays.
+_TAKES_ROWS = "ArrayDataAdapter.get_tf_dataset.<locals>.slice_inputs.<locals>.grab_batch"
 # Bytes of arrays that are copied to look into a dataset.
 _MOST_HELD = 2**28
 # Operations that draw random numbers, or change a variable, such as the seed of Keras's layers.
@@ -240,8 +242,8 @@ def _all_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from _all_sources(source)
 
 
-def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
-    """Find the maps that make each row of a batch from one row.
+def take_apart(dataset: tf.data.Dataset) -> RowMaps | ArrayRows | str | None:
+    """Find the maps that make each row of a batch from one row, or arrays that rows are taken from.
 
     Returns a str that says why a rank cannot map its own rows only; None if nothing maps rows.
     """
@@ -250,6 +252,8 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
     while _kind(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
         behind.insert(0, node)
         node = node._input_dataset
+    if _takes_rows(node):
+        return ArrayRows(_as_behind(node._input_dataset, behind, dataset))
     if _kind(node) not in _BATCHES:
         if not _maps_rows(node):
             return None
@@ -278,13 +282,24 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | str | None:
     )
 
 
+def _takes_rows(node: tf.data.Dataset) -> bool:
+    """Return whether a dataset is Keras's map that takes rows of dense arrays by their numbers."""
+    if _kind(node) not in _MAPS or not _is_named(node, _TAKES_ROWS):
+        return False
+    return all(isinstance(one, tf.TensorSpec) for one in tf.nest.flatten(node.element_spec))
+
+
+def _is_named(node: tf.data.Dataset, name: str) -> bool:
+    return getattr(node._map_func._func, "__qualname__", "") == name
+
+
 def _is_class_weights(node: tf.data.Dataset) -> bool:
     """Return whether a dataset is Keras's map of `class_weight` and takes any number of rows."""
     if _kind(node) != "Map":
         return False
-    own = getattr(node._map_func._func, "__qualname__", "") == _CLASS_WEIGHTS
     leaves = tf.nest.flatten(node._input_dataset.element_spec)
-    return own and all(getattr(leaf, "shape", [None])[0] is None for leaf in leaves)
+    any_number = all(getattr(leaf, "shape", [None])[0] is None for leaf in leaves)
+    return any_number and _is_named(node, _CLASS_WEIGHTS)
 
 
 def _kind(node: tf.data.Dataset) -> str:

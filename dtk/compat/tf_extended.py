@@ -39,7 +39,7 @@ from dtk.compat.tf_datasets import (
 )
 from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
-from dtk.input.row_maps import RowMaps
+from dtk.input.row_maps import ArrayRows, RowMaps
 from dtk.nests import Function, Tree
 
 _Reduced = TypeVar("_Reduced", bound=Tree)
@@ -275,7 +275,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         local = functools.partial(cut_in_order, dataset, cut)
         return PerRankDataset(local, whole=dataset, on_read=self._observe)
 
-    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | None:
+    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | ArrayRows | None:
         """Take apart a pipeline that maps rows before it puts them into batches; None if it cannot.
 
         Rank 0 prints each reason once.

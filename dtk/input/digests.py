@@ -18,9 +18,11 @@ import tensorflow as tf
 from dtk.input import slicing
 from dtk.nests import Array, Tree
 
-# Number of first batches digested with all bytes, and of entries digested in later ones.
+# Number of first batches digested with all bytes; of entries of an array digested in later ones,
+# and of rows that are taken from arrays for it.
 _WHOLE_BATCHES = 4
 _ENTRIES = 1024
+_ROWS = 4
 
 # TensorFlow's name for the pipeline that gives back the batches read before training.
 FIRST_BATCHES = "dtk_first_batches"
@@ -32,6 +34,12 @@ _FACTOR = 0x5851F42D4C957F2D
 def digest_of(number: tf.Tensor, batch: Tree) -> tf.Tensor:
     """Compute the digest of a pipeline's batch with this number."""
     return digest(batch, number < _WHOLE_BATCHES)
+
+
+def rows_to_digest(number: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Choose the rows to digest from the rows of a pipeline's batch with this number."""
+    stride = tf.where(number < _WHOLE_BATCHES, 1, tf.maximum(tf.size(rows) // _ROWS, 1))
+    return rows[::stride]
 
 
 def digest(batch: Tree, whole: bool | tf.Tensor = True) -> tf.Tensor:

@@ -13,6 +13,9 @@ slice without rows is a padding row in both.
 Ranks compare a digest of each batch's rows before they are mapped, plus `salt`, a hash of the
 numbers that the functions hold.
 
+Keras takes a batch from arrays by the numbers of its rows; there a rank cuts the numbers, and
+digests are of the numbers and of rows that all ranks take.
+
 A `tf.data` function is a graph. It is pure if it holds no resource, and if no op in it, or in a
 function that it calls, is registered as stateful. TensorFlow's random ops, variables, tables and
 Python functions are stateful; reading a file is not, here as in TensorFlow.
@@ -26,8 +29,11 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.input import slicing
+from dtk.input import digests, slicing
 from dtk.nests import Tree
+
+# Takes the number of a batch and the batch; returns its digest.
+_Digest = Callable[[tf.Tensor, Tree], tf.Tensor]
 
 
 class RowMaps(NamedTuple):
@@ -46,14 +52,27 @@ class RowMaps(NamedTuple):
     why: str | None = None  # why all ranks map all rows by other functions
 
 
-# Takes the number of a batch and the batch; returns its digest.
-_Digest = Callable[[tf.Tensor, Tree], tf.Tensor]
+class ArrayRows(NamedTuple):
+    """A pipeline that takes batches from arrays by the numbers of their rows."""
+
+    numbers: tf.data.Dataset  # batches of numbers, each with the arrays
+    why: None = None
 
 
 def cut_dataset(
-    maps: RowMaps, rank: int, size: int, digest: _Digest, ahead: bool = True
+    maps: RowMaps | ArrayRows, rank: int, size: int, digest: _Digest, ahead: bool = True
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank, before its rows are mapped."""
+    if isinstance(maps, ArrayRows):
+
+        def take(number: tf.Tensor, given: tuple[tf.Tensor, Tree]) -> slicing.Slices:
+            numbers, arrays = given
+            slices = slicing.cut(numbers, (rank,), size)
+            parts = tuple(_taken(arrays, part) for part in slices.parts)
+            found = digest(number, _to_digest(number, numbers, arrays))
+            return slices._replace(parts=parts, digest=found)
+
+        return slicing.mapped(maps.numbers.enumerate(), take, ahead)
 
     def as_slices(about: tf.Tensor, part: Tree) -> slicing.Slices:
         rows, count, found = tf.unstack(about[0])
@@ -63,9 +82,24 @@ def cut_dataset(
 
 
 def cut_dataset_exactly(
-    maps: RowMaps, rank: int, size: int, digest: _Digest | None = None, ahead: bool = True
+    maps: RowMaps | ArrayRows,
+    rank: int,
+    size: int,
+    digest: _Digest | None = None,
+    ahead: bool = True,
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank without padding rows, before its rows are mapped."""
+    if isinstance(maps, ArrayRows):
+
+        def take(number: tf.Tensor, given: tuple[tf.Tensor, Tree]) -> Tree:
+            numbers, arrays = given
+            (part,) = slicing.cut_exactly(numbers, (rank,), size)
+            own = _taken(arrays, part)
+            if digest is None:
+                return own
+            return own, digest(number, _to_digest(number, numbers, arrays))
+
+        return slicing.mapped(maps.numbers.enumerate(), take, ahead)
 
     def without_padding(about: tf.Tensor, part: Tree) -> Tree:
         _, count, found = tf.unstack(about[0])
@@ -93,6 +127,14 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
     # Not in parallel: a stream that shuffles must not be read further ahead than the script does.
     own = maps.apply(whole.enumerate().map(cut).unbatch())
     return maps.behind(maps.batch(own, max(_own_rows(maps, rank, size), 1)))
+
+
+def _taken(arrays: Tree, numbers: tf.Tensor) -> Tree:
+    return tf.nest.map_structure(lambda array: tf.gather(array, numbers), arrays)
+
+
+def _to_digest(number: tf.Tensor, numbers: tf.Tensor, arrays: Tree) -> Tree:
+    return numbers, _taken(arrays, digests.rows_to_digest(number, numbers))
 
 
 def _own_rows(maps: RowMaps, rank: int, size: int) -> int:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from dtk.even_division import CountT, even_bounds
-from dtk.nests import Leaf, Specs, Tree
+from dtk.nests import Function, Leaf, Specs, Tree
 
 # Stands for a number that this process does not know. It is a structure without tensors, so
 # TensorFlow traces the step anew.
@@ -284,7 +284,7 @@ def cut_dataset_exactly(
 
 
 def mapped(
-    pairs: tf.data.Dataset, function: Callable[[tf.Tensor, Tree], Tree], ahead: bool = True
+    pairs: tf.data.Dataset, function: Function[Tree], ahead: bool = True
 ) -> tf.data.Dataset:
     """Apply a function to every pair, in order; in parallel and ahead if allowed."""
     # AutoGraph would take half a second and find nothing to convert in this file.

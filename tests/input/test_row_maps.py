@@ -108,7 +108,7 @@ def check_one_rank(make, size, rank):
         return slices._replace(digest=())
 
     maps = tf_datasets.take_apart(make())
-    assert isinstance(maps, row_maps.RowMaps)
+    assert isinstance(maps, row_maps.RowMaps | row_maps.ArrayRows)
     early = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
     check_same(slicing.cut_dataset(make(), (rank,), size), early.map(without_digest))
     exactly = slicing.cut_dataset_exactly(make(), (rank,), size)
@@ -146,6 +146,63 @@ def test_a_rank_maps_its_own_rows_alone():
         assert seen == [row for batch in batches for row in batch.parts[0]["row"][0].tolist()]
         mapped += seen
     assert sorted(mapped) == list(range(26))
+
+
+def arrays(count):
+    """Two inputs, labels and weights of rows."""
+    x = np.random.default_rng(0).normal(size=(count, 3, 2)).astype("float32")
+    return {"image": x, "pair": (x[:, 0], np.arange(count))}, np.arange(count) % 3, np.ones(count)
+
+
+def adapter(count, batch_size, shuffle):
+    return keras_data.ArrayDataAdapter(*arrays(count), batch_size=batch_size, shuffle=shuffle)
+
+
+@pytest.mark.parametrize(
+    "count, batch_size, shuffle, size",
+    [(23, 8, False, 3), (24, 8, True, 3), (9, 4, "batch", 5), (3, 8, True, 2)],
+)
+def test_rows_of_arrays(count, batch_size, shuffle, size):
+    def make():
+        tf.random.set_seed(4)
+        return adapter(count, batch_size, shuffle).get_tf_dataset().take(3)
+
+    for rank in (0, size - 1):
+        check_one_rank(make, size, rank)
+
+
+def test_a_rank_takes_its_own_rows_of_arrays(monkeypatch):
+    """With 64 ranks each copied 64 times the rows that it kept."""
+    taken, gather = [], tf.gather
+
+    def counted(array, numbers, **options):
+        told = tf.numpy_function(lambda n: taken.append(len(n)), [numbers], [])
+        with tf.control_dependencies([told]):
+            return gather(array, tf.identity(numbers), **options)
+
+    dataset = adapter(1024, 64, True).get_tf_dataset()
+    maps = tf_datasets.take_apart(dataset)
+    monkeypatch.setattr(tf, "gather", counted)
+    own = row_maps.cut_dataset(maps, 1, 16, digests.digest_of)
+    for _ in own:
+        pass
+    leaves = len(tf.nest.flatten(dataset.element_spec))
+    whole, later = 4 * leaves * 64, 12 * leaves * 4  # what is compared
+    assert sum(taken) == whole + later + leaves * 1024 // 16
+
+
+@pytest.mark.parametrize("batch", [0, 9])
+def test_other_rows_of_arrays_are_found_out(batch):
+    def digests_of(x):
+        data = keras_data.ArrayDataAdapter(x, batch_size=64).get_tf_dataset()
+        cut = row_maps.cut_dataset(tf_datasets.take_apart(data), 0, 2, digests.digest_of)
+        return [int(slices.digest) for slices in cut]
+
+    x = np.zeros((1024, 5), "float32")
+    other = x.copy()
+    other[64 * batch : 64 * (batch + 1)] = 1
+    alike = [one == two for one, two in zip(digests_of(x), digests_of(other), strict=True)]
+    assert alike.index(False) == batch and sum(alike) == 15
 
 
 def test_class_weights():
@@ -221,8 +278,10 @@ NOT = {
     "cut anew": (lambda d: d.map(plus_one).batch(4).rebatch(3), "its rebatch takes"),
     "kept rows": (lambda d: d.map(plus_one).cache().batch(4), None),
     "no map": (lambda d: d.shuffle(3).batch(4), None),
-    "arrays given to fit": (
-        lambda d: keras_data.ArrayDataAdapter(np.zeros((9, 2)), batch_size=4).get_tf_dataset(),
+    "sparse arrays": (
+        lambda d: keras_data.ArrayDataAdapter(
+            tf.sparse.from_dense(np.eye(6, dtype="float32")), batch_size=4
+        ).get_tf_dataset(),
         None,
     ),
     "a generator": (
