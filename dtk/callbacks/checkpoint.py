@@ -200,7 +200,7 @@ class Checkpoint(StrategyCallback):
             for variable, value in zip(metric_variables(self.model), self._metrics, strict=True):
                 self.trainer.strategy.set_sum(variable, value)
         self._metrics = None
-        self._frequency.begin_epoch(done, self.model)
+        self._frequency.begin_epoch(done, self.trainer.feed, self.model)
 
     def on_epoch_started(self, epoch: int) -> None:
         """Put back the rates of an epoch that is resumed in its middle: they hold for all of it.
@@ -431,12 +431,13 @@ class Frequency:
             return self.samples >= self._every_samples
         return isinstance(self._save_freq, int) and self.steps >= self._save_freq
 
-    def begin_epoch(self, done: int, model: keras.Model) -> None:
-        """Begin to count the steps of an epoch."""
+    def begin_epoch(self, done: int, feed: Feed, model: keras.Model) -> None:
+        """Begin to count the steps of an epoch, of which some may be done."""
         self._last_step = done
         self._looked += round(self._unseen * self._rate)
         self._unseen = 0
-        self._total = count_rows(model) if done and self._every_samples is not None else 0
+        seen = done and self._every_samples is not None and feed.rows_counted(done) is None
+        self._total = count_rows(model) if seen else 0
 
     def count(self, done: int, feed: Feed, model: keras.Model | None = None) -> None:
         """Count what the epoch has done since the last call."""
