@@ -275,9 +275,9 @@ def patch_layers(replicas: int | None = None) -> Iterator[None]:
     def einsum(
         subscripts: str, *operands: tf.Tensor, original: Function[tf.Tensor], **options: object
     ) -> tf.Tensor:
-        if count() > 1 and not options and _is_projection(subscripts):
-            tensors = [keras.ops.convert_to_tensor(one) for one in operands]
-            if len({one.dtype for one in tensors}) == 1 and tensors[0].dtype.is_floating:
+        if count() > 1 and not options:
+            tensors = [tf.convert_to_tensor(one) for one in operands]
+            if _is_projection(subscripts, tensors):
                 return tf.einsum(subscripts, *tensors)
         return original(subscripts, *operands, **options)
 
@@ -288,14 +288,19 @@ def patch_layers(replicas: int | None = None) -> Iterator[None]:
         yield
 
 
-def _is_projection(subscripts: str) -> bool:
+def _is_projection(subscripts: str, tensors: Sequence[tf.Tensor]) -> bool:
     """Return whether an equation multiplies rows of several axes by one matrix.
 
     Keras makes a product of stacks of it, as for the query of an attention: the gradient of the
     matrix is then one matrix for each row of the batch, and a sum of these.
     """
     found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]+)->([a-zA-Z]+)", subscripts)
-    return found is not None and not set.intersection(*map(set, found.groups()))
+    if found is None or set.intersection(*map(set, found.groups())):
+        return False
+    # Of 16 bits, TensorFlow's operation may sum over the rows in 16 bits.
+    of_kind = {one.dtype for one in tensors} in ({tf.float32}, {tf.float64})
+    axes = [len(labels) for labels in found.groups()[:2]]  # Keras takes stacks of operands, too
+    return of_kind and [one.shape.rank for one in tensors] == axes
 
 
 # Batch normalization: Keras still computes what the fused operation cannot, such as masked,

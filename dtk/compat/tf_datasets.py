@@ -252,7 +252,7 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | ArrayRows | str | None:
     while _kind(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
         behind.insert(0, node)
         node = node._input_dataset
-    if _takes_rows(node):
+    if _takes_rows(node) and not any(_kind(one) in _MAPS for one in behind):
         return ArrayRows(_as_behind(node._input_dataset, behind, dataset))
     if _kind(node) not in _BATCHES:
         if not _maps_rows(node):
@@ -286,7 +286,8 @@ def _takes_rows(node: tf.data.Dataset) -> bool:
     """Return whether a dataset is Keras's map that takes rows of dense arrays by their numbers."""
     if _kind(node) not in _MAPS or not _is_named(node, _TAKES_ROWS):
         return False
-    return all(isinstance(one, tf.TensorSpec) for one in tf.nest.flatten(node.element_spec))
+    leaves = tf.nest.flatten(node.element_spec)
+    return all(isinstance(one, tf.TensorSpec) or not hasattr(one, "shape") for one in leaves)
 
 
 def _is_named(node: tf.data.Dataset, name: str) -> bool:

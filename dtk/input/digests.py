@@ -18,8 +18,8 @@ import tensorflow as tf
 from dtk.input import slicing
 from dtk.nests import Array, Tree
 
-# Number of first batches digested with all bytes; of entries of an array digested in later ones,
-# and of rows that are taken from arrays for it.
+# Number of first batches digested with all bytes; of entries digested in later ones; and of rows
+# that are taken from arrays for it, unless more have so few entries.
 _WHOLE_BATCHES = 4
 _ENTRIES = 1024
 _ROWS = 4
@@ -36,10 +36,10 @@ def digest_of(number: tf.Tensor, batch: Tree) -> tf.Tensor:
     return digest(batch, number < _WHOLE_BATCHES)
 
 
-def rows_to_digest(number: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Choose the rows to digest from the rows of a pipeline's batch with this number."""
-    stride = tf.where(number < _WHOLE_BATCHES, 1, tf.maximum(tf.size(rows) // _ROWS, 1))
-    return rows[::stride]
+def rows_to_digest(number: tf.Tensor, rows: tf.Tensor, entries: int) -> tf.Tensor:
+    """Choose rows of an array to digest, which have this many entries, from those of a batch."""
+    few = max(_ROWS, _ENTRIES // max(entries, 1))
+    return rows[:: tf.where(number < _WHOLE_BATCHES, 1, tf.maximum(tf.size(rows) // few, 1))]
 
 
 def digest(batch: Tree, whole: bool | tf.Tensor = True) -> tf.Tensor:

@@ -130,11 +130,18 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
 
 
 def _taken(arrays: Tree, numbers: tf.Tensor) -> Tree:
-    return tf.nest.map_structure(lambda array: tf.gather(array, numbers), arrays)
+    return tf.nest.map_structure(
+        lambda array: None if array is None else tf.gather(array, numbers), arrays
+    )
 
 
 def _to_digest(number: tf.Tensor, numbers: tf.Tensor, arrays: Tree) -> Tree:
-    return numbers, _taken(arrays, digests.rows_to_digest(number, numbers))
+    some = [
+        tf.gather(array, digests.rows_to_digest(number, numbers, array.shape[1:].num_elements()))
+        for array in tf.nest.flatten(arrays)
+        if array is not None
+    ]
+    return numbers, some
 
 
 def _own_rows(maps: RowMaps, rank: int, size: int) -> int:

@@ -252,24 +252,25 @@ def test_one_replica_computes_as_keras_unless_chosen(monkeypatch):
         normalized((4, 7))
 
 
-def projected(equation, x, kernel):
+def projected(equation, x, kernel, dtype="float32"):
     """A product and its gradients, and the shapes of all tensors that were computed."""
     random = np.random.default_rng(7)
-    x, kernel = (tf.constant(random.normal(size=one), "float32") for one in (x, kernel))
+    x = tf.constant(random.normal(size=x), dtype)
+    kernel = keras.Variable(random.normal(size=kernel), dtype=dtype)
     shapes = []
 
     @tf.function(autograph=False)
     def step(x):
         with tf.GradientTape() as tape:
-            tape.watch([x, kernel])
+            tape.watch(x)
             y = keras.ops.einsum(equation, x, kernel)
             loss = tf.reduce_sum(tf.square(y))
-        found = tape.gradient(loss, [x, kernel])
+        found = tape.gradient(loss, [x, kernel.value])
         graph = tf.compat.v1.get_default_graph()
         shapes.extend(t.shape for op in graph.get_operations() for t in op.outputs)
-        return y, *found
+        return [tf.cast(one, "float64") for one in (y, *found)]
 
-    return [np.asarray(one, "float64") for one in step(x)], shapes
+    return [one.numpy() for one in step(x)], shapes
 
 
 @pytest.mark.parametrize(
@@ -294,16 +295,18 @@ def test_the_gradient_of_a_projection_is_one_product(equation, x, kernel):
 
 
 @pytest.mark.parametrize(
-    "replicas, equation, x, kernel",
+    "replicas, equation, x, kernel, dtype",
     [
-        (1, "abc,cde->abde", (6, 4, 5), (5, 2, 3)),
-        (2, "abcd,abde->abce", (6, 4, 2, 3), (6, 4, 3, 5)),  # a matrix for each row
+        (1, "abc,cde->abde", (6, 4, 5), (5, 2, 3), "float32"),
+        (2, "abcd,abde->abce", (6, 4, 2, 3), (6, 4, 3, 5), "float32"),  # a matrix for each row
+        (2, "abc,cd->abd", (2, 6, 4, 5), (5, 3), "float32"),  # stacks of both
+        (2, "abc,cd->abd", (256, 64, 4), (4, 8), "bfloat16"),  # else 1020 is 768
     ],
 )
-def test_other_products_stay_keras_s(replicas, equation, x, kernel):
-    own, _ = projected(equation, x, kernel)
+def test_other_products_stay_keras_s(replicas, equation, x, kernel, dtype):
+    own, _ = projected(equation, x, kernel, dtype)
     with fused_kernels.patch_layers(replicas):
-        found, _ = projected(equation, x, kernel)
+        found, _ = projected(equation, x, kernel, dtype)
         whole = keras.ops.einsum("abc,cd->abd", *(tf.ones(s, "int32") for s in ((2, 3, 4), (4, 5))))
     assert whole.dtype == "int32"
     for one, other in zip(found, own, strict=True):
@@ -323,6 +326,9 @@ def test_an_attention_of_sequences_of_any_length_equals_keras():
 
     own = [g.numpy() for g in step(x)]
     with fused_kernels.patch_layers(2):
-        fused = [g.numpy() for g in tf.function(step.python_function)(x)]
+        again = tf.function(step.python_function, autograph=False)
+        fused = [g.numpy() for g in again(x)]
+    operations = again.get_concrete_function(x).graph.get_operations()
+    assert "BatchMatMulV2" not in {op.type for op in operations}
     for one, other in zip(fused, own, strict=True):
         np.testing.assert_allclose(one, other, 1e-4, 1e-4)
