@@ -27,7 +27,7 @@ IN_STEP = "limit in step"
 OWN = "of its own"
 LEGEND = "Medians over turns, of means over workers."
 _LIMIT_LEGEND = (
-    "limit: every worker trains by itself, with plain Keras and dtk's kernels, "
+    "limit: every worker trains by itself, with plain Keras and dtk's fused operations, "
     "and sends nothing. Of the limit: its "
     "time / this time, in the same round; 1 is perfect."
 )

@@ -93,7 +93,7 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 class LocalFit(Fit):
-    """The no-communication bound: plain Keras on a rank's own rows, with dtk's kernels."""
+    """The no-communication bound: plain Keras on a rank's own rows, with dtk's fused operations."""
 
     def __init__(self, problem: Problem, setting: Setting, communicator: Communicator, device: str):
         count = (setting.steps + 1) * setting.batch_size

@@ -275,9 +275,12 @@ def patch_layers(replicas: int | None = None) -> Iterator[None]:
     def einsum(
         subscripts: str, *operands: tf.Tensor, original: Function[tf.Tensor], **options: object
     ) -> tf.Tensor:
-        if count() > 1 and not options:
+        axes = None if options or count() == 1 else _axes_of_projection(subscripts)
+        if axes is not None:
             tensors = [tf.convert_to_tensor(one) for one in operands]
-            if _is_projection(subscripts, tensors):
+            # In 16 bits, TensorFlow's operation may also sum over the rows in 16 bits.
+            alike = {one.dtype for one in tensors} in ({tf.float32}, {tf.float64})
+            if alike and [one.shape.rank for one in tensors] == axes:
                 return tf.einsum(subscripts, *tensors)
         return original(subscripts, *operands, **options)
 
@@ -288,19 +291,16 @@ def patch_layers(replicas: int | None = None) -> Iterator[None]:
         yield
 
 
-def _is_projection(subscripts: str, tensors: Sequence[tf.Tensor]) -> bool:
-    """Return whether an equation multiplies rows of several axes by one matrix.
+def _axes_of_projection(subscripts: str) -> list[int] | None:
+    """Return the axes of both operands, if one matrix multiplies rows of several axes.
 
-    Keras makes a product of stacks of it, as for the query of an attention: the gradient of the
-    matrix is then one matrix for each row of the batch, and a sum of these.
+    Keras multiplies the rows of each example by themselves, as for the query of an attention: the
+    gradient of the matrix is then one matrix for each example, and a sum of these.
     """
     found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]+)->([a-zA-Z]+)", subscripts)
     if found is None or set.intersection(*map(set, found.groups())):
-        return False
-    # Of 16 bits, TensorFlow's operation may sum over the rows in 16 bits.
-    of_kind = {one.dtype for one in tensors} in ({tf.float32}, {tf.float64})
-    axes = [len(labels) for labels in found.groups()[:2]]  # Keras takes stacks of operands, too
-    return of_kind and [one.shape.rank for one in tensors] == axes
+        return None
+    return [len(labels) for labels in found.groups()[:2]]  # Keras takes stacks of operands, too
 
 
 # Batch normalization: Keras still computes what the fused operation cannot, such as masked,

@@ -252,7 +252,7 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | ArrayRows | str | None:
     while _kind(node) in (*_TRANSPARENT, *_COUNTED) or _is_class_weights(node):
         behind.insert(0, node)
         node = node._input_dataset
-    if _takes_rows(node) and not any(_kind(one) in _MAPS for one in behind):
+    if _takes_rows(node):
         return ArrayRows(_as_behind(node._input_dataset, behind, dataset))
     if _kind(node) not in _BATCHES:
         if not _maps_rows(node):
