@@ -83,22 +83,9 @@ def is_noise(line: str, level: str | None, gpu: bool | None = None) -> bool:
 # In the process that imports TensorFlow.
 
 
-@contextlib.contextmanager
-def tensorflow_import() -> Iterator[None]:
-    """Filter the import of TensorFlow, and set the level that TensorFlow then obeys."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", DEFAULT_LEVEL)
-    with filtered():
-        yield
-
-
-@contextlib.contextmanager
-def device_start() -> Iterator[None]:
+def device_start() -> contextlib.AbstractContextManager[None]:
     """Filter standard error while TensorFlow starts its devices on a host without GPUs."""
-    if os.path.exists(_GPU_DEVICE):
-        yield
-    else:
-        with filtered():
-            yield
+    return contextlib.nullcontext() if os.path.exists(_GPU_DEVICE) else filtered()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def await_imports() -> None:
     spec.loader.exec_module(importing)
     importing.inside("dtk", rank_begins)
     off = importing.without_collector
-    importing.inside("tensorflow", of_dtk("quiet", "tensorflow_import"), off)
+    importing.inside("tensorflow", of_dtk("quiet", "filtered"), off)
     # Keras imports TensorFlow, and its other objects also live as long as the process.
     importing.inside("keras", of_dtk("trainer.undistributed_jobs", "training_refused"), off)
 
