@@ -24,8 +24,9 @@ from dtk.compat import (
 )
 from dtk.input import slicing
 from dtk.nests import Function, Specs, Tree
-from dtk.parameter_server import evaluator, functional_step, worker_data
+from dtk.parameter_server import functional_step, worker_data
 from dtk.parameter_server.batch_jobs import Batch, PredictJob, TestJob, whole_batch
+from dtk.parameter_server.evaluator import source_of
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
@@ -62,7 +63,14 @@ class ParameterServerTrainer(JobTrainer):
         return found
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
-        return evaluator.leaves_validation(asked, self.strategy)
+        """Return whether the evaluator validates instead of the chief.
+
+        The chief validates anyway if a callback monitors the result.
+        """
+        callbacks = asked["callbacks"]
+        listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
+        waits = any(str(getattr(c, "monitor", "")).startswith("val_") for c in listed)
+        return self.strategy.has_evaluator and source_of(callbacks) is not None and not waits
 
     # Data.
 

@@ -15,7 +15,6 @@ import csv
 import functools
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -28,7 +27,6 @@ from dtk.errors import ClusterError
 from dtk.nests import Args, Function, Kwargs
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.strategy import Strategy
 
 _LOOK_SECONDS = 1.0
 _FILE = "evaluation.csv"
@@ -48,17 +46,6 @@ def source_of(
     """Return the callback of `fit` that saves the checkpoints for an evaluator; else None."""
     listed = getattr(callbacks, "callbacks", callbacks) or []
     return next((c for c in keras.tree.flatten(listed) if hasattr(c, "appeared")), None)
-
-
-def leaves_validation(asked: dict[str, object], strategy: Strategy) -> bool:
-    """Return whether the evaluator validates instead of the chief.
-
-    The chief validates anyway if a callback monitors the result.
-    """
-    callbacks = asked["callbacks"]
-    listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-    waits = any(str(getattr(c, "monitor", "")).startswith("val_") for c in listed)
-    return strategy.has_evaluator and source_of(callbacks) is not None and not waits
 
 
 class EvaluatorTrainer(DistributedTrainer):
@@ -201,10 +188,3 @@ class EvaluationLog:
             if is_new:
                 writer.writeheader()
             writer.writerow(row)
-
-
-def quietly_load(model: keras.Model, path: Path) -> None:
-    """Load weights without warnings: a model that does not train has no optimizer state."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-        model.load_weights(path)

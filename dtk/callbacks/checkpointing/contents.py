@@ -34,7 +34,7 @@ from dtk.errors import CheckpointFormatError
 from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import ModelInParts, is_in_parts
 from dtk.nests import Array, Logs
-from dtk.parameter_server import evaluator
+from dtk.parameter_server.evaluator import SavedProgress
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.sharded_optimizer import ShardedState
@@ -320,7 +320,7 @@ def _newest_readable(
 
 def load_weights(
     files: CheckpointFiles, model: keras.Model, name: str
-) -> evaluator.SavedProgress | None:
+) -> SavedProgress | None:
     """Load the weights of a checkpoint into a model that will not be trained."""
     trainer = trainer_of(model)
     assert trainer is not None
@@ -329,12 +329,15 @@ def load_weights(
         count, path = len(model.weights), files.directory / name
         _check(packed, path)
         check_same_model(packed["variables"][:count], describe(trainer)[:count], path)
-        evaluator.quietly_load(model, files.weights(name))
+        with warnings.catch_warnings():
+            # A model that does not train has no optimizer state.
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+            model.load_weights(files.weights(name))
     except (CorruptCheckpointError, FileNotFoundError):
         if name in files.names():
             raise
         return None
-    return evaluator.SavedProgress(packed["epoch"], packed["step"], packed.get("iterations"))
+    return SavedProgress(packed["epoch"], packed["step"], packed.get("iterations"))
 
 
 def _check(state: states.CheckpointState, path: Path) -> None:
