@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.errors import ClusterError
-from dtk.nests import Args, Function, Kwargs
 from dtk.parameter_server.job_context import JobStrategy
 from dtk.trainer.distributed_trainer import DistributedTrainer
 
@@ -53,12 +51,9 @@ class EvaluatorTrainer(DistributedTrainer):
 
     strategy: JobStrategy
 
-    def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> NoReturn:
+    def before_fit(self, asked: dict[str, object]) -> NoReturn:
         """Evaluate the chief's checkpoints until the chief is gone, then exit with 0."""
         model = self.model
-        given = inspect.signature(method).bind(*args, **kwargs)
-        given.apply_defaults()
-        asked = given.arguments
         source = source_of(asked["callbacks"])
         if source is None:
             raise ClusterError(

@@ -27,7 +27,7 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import digests, slicing
-from dtk.nests import Args, Function, Kwargs, Specs, Tree
+from dtk.nests import Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
@@ -121,7 +121,7 @@ class DistributedTrainer(ModelState):
         if read:
             self.strategy.take_metric_state(read)
 
-    def before_fit(self, method: Function[object], args: Args, kwargs: Kwargs) -> None:
+    def before_fit(self, asked: dict[str, object]) -> None:
         """Do nothing; an override may run here in place of `fit` and end the process."""
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:

@@ -72,7 +72,6 @@ def call(
     strategy.meet(f"{name} begins")
     if name != "fit":
         return _evaluate_or_predict(method, name, trainer, given)
-    trainer.before_fit(method, args, kwargs)
     return _fit(method, trainer, given)
 
 
@@ -129,6 +128,7 @@ def _fit(
     """Call Keras's `fit` with the checks between ranks around it."""
     given.apply_defaults()
     asked, strategy = given.arguments, trainer.strategy
+    trainer.before_fit(asked)
     if trainer.leaves_validation(asked):
         asked["validation_data"] = None
     callbacks = asked["callbacks"]
