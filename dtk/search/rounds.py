@@ -122,7 +122,6 @@ class Rounds:
         self.rank, self.size = communicator.rank, communicator.size
         self.give_up: Callable[[Failure], None] = lambda failure: None
         self._alone = self.size == 1 or communicator.name == "null"
-        self._world = communicator
         self._own = communicator if self._alone else communicator.split(0)
         self._patience = patience
 
@@ -139,10 +138,6 @@ class Rounds:
             return self._own.allgather_object(message)
         finally:
             timer.cancel()
-
-    def resynchronize(self) -> None:
-        """Make up for an exception that has ended a trial earlier on some ranks than on others."""
-        self._world.resynchronize()
 
     def _end(self, failure: Failure) -> None:
         print(

@@ -223,7 +223,8 @@ class _Run:
 
     def _run(self, trial: DistributedTrial) -> Values:
         """Run the objective; what it raises on any rank is raised on all."""
-        self._rounds.resynchronize()
+        # For an exception that has ended a trial earlier on some ranks than on others.
+        self._strategy.communicator.resynchronize()
         keras.utils.set_random_seed(trial.seed)
         try:
             with self._strategy.meeting(trial.arrive):
@@ -323,11 +324,6 @@ class Results:
 # cannot say that its trial is over; the next one that uses the study does, where it can see that
 # the other is gone.
 ATTRIBUTE = "dtk"
-_FINISHED = (
-    optuna.trial.TrialState.COMPLETE,
-    optuna.trial.TrialState.PRUNED,
-    optuna.trial.TrialState.FAIL,
-)
 # Until a process has noted that it runs a trial which it has begun, storages of databases included.
 _TO_NOTE = datetime.timedelta(minutes=1)
 _RUNNING = optuna.trial.TrialState.RUNNING
@@ -342,7 +338,7 @@ def counts(trial: optuna.trial.FrozenTrial) -> bool:
     if trial.state == _RUNNING:
         return True
     notes = trial.user_attrs.get(ATTRIBUTE, {})
-    return trial.state in _FINISHED and ("ended" in notes or "owner" not in notes)
+    return trial.state.is_finished() and ("ended" in notes or "owner" not in notes)
 
 
 def counted(study: optuna.Study, before: int | None = None) -> int:
