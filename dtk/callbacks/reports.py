@@ -125,7 +125,25 @@ def _numbers(logs: Logs | None) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in (logs or {}).items())
 
 
-class CommunicationStats(StrategyCallback):
+class _CountsSteps(StrategyCallback):
+    """Callback that knows which steps of the epoch are done."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin to count."""
+        self._first: int | None = None
+        self._end = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Note the epoch's first step: a resumed epoch may begin in the middle."""
+        if self._first is None:
+            self._first = batch
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count the step."""
+        self._end = batch + 1
+
+
+class CommunicationStats(_CountsSteps):
     """Put the cost of communication into each epoch's logs.
 
     `comm_bytes` is the number of bytes that this rank handed to the transport per step, averaged
@@ -151,8 +169,7 @@ class CommunicationStats(StrategyCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._first: int | None = None
-        self._end: tuple[float, ...] | None = None
+        self._until: tuple[float, ...] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise for strategies that do not use the communicator."""
@@ -164,30 +181,21 @@ class CommunicationStats(StrategyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the counts at the epoch's beginning."""
-        self._begin, self._end = self._counts(), None
-        self._first, self._steps = None, 0
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Note the epoch's first step: a resumed epoch may begin in the middle."""
-        if self._first is None:
-            self._first = batch
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Count steps."""
-        self._steps = batch + 1 - (self._first or 0)
+        super().on_epoch_begin(epoch)
+        self._since, self._until = self._counts(), None
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop counting for this epoch: its validation begins."""
-        if self._end is None:
-            self._end = self._counts()
+        if self._until is None:
+            self._until = self._counts()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the epoch's numbers to its logs."""
         self.trainer.flush()
-        end = self._end or self._counts()
-        sent, seconds, wall = (b - a for a, b in zip(self._begin, end, strict=True))
+        until = self._until or self._counts()
+        sent, seconds, wall = (b - a for a, b in zip(self._since, until, strict=True))
         if logs is not None:
-            logs["comm_bytes"] = sent / max(1, self._steps)
+            logs["comm_bytes"] = sent / max(1, self._end - (self._first or 0))
             logs["comm_share"] = seconds / wall if wall else 0.0
 
     def _counts(self) -> tuple[float, ...]:
@@ -210,7 +218,7 @@ class Summary(NamedTuple):
     samples: int | None
 
 
-class TrainingSummary(StrategyCallback):
+class TrainingSummary(_CountsSteps):
     """Keep loss, metric and samples of every epoch, and of the last evaluation.
 
     Attributes:
@@ -236,23 +244,10 @@ class TrainingSummary(StrategyCallback):
         super().__init__()
         self.epoch_summaries: list[Summary] = []
         self.test_summary: Summary | None = None
-        self._first: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the epochs of an earlier `fit`."""
         self.epoch_summaries = []
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Count from the epoch's first step on."""
-        self._first, self._end = None, 0
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Note the epoch's first step: a resumed epoch may begin in the middle."""
-        self._first = batch if self._first is None else self._first
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Count steps."""
-        self._end = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Keep the epoch's numbers."""
