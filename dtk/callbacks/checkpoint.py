@@ -130,7 +130,7 @@ class Checkpoint(StrategyCallback):
         self.monitor, self.larger_is_better = monitor, better_when_larger(monitor, mode)
         self.best: float | None = None
         self._best_before: float | None = None
-        self._background = Background(self.say) if background else None
+        self.background, self._background = background, Background(self.say)
         self._lock = DirectoryLock(self.directory)
         self._begun = self._fitting = False
         self._termination: Termination | None = None
@@ -267,7 +267,7 @@ class Checkpoint(StrategyCallback):
         if self._termination is not None:
             self._termination.remove()
             self._termination = None
-        if self._background is not None and (failure := self._background.left()) is not None:
+        if (failure := self._background.left()) is not None:
             self.say(str(failure))  # fit was left by another exception
         self._lock.release()
         if self._fitting:
@@ -296,7 +296,7 @@ class Checkpoint(StrategyCallback):
             self.best = better
             note = {"epoch": progress.epoch, "monitor": self.monitor, "value": better}
         try:
-            keep, background = self.max_to_keep, self._background
+            keep, background = self.max_to_keep, self._background if self.background else None
             began = time.monotonic()
             path = self.directory / contents.save(
                 self.trainer, self.files, progress, keep, self.best, note, background
@@ -321,11 +321,10 @@ class Checkpoint(StrategyCallback):
         Args:
             wait: Whether to wait for what is under way.
         """
-        background = self._background
-        if background is None:
+        if not self.background:
             return True
         try:
-            on_chief(self.strategy, lambda: background.finish(wait))
+            on_chief(self.strategy, lambda: self._background.finish(wait))
         except CheckpointSaveError as error:
             self._fail(error)
             return False
@@ -333,12 +332,11 @@ class Checkpoint(StrategyCallback):
 
     def _notice_failure(self) -> None:
         """Raise a failure of the background between two steps, where one rank may raise alone."""
-        background = self._background
-        failure = None if background is None else background.failure
-        if background is None or not isinstance(failure, CheckpointSaveError):
+        failure = self._background.failure
+        if not isinstance(failure, CheckpointSaveError):
             return  # others than rank 0 have none
         if self.on_save_error == "warn" or self.strategy.world.size == 1:
-            background.left()
+            self._background.left()
             self._fail(failure)
 
     def _fail(self, error: CheckpointSaveError) -> None:
