@@ -119,9 +119,7 @@ def multiply_rate(
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Return the optimizer inside wrappers, such as `LossScaleOptimizer`."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
+    return keras_optimizers.chain(optimizer)[-1]
 
 
 def momentum_buffers(optimizer: keras.Optimizer) -> list[keras.Variable]:
