@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.compat import keras_models
 from dtk.input import slicing
 from dtk.nests import Logs, Tree
+from dtk.patches import patch
 from dtk.schedules.runs import check_count
 from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica.step_trial import Snapshot
@@ -105,7 +105,10 @@ class BatchNormStatistics(StrategyCallback):
     def _replace(self) -> None:
         kept = Snapshot(self.model.non_trainable_variables)
         try:
-            with _without_memory(self._layers):
+            with contextlib.ExitStack() as stack:
+                for layer in self._layers:
+                    # Steps that are traced here set moving averages to a batch's statistics.
+                    stack.enter_context(patch(layer, momentum=0.0))
                 columns = [
                     tf.nest.flatten(self._run(iter([batch]))) for batch in self._global_batches()
                 ]
@@ -147,16 +150,3 @@ def _is_trained(layer: keras.Layer) -> bool:
             "averages in training; leave one of the two out"
         )
     return True
-
-
-@contextlib.contextmanager
-def _without_memory(layers: list[keras.layers.BatchNormalization]) -> Iterator[None]:
-    """Let steps that are traced in the block set moving averages to a batch's statistics."""
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum

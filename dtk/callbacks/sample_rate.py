@@ -12,6 +12,7 @@ from dtk.callbacks.learning_rate import check_settable, innermost, multiply_mome
 from dtk.callbacks.strategy_callback import SavedCallback
 from dtk.exchange import Delayed, WarmStart
 from dtk.nests import Logs
+from dtk.patches import patch
 from dtk.schedules import (
     learning_rate_from_sample_rate,
     momentum_from_time_constant,
@@ -45,17 +46,14 @@ class Momentum:
             optimizer.momentum, trainable=False, dtype=tf.float32, name="momentum"
         )
         self.value = float(optimizer.momentum)  # of the next step
-        update, given, held = optimizer.update_step, optimizer.momentum, _Held(self._variable)
+        update, held = optimizer.update_step, _Held(self._variable)
 
         @tf.autograph.experimental.do_not_convert
         def update_step(
             gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
         ) -> None:
-            optimizer.momentum = held
-            try:
+            with patch(optimizer, momentum=held):
                 update(gradient, variable, learning_rate)
-            finally:
-                optimizer.momentum = given
 
         optimizer.update_step = update_step
 

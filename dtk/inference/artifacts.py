@@ -28,6 +28,7 @@ from dtk.communicators.root import on_root
 from dtk.errors import at_rank
 from dtk.inference.weights import check_ready, quantized_layers, ranks_of
 from dtk.nests import Array, Specs, Tree
+from dtk.patches import patch
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer import model_files
 from dtk.version import pip_install
@@ -155,16 +156,14 @@ def _write(model: keras.Model, place: Path, format: str, options: Mapping[str, o
     # tf2onnx logs an operation that it does not know, and goes on without it.
     logger, errors = logging.getLogger("tf2onnx"), logging.handlers.BufferingHandler(2**20)
     errors.setLevel(logging.ERROR)
-    propagates, logger.propagate = logger.propagate, False
     logger.addHandler(errors)
     try:
-        with warnings.catch_warnings():
+        with patch(logger, propagate=False), warnings.catch_warnings():
             # Keras looks whether NumPy is an old one.
             warnings.filterwarnings("ignore", "In the future `np.object`", FutureWarning)
             model.export(str(place), format=format, verbose=False, **options)
     finally:
         logger.removeHandler(errors)
-        logger.propagate = propagates
     if errors.buffer:
         raise ExportError("; ".join(record.getMessage() for record in errors.buffer))
 

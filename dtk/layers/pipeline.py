@@ -32,6 +32,7 @@ from dtk.even_division import even_bounds
 from dtk.layers.collectives import with_gradient
 from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
+from dtk.patches import patch
 from dtk.schedules.runs import is_count
 
 # A stage, or a function without arguments that builds it.
@@ -610,11 +611,8 @@ class InterleavedPipeline(Pipeline):
         self, x: Tree, y: Tree, output: tf.Tensor, weight: tf.Tensor | None
     ) -> tf.Tensor:
         """Compute the loss of a microbatch without penalties: these would need communication."""
-        self._counts_penalties = False
-        try:
+        with patch(self, _counts_penalties=False):
             return self.compute_loss(x, y, output, weight, training=True)
-        finally:
-            self._counts_penalties = True
 
     def _with_penalties(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Add the gradients of the penalties on this stage's weights."""
