@@ -84,9 +84,8 @@ class FindNonFinite(StrategyCallback):
 
     def on_fit_left(self) -> None:
         """Stop noting gradients."""
-        if self._watching:
-            self._watch(False)
-            self._watching = False
+        self._watch(False)
+        self._watching = False
 
     def _watch(self, wanted: bool) -> None:
         exchanges = shared_optimizer.gradient_exchanges_of(self.model) if self._watching else []

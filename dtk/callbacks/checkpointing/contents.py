@@ -447,14 +447,13 @@ def restore_exchange(trainer: DistributedTrainer, saved: dict[str, SavedItem]) -
     rank 0 warns. One process without an exchange keeps it for the next.
     """
     strategy = trainer.strategy
-    group, start = strategy.model_communicator, ""
+    group = strategy.model_communicator
     parts = {name.partition("/")[0] for name in saved if name.startswith(PART)}
     alone = group.size == 1 and not (
         parts and shared_optimizer.gradient_exchanges_of(trainer.model)
     )
     fits = alone or len(parts) == group.size
-    if not alone:
-        start = f"{PART}{group.rank}/"
+    start = "" if alone else f"{PART}{group.rank}/"
     mine = {k.removeprefix(start): v for k, v in saved.items() if fits and k.startswith(start)}
     trainer.restore_exchange(mine)
     if saved and not fits and strategy.is_chief:

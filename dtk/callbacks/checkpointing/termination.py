@@ -75,10 +75,9 @@ class Termination:
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
         self._agreed.set()
-        if self._pipe is None:
-            return
-        progress.tell_saving("over")
-        self.give_back()
+        if self._pipe is not None:
+            progress.tell_saving("over")
+            self.give_back()
 
     def give_back(self) -> None:
         """Let this process alone end by SIGTERM as before; one that is forked calls it."""
