@@ -316,7 +316,7 @@ def predict_to_disk(
         compare([(what, source.read)], ranks, _SAME_DATA)
     read_steps, rows = (source.steps, source.rows) if source.read is None else source.read[:2]
     ranks.barrier()
-    on_root(ranks, lambda: _complete(files, manifest, read_steps, rows, ranks.rank))
+    on_root(ranks, lambda: _complete(files, manifest, read_steps, rows))
     return Predictions(files.directory)
 
 
@@ -430,10 +430,8 @@ def _predict_part(
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
 
 
-def _complete(
-    files: PartFiles, manifest: Manifest, steps: int | None, rows: int | None, rank: int
-) -> None:
-    """Say in the manifest that all is there, after all ranks have written."""
+def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rows: int | None) -> None:
+    """Say in the manifest that all is there, after all ranks have written; on rank 0."""
     assert steps is not None
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
     missing = [part for part, rows in enumerate(found) if rows is None]
@@ -443,7 +441,7 @@ def _complete(
             f"{missing[0]}, though every rank has written its own; give a directory of a file "
             "system that all hosts share"
         )
-        raise ValueError(at_rank(rank, told))
+        raise ValueError(at_rank(0, told))
     parts = tuple(count for count in found if count is not None)
     if rows is not None and sum(parts) != rows:
         told = (
@@ -451,5 +449,5 @@ def _complete(
             f"{rows}; the model must return one row for each row of a batch, and data that has "
             "grown or shrunk since an earlier run must be predicted anew, with resume=False"
         )
-        raise ValueError(at_rank(rank, told))
+        raise ValueError(at_rank(0, told))
     files.write_manifest(dataclasses.replace(manifest, parts=parts))
