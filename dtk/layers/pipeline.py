@@ -34,6 +34,7 @@ from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
 from dtk.patches import patch
 from dtk.schedules.runs import is_count
+from dtk.trainer.tracing import lookups
 
 # A stage, or a function without arguments that builds it.
 Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
@@ -297,11 +298,7 @@ def added(one: Gradient, other: Gradient) -> Gradient:
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([one.values, other.values], 0),
-            tf.concat([one.indices, other.indices], 0),
-            one.dense_shape,
-        )
+        return lookups.concatenated([one, other])
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 

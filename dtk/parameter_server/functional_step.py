@@ -29,7 +29,7 @@ from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing import lookups, traced_step
 
 # Variables and the values that a step begins with.
 State: TypeAlias = Sequence[tuple[keras.Variable, tf.Tensor]]
@@ -226,17 +226,15 @@ def _whole_gradient(
     parts: Sequence[tf.Tensor | tf.IndexedSlices | None], variable: keras.Variable
 ) -> tf.IndexedSlices | None:
     """Join the gradients of a table's parts into the gradient of the table."""
-    rows, indices, first = [], [], 0
+    found, first = [], 0
     shards = keras_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):
         if part is not None:
             sparse = as_slices(part)
-            rows.append(sparse.values)
-            indices.append(tf.cast(sparse.indices, tf.int64) + first)
+            indices = tf.cast(sparse.indices, tf.int64) + first
+            found.append(rows_of(sparse.values, indices, variable.shape))
         first += shard.shape[0]
-    if not rows:
-        return None
-    return rows_of(tf.concat(rows, 0), tf.concat(indices, 0), variable.shape)
+    return lookups.concatenated(found) if found else None
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:

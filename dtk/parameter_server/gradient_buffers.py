@@ -142,13 +142,11 @@ class BufferLayout:
         """Put the rows of several gradient buffers together."""
         shape = self._shapes[index]
         rows = [tf.reshape(content, (-1, *shape[1:])) for content in contents]
-        if id(self.weights[index]) not in self.tagged:
-            return functional_step.rows_of(tf.concat(rows, 0), tf.concat(row_numbers, 0), shape)
         pairs = zip(rows, row_numbers, strict=True)
-        found = lookups.sum_of_tagged(
-            [functional_step.rows_of(*pair, shape) for pair in pairs], shape[0]
-        )
-        return functional_step.rows_of(found.values, found.indices, shape)
+        parts = [functional_step.rows_of(*pair, shape) for pair in pairs]
+        if id(self.weights[index]) in self.tagged:
+            return lookups.sum_of_tagged(parts, shape[0])
+        return lookups.concatenated(parts)
 
     def _read(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
