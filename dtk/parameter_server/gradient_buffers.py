@@ -11,7 +11,6 @@ step, and every gradient is applied exactly once.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -353,7 +352,7 @@ class GradientCommit:
 
     def __init__(self, trainer: JobTrainer):
         self._trainer, self._strategy, self._model = trainer, trainer.strategy, trainer.model
-        self._buffers: collections.deque[GradientBuffer] = collections.deque()
+        self._buffers: list[GradientBuffer] = []
         self._plan: list[tuple[keras.Optimizer, list[Weight]]] = []
         self._without_gradient: set[int] = set()
         self._looked_up: set[int] = set()

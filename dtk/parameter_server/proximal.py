@@ -38,7 +38,6 @@ Algorithm 3, without its diagonal second-order term and its filter.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -165,9 +164,7 @@ class Blocks:
                 self.variables.append(tf.Variable(weights[begin:end], trainable=False))
         # Number of updates of each block; only the main thread changes it.
         self.updates = [0] * count
-        self._free: list[collections.deque[tf.Variable]] = [
-            collections.deque() for _ in range(count)
-        ]
+        self._free: list[list[tf.Variable]] = [[] for _ in range(count)]
         # Traced here: TensorFlow tells every task of a function, and later a task may be slow.
         self._commits = {
             device: self._commit_on(device, parts)
