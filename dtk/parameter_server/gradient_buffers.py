@@ -43,7 +43,6 @@ class BufferSlot:
     device: str  # server of the slot
     dtype: tf.DType  # dtype of the elements
     holds: tuple[int, ...]  # indices of the weights; the slot holds their gradients in this order
-    indices: bool = False  # whether the slot holds row numbers; the next slot then holds the rows
 
 
 class BufferLayout:
@@ -54,18 +53,20 @@ class BufferLayout:
         self.tagged: set[int] = set()
         self._shapes = [tuple(weight.shape) for weight in self.weights]
         dense: dict[tuple[str, tf.DType], list[int]] = {}
-        self.rows: list[BufferSlot] = []
+        # Of each table: the numbers of rows, and the rows.
+        self._tables: list[tuple[BufferSlot, BufferSlot]] = []
         for index, weight in enumerate(self.weights):
             stored = keras_variables.stored(weight)
             device, dtype = stored.device, stored.dtype
             if id(weight) in sparse:
-                self.rows.append(BufferSlot(device, tf.int64, (index,), indices=True))
-                self.rows.append(BufferSlot(device, dtype, (index,)))
+                numbers = BufferSlot(device, tf.int64, (index,))
+                self._tables.append((numbers, BufferSlot(device, dtype, (index,))))
             else:
                 dense.setdefault((device, dtype), []).append(index)
         self.dense = [
             BufferSlot(device, dtype, tuple(held)) for (device, dtype), held in dense.items()
         ]
+        self.rows = [slot for table in self._tables for slot in table]
         self.slots = [*self.dense, *self.rows]
 
     # On a worker, while a step is traced.
@@ -73,8 +74,8 @@ class BufferLayout:
     def contents(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
         """Return the contents of the slots for some gradients."""
         dense = [[self._flat(i, gradients[i], slot) for i in slot.holds] for slot in self.dense]
-        rows = [_rows_for(gradients[slot.holds[0]], slot) for slot in self.rows]
-        return [*(tf.concat(parts, 0) for parts in dense), *rows]
+        tables = [_rows_for(gradients[rows.holds[0]], rows.dtype) for _, rows in self._tables]
+        return [*(tf.concat(parts, 0) for parts in dense), *(part for t in tables for part in t)]
 
     def _flat(self, index: int, gradient: Gradient, slot: BufferSlot) -> tf.Tensor:
         if gradient is None:
@@ -117,19 +118,16 @@ class BufferLayout:
     def take(self, buffers: Sequence[Handles]) -> list[Gradient]:
         """Sum the gradients in several gradient buffers."""
         gradients: list[Gradient] = [None] * len(self.weights)
-        row_numbers: list[tf.Tensor] = []
         for slot in self.dense:
             with tf.device(slot.device):
                 flat = tf.add_n(self._read_dense(slot, buffers))
                 for index, part in zip(slot.holds, self._cut(slot, flat), strict=True):
                     gradients[index] = tf.reshape(part, self._shapes[index])
-        for slot in self.rows:
-            with tf.device(slot.device):
-                content = self._read(slot, buffers)
-                if slot.indices:
-                    row_numbers = content
-                else:
-                    gradients[slot.holds[0]] = self._rows(slot.holds[0], content, row_numbers)
+        for numbers, rows in self._tables:
+            (index,) = rows.holds
+            with tf.device(rows.device):
+                read = self._read(rows, buffers), self._read(numbers, buffers)
+                gradients[index] = self._rows(index, *read)
         return gradients
 
     def _cut(self, slot: BufferSlot, flat: tf.Tensor) -> list[tf.Tensor]:
@@ -161,13 +159,12 @@ class BufferLayout:
         return self._read(slot, buffers)
 
 
-def _rows_for(gradient: Gradient, slot: BufferSlot) -> tf.Tensor:
+def _rows_for(gradient: Gradient, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the numbers of rows and the rows, flat."""
     if gradient is None:
-        return tf.zeros([0], slot.dtype)
+        return tf.zeros([0], tf.int64), tf.zeros([0], dtype)
     sparse = functional_step.as_slices(gradient)
-    if slot.indices:
-        return tf.cast(sparse.indices, tf.int64)
-    return tf.reshape(tf.cast(sparse.values, slot.dtype), [-1])
+    return tf.cast(sparse.indices, tf.int64), tf.reshape(tf.cast(sparse.values, dtype), [-1])
 
 
 class _Compressed(NamedTuple):
