@@ -33,20 +33,15 @@ class SerialPhase:
     """Serial steps at the start of a training; see `consistency_models.SerialStart`."""
 
     def __init__(self, consistency: consistency_models.Consistency, model: keras.Model):
-        self._consistency, self._model = consistency, model
+        self._start, self._model = consistency.warm_start, model
+        self.tau = consistency.tau  # after the serial steps; see `Schedule.tau`
         self.epoch = self._rows = 0
-
-    @property
-    def tau(self) -> float:
-        """The bound tau after the serial steps; see `Schedule.tau`."""
-        return self._consistency.tau
 
     def ends_before(self, schedule: Schedule) -> bool:
         """Return whether the steps so far were serial, and the next one is not."""
         if schedule.tau == self.tau:
             return False
-        start = self._consistency.warm_start
-        return start is None or start.is_over(self.epoch, self._rows)
+        return self._start is None or self._start.is_over(self.epoch, self._rows)
 
     def count(self, rows: int, batches: int, schedule: Schedule) -> None:
         """Count the rows of an applied step, if it was serial."""
