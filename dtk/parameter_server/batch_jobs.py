@@ -244,20 +244,16 @@ class TestJob(BatchJob[Counted, Counted]):
     def __init__(self, trainer: JobTrainer):
         slices = trainer.strategy.slices
         super().__init__(trainer, lambda: Schedule(math.inf, slices), in_turns=True)
-        self._metrics = MetricSum(self.model)
-
-    @property
-    def logs(self) -> dict[str, Tree]:
-        return self._metrics.logs
+        self.metrics = MetricSum(self.model)
 
     def step(self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor) -> Tree:
         """Count the metrics of one slice; traced."""
         with tf_replicas.in_replica(self.strategy):
             traced = self.keras_step(data, pull(self.variables()), rng_states, share)
-            return self.pack(self._metrics.count(traced))
+            return self.pack(self.metrics.count(traced))
 
     def apply(self, batch: Batch, outputs: Sequence[Counted], schedule: Schedule) -> None:
-        self._metrics.add(outputs)
+        self.metrics.add(outputs)
 
 
 class PredictJob(BatchJob[Tree, Tree]):

@@ -190,7 +190,7 @@ class ParameterServerTrainer(JobTrainer):
                 job.drain()
             if not done:
                 raise StopIteration
-            return job.logs
+            return job.metrics.logs
 
         return run
 

@@ -93,12 +93,8 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         )
         self.serial_phase = SerialPhase(strategy.consistency, self.model)
         self.commit = GradientCommit(trainer)
-        self._metrics = MetricSum(self.model)
+        self.metrics = MetricSum(self.model)
         self.non_finite: NonFiniteStep | None = None
-
-    @property
-    def logs(self) -> dict[str, Tree]:
-        return self._metrics.logs
 
     @property
     def tables(self) -> Sequence[keras.Variable]:
@@ -139,7 +135,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
     def report(self, traced: FunctionalStep, pulled: tf.Tensor, sent: tf.Tensor) -> TrainReport:
         """Collect the report of a traced step; gradients go another way."""
         return {
-            **self._metrics.count(traced),
+            **self.metrics.count(traced),
             "moved": self.commit.moved_by(traced),
             "rng_state": self.rng_states.left_by(traced),
             "traffic": tf.stack([pulled, sent]),
@@ -164,14 +160,14 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         if not schedule.tau and reports[0]["rng_state"]:
             # A serial step goes on where the step before has stopped.
             self.rng_states.go_on_from(reports[0]["rng_state"])
-        self._metrics.add(reports)
+        self.metrics.add(reports)
         if self.non_finite is None:
             self.non_finite = non_finite(outputs, schedule.finished + 1)
         rows = sum(int(report["rows"]) for report in reports)
         self.serial_phase.count(rows, sum(found.batches for found in outputs), schedule)
         if schedule.tau:
-            self.logs["staleness_mean"] = schedule.statistics.mean
-            self.logs["staleness_max"] = float(schedule.statistics.max)
+            self.metrics.logs["staleness_mean"] = schedule.statistics.mean
+            self.metrics.logs["staleness_max"] = float(schedule.statistics.max)
 
 
 def non_finite(outputs: Sequence[TrainOutputs], step: int) -> NonFiniteStep | None:
