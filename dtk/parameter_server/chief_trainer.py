@@ -140,9 +140,7 @@ class ParameterServerTrainer(JobTrainer):
             return
         slices = self.strategy.slices
         for given in iterator:
-            whole = tf.nest.map_structure(
-                lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), given
-            )
+            whole = keras_data.as_tensors(given)
             yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
 
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> ChiefTrial:
@@ -216,8 +214,7 @@ class ParameterServerTrainer(JobTrainer):
         return run
 
     def predict_on_batch(self, x: Tree) -> Tree:
-        batch = tf.nest.map_structure(tf.convert_to_tensor, (x,))
-        outputs = self.make_predict_function()([batch])
+        outputs = self.make_predict_function()([keras_data.as_tensors((x,))])
         return keras.tree.map_structure(
             lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
         )
