@@ -37,13 +37,12 @@ class WorkerDataset(tf_datasets.PerRankDataset):
 
     def map(self, function: Function[Tree]) -> WorkerDataset:
         """Apply a function to every batch, on the workers."""
-        make = self.make
-        return WorkerDataset(lambda worker: make(worker).map(function), self.local.map(function))
+        local = self.local.map(function)
+        return WorkerDataset(lambda worker: self.make(worker).map(function), local)
 
     def prefetch(self, count: int) -> WorkerDataset:
         """Keep batches ready, on the workers."""
-        make = self.make
-        return WorkerDataset(lambda worker: make(worker).prefetch(count), self.local)
+        return WorkerDataset(lambda worker: self.make(worker).prefetch(count), self.local)
 
     def __iter__(self) -> Iterator[Pipelines]:
         return Pipelines(self)
