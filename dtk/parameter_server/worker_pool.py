@@ -89,12 +89,11 @@ class WorkerPool:
                     self._session += 1
                 self._changed.notify_all()
 
-    def offer(self, change: Callable[[], T]) -> T:
+    def offer(self, change: Callable[[], object]) -> None:
         """Change the work, for example add to it, and let workers look again."""
         with self._changed:
-            result = change()
+            change()
             self._changed.notify_all()
-            return result
 
     def wait(self, until: Callable[[], T | None]) -> T:
         """Wait until a condition is true."""
