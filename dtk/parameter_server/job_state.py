@@ -118,12 +118,9 @@ class PackedReport(Generic[ReportT]):
 
     def read(self, numbers: Array) -> ReportT:
         """Return the report of a step that has run."""
-        results: list[Array] = []
-        first = 0
-        for shape, dtype in self._kinds:
-            last = first + math.prod(shape)
-            results.append(numbers[first:last].reshape(shape).astype(dtype))
-            first = last
+        ends = np.cumsum([math.prod(shape) for shape, _ in self._kinds], dtype=int)
+        parts = zip(np.split(numbers, ends), self._kinds, strict=False)  # none behind the last end
+        results = [part.reshape(shape).astype(dtype) for part, (shape, dtype) in parts]
         return tf.nest.pack_sequence_as(self._structure, results)
 
 
