@@ -9,14 +9,12 @@ a sequence of samples                          a Subset, read when asked   a lis
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.nests import Array, Specs, Tree
-
-_Item = TypeVar("_Item")
 
 # Data with rows: arrays, a sequence of samples, a dataset of single elements.
 Data: TypeAlias = "Tree | Array | Sequence[object] | tf.data.Dataset"
@@ -27,7 +25,7 @@ Slice: TypeAlias = "slice[int | None, int | None, int | None]"
 Indices: TypeAlias = "Sequence[int] | Array"
 
 
-class Subset(Sequence[_Item]):
+class Subset(Sequence[object]):
     """Some items of a sequence; each is read on access.
 
     Example:
@@ -35,20 +33,14 @@ class Subset(Sequence[_Item]):
         ['e', 'a']
     """
 
-    def __init__(self, items: Sequence[_Item], indices: Indices):
+    def __init__(self, items: Sequence[object], indices: Indices):
         self._items = items
         self._indices = indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> _Item: ...
-
-    @overload
-    def __getitem__(self, index: Slice) -> Subset[_Item]: ...
-
-    def __getitem__(self, index: int | Slice) -> _Item | Subset[_Item]:
+    def __getitem__(self, index: int | Slice) -> object:  # type: ignore[override]
         if isinstance(index, slice):
             return Subset(self._items, self._indices[index])
         return self._items[int(self._indices[index])]
