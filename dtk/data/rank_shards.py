@@ -127,12 +127,6 @@ class _OwnItems(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Tree:
         return self._source[index * self._size + self._rank]
 
-    def on_epoch_begin(self) -> None:
-        self._source.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._source.on_epoch_end()
-
 
 def _shared_items(
     source: keras.utils.PyDataset, strategy: DtkStrategy, steps: int | None
@@ -142,17 +136,16 @@ def _shared_items(
     items = source.num_batches
     count = tf.data.INFINITE_CARDINALITY if items is None else len(range(rank, items, size))
     steps = _agreed_steps(steps, count, 1, communicator, "batches")
-    own = _OwnItems(source, rank, size, steps)
-    adapter = keras_data.PyDatasetAdapter(own)
+    adapter = keras_data.PyDatasetAdapter(_OwnItems(source, rank, size, steps))
 
     def epoch() -> Iterator[Tree]:
-        own.on_epoch_begin()
+        source.on_epoch_begin()
         batches = adapter.get_numpy_iterator()
         batch = next(batches)
         for following in batches:
             yield batch
             batch = following
-        own.on_epoch_end()  # before the last: nobody asks for more
+        source.on_epoch_end()  # before the last: nobody asks for more
         yield batch
 
     spec = adapter.get_tf_dataset().element_spec
