@@ -20,7 +20,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.data import rows
 from dtk.data.rows import Data, Indices
-from dtk.data.sharing import agree_on_seed, group_of
+from dtk.data.sharing import drawn, group_of
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
 from dtk.strategies.dtk_strategy import DtkStrategy
@@ -98,7 +98,7 @@ class PartitionedMinibatches:
         self._rank, self._size = communicator.rank, communicator.size
         self._sweeps = sweeps
         if shuffle and seed is None:
-            seed = agree_on_seed(None, communicator)
+            seed = communicator.broadcast_object(drawn(None))
         self._seed = seed if shuffle else None
         self._position = 0
         # The last order, with its seed and sweep.

@@ -74,17 +74,6 @@ def drawn(seed: int | None) -> int:
     return int(np.random.randint(2**31)) if seed is None else seed
 
 
-def agree_on_seed(seed: int | None, communicator: Communicator, root: int = 0) -> int:
-    """Return `root`'s seed on every rank; if it is None, `root` draws one.
-
-    Example:
-        >>> from dtk.communicators import create
-        >>> agree_on_seed(7, create("local"))
-        7
-    """
-    return communicator.broadcast_object(drawn(seed), root)
-
-
 def permutation(rows: int, seed: int) -> Array:
     """Return the rows `0 .. rows - 1` in random order.
 
