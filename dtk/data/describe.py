@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_data, tf_datasets
 from dtk.data.rows import Data, are_arrays
+from dtk.even_division import even_bounds
 from dtk.input import slicing
 from dtk.nests import Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
@@ -219,7 +220,7 @@ def _parts(
     rows, told = int(slices.rows), []
     for rank, rank_batch, count in zip(ranks, slices.parts, slices.counts, strict=True):
         count = int(count)
-        first, _ = slicing.rows_of_rank(rows, rank, size)
+        first, _ = even_bounds(rows, rank, size)
         shown = (_hash(rank_batch), _sample(rank_batch)) if count else ("", "")
         told.append((BatchPartRead(first, count, rows, *shown, whole), _types(batch)))
     return told

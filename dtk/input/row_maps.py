@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from dtk.even_division import even_sizes
 from dtk.input import digests, slicing
 from dtk.nests import Tree
 
@@ -104,7 +105,7 @@ def cut_dataset_exactly(
     def without_padding(about: tf.Tensor, part: Tree) -> Tree:
         _, count, found = tf.unstack(about[0])
         if about.shape[0] is not None:  # all batches have the same size
-            count = _own_rows(maps, rank, size)
+            count = even_sizes(maps.size, size)[rank]
         own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
         return own if digest is None else (own, found)
 
@@ -126,7 +127,7 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
     whole = maps.batch(maps.rows, maps.size)
     # Not in parallel: a stream that shuffles must not be read further ahead than the script does.
     own = maps.apply(whole.enumerate().map(cut).unbatch())
-    return maps.behind(maps.batch(own, max(_own_rows(maps, rank, size), 1)))
+    return maps.behind(maps.batch(own, max(even_sizes(maps.size, size)[rank], 1)))
 
 
 def _taken(arrays: Tree, numbers: tf.Tensor) -> Tree:
@@ -142,11 +143,6 @@ def _to_digest(number: tf.Tensor, numbers: tf.Tensor, arrays: Tree) -> Tree:
         if array is not None
     ]
     return numbers, some
-
-
-def _own_rows(maps: RowMaps, rank: int, size: int) -> int:
-    first, end = slicing.rows_of_rank(maps.size, rank, size)
-    return end - first
 
 
 def salt_of(functions: Sequence[tf.types.experimental.ConcreteFunction]) -> int:

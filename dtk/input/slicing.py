@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from dtk.even_division import CountT, even_bounds
+from dtk.even_division import even_bounds
 from dtk.nests import Function, Leaf, Specs, Tree
 
 # Stands for a number that this process does not know. It is a structure without tensors, so
@@ -49,23 +49,13 @@ def is_known(number: tf.Tensor | tuple[()]) -> bool:
     return not isinstance(number, tuple)
 
 
-def rows_of_rank(rows: CountT, rank: int, size: int) -> tuple[CountT, CountT]:
-    """Return the first of a rank's rows in a global batch, and the one after its last."""
-    # `Strategy.gather_outputs` puts predictions back in this order: each rank's rows are adjacent.
-    return even_bounds(rows, rank, size)
-
-
-def _leaves(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
-    return [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-
-
 def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 
 def check_rows(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:
     """Refuse data that is not batched."""
-    leaves = _leaves(batch)
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
     if not leaves:
         raise ValueError("a batch without tensors has no rows; give fit, evaluate or predict data")
     for leaf in leaves:
@@ -153,7 +143,8 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
 def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
-    bounds = [rows_of_rank(rows, rank, size) for rank in ranks]
+    # `Strategy.gather_outputs` puts predictions back in this order: each rank's rows are adjacent.
+    bounds = [even_bounds(rows, rank, size) for rank in ranks]
     # Ranks without rows come last: they take the last row as a padding row.
     padded = [(tf.minimum(begin, rows - 1), end) for begin, end in bounds]
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
@@ -162,7 +153,7 @@ def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
 def cut_exactly(batch: Tree, ranks: Sequence[int], size: int) -> tuple[Tree, ...]:
     """Cut one global batch without padding rows, for custom loops."""
     rows = count_rows(batch)
-    return _parts(batch, rows, [rows_of_rank(rows, rank, size) for rank in ranks])
+    return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
 
 
 def rows_of(batch: Tree, begin: int, end: int) -> Tree:

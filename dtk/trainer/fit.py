@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from dtk.errors import at_rank, check_number
-from dtk.input import slicing
+from dtk.even_division import even_sizes
 from dtk.nests import Args, Function, Kwargs, Logs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.exchange_selection import ExchangeSelection
@@ -78,8 +78,7 @@ def call(
 def _tell_of_idle(rows: object, strategy: Strategy) -> None:
     """Print once that a batch has fewer rows than there are replicas."""
     whole, replicas = _whole(rows), strategy.num_replicas_in_sync
-    cuts = [slicing.rows_of_rank(whole or replicas, rank, replicas) for rank in range(replicas)]
-    idle = sum(begin == end for begin, end in cuts)
+    idle = even_sizes(whole or replicas, replicas).count(0)
     if idle and not strategy.told_of_idle:
         strategy.told_of_idle = True
         text = f"batch_size={whole} leaves {idle} of {replicas} workers without rows in every step"
