@@ -139,9 +139,7 @@ def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None =
     value = tf.convert_to_tensor(value)
     if value.shape.rank == 0:
         value = value[None]
-    counts = rows
-    if counts is None:
-        counts = _counts(value, communicator)
+    counts = _counts(value, communicator) if rows is None else rows
     return _allgather(_watched(value, communicator), communicator, counts)
 
 

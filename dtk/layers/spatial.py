@@ -440,12 +440,10 @@ class SpatiallyParallelBatchNormalization(SpatiallyParallel, keras.layers.BatchN
         if training and self.trainable:
             shape = [1, 1, 1, 1]
             shape[self.axis] = -1
-            old = mean, variance
             mean = self._mean(x)
             variance = self._mean(tf.math.squared_difference(x, tf.reshape(mean, shape)))
-            for variable, before, now in zip(
-                (self.moving_mean, self.moving_variance), old, (mean, variance), strict=True
-            ):
+            for variable, now in ((self.moving_mean, mean), (self.moving_variance, variance)):
+                before = tf.cast(variable, x.dtype)
                 variable.assign(before * self.momentum + now * (1.0 - self.momentum))
         outputs = keras.ops.batch_normalization(
             x,
