@@ -62,6 +62,9 @@ __all__ = [
     "strategies",
 ]
 
+# The names above that are not of a room, and where they are.
+_HOMES = {"auto_strategy": "strategies", "notebook_launcher": "launch.notebook"}
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if os.environ.get("OPAL_PREFIX"):  # an mpirun that brought its own MPI: Horovod may not load
     from dtk import importing
@@ -73,14 +76,8 @@ undistributed_jobs.watch()
 
 
 def __getattr__(name: str) -> object:
-    if name == "auto_strategy":
-        from dtk.strategies import auto_strategy
-
-        return auto_strategy
-    if name == "notebook_launcher":
-        from dtk.launch.notebook import notebook_launcher
-
-        return notebook_launcher
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"dtk.{_HOMES[name]}"), name)
     if name in __all__:
         return importlib.import_module(f"dtk.{name}")
     hint = ""
