@@ -396,12 +396,9 @@ def _check_optimizers(model: keras.Model, exchange: Downpour) -> None:
 
 def _merged(reports: Sequence[TrainReport]) -> TrainReport:
     """Merge the reports of several batches: sums, and the last value of logs and states."""
-
-    def add(*counts: Array) -> Array:
-        return np.sum(counts, axis=0)
-
     summed: list[dict[str, object]] = [
         {name: report[name] for name in ("metrics", "moved", "rows", "traffic")}
         for report in reports
     ]
-    return cast(TrainReport, {**reports[-1], **tf.nest.map_structure(add, *summed)})
+    totals = tf.nest.map_structure(lambda *counts: np.sum(counts, axis=0), *summed)
+    return cast(TrainReport, {**reports[-1], **totals})
