@@ -213,20 +213,10 @@ class _TimedItems:
         return item
 
 
-def patch_steps(
-    iterator: TFEpochIterator,
-    change: Callable[[Steps], Steps],
-    once: bool = False,
-) -> None:
-    """Put a generator between Keras and the steps of an epoch."""
+def patch_steps(iterator: TFEpochIterator, change: Callable[[Steps], Steps]) -> None:
+    """Put a generator between Keras and the steps of every epoch."""
     enumerate_steps = iterator._enumerate_iterator
-
-    def changed() -> Steps:
-        if once:
-            iterator._enumerate_iterator = enumerate_steps
-        yield from change(enumerate_steps())
-
-    iterator._enumerate_iterator = changed
+    iterator._enumerate_iterator = lambda: change(enumerate_steps())
 
 
 def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
@@ -298,8 +288,8 @@ class Feed:
         self._given_adapter: DataAdapter = None
         self._batch_size: int | None = None
         self._openings = 0
-        # what the next epoch of an iterator begins with, see `resume_at`
-        self._resuming: tuple[TFEpochIterator, Callable[[Steps], Steps]] | None = None
+        # how the next epoch begins where a checkpoint has said so, see `resume_at`
+        self._resuming: Callable[[Steps], Steps] | None = None
         # The seed of an epoch's order of rows; None where Keras draws the order.
         self._order: tf.Variable | None = None
 
@@ -356,7 +346,8 @@ class Feed:
         self.iterator, self._callbacks = iterator, callbacks
         self._given_adapter = iterator.data_adapter
         self.rows_unknown = tf_datasets.is_of_this_rank(given)
-        self._batch_size, self._openings, self._order = None, 0, None
+        self._batch_size, self._openings, self._order, self._resuming = None, 0, None, None
+        patch_steps(iterator, self._resumed)
         get_iterator = iterator._get_iterator
 
         def counted() -> tf.data.Iterator:
@@ -553,7 +544,7 @@ class Feed:
                 elif iterator.steps_per_epoch is None:
                     _pass_over(batches, end - begin + 1)
 
-        self._resume_by(resumed)
+        self._resuming = resumed
 
     def resume_after_steps(self, logs: Logs, position: FeedPosition) -> None:
         """Make the next epoch run no steps: all are done, and only its validation is left."""
@@ -565,21 +556,12 @@ class Feed:
             keras_models.answer_once(self.model, logs)
             yield from ()
 
-        self._resume_by(none_left)
+        self._resuming = none_left
 
-    def _resume_by(self, change: Callable[[Steps], Steps]) -> None:
-        """Let the next epoch begin so, and no longer as another checkpoint has said before."""
-        iterator = self.iterator
-        waits = self._resuming is not None and self._resuming[0] is iterator
-        self._resuming = iterator, change
-
-        def resumed(steps: Steps) -> Steps:
-            assert self._resuming is not None
-            (_, latest), self._resuming = self._resuming, None
-            return latest(steps)
-
-        if not waits:
-            patch_steps(iterator, resumed, once=True)
+    def _resumed(self, steps: Steps) -> Steps:
+        """Begin an epoch as the last checkpoint has said that was loaded since the epoch before."""
+        change, self._resuming = self._resuming, None
+        yield from steps if change is None else change(steps)
 
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
