@@ -131,8 +131,6 @@ def is_all_keras(model: keras.Model) -> bool:
 Handler: TypeAlias = Callable[[keras.Model, str, Function[object], Args, Kwargs], object]
 # Called as `write(model, path, save, how)`.
 Write: TypeAlias = Callable[[keras.Model, object, Callable[[object], object], str], object]
-# Called as `function(path, original)`.
-Folder: TypeAlias = Callable[[str, Function[object]], None]
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = (
     (saving_lib, "save_model"),
@@ -205,17 +203,13 @@ def patch_saving(
     patch_for_good(TrackableSaver, "save", save_checkpoint)
 
 
-def patch_folders(make: Folder, remove: Folder) -> None:
-    """Let `make` and `remove` make and remove folders of Keras's callbacks, from now on."""
-    for owner, name, function in (
-        (file_utils, "makedirs", make),
-        (file_utils, "rmtree", remove),
-    ):
-        patch_for_good(owner, name, functools.partial(_on_folder, function))
+def patch_folders(make: Function[None], remove: Function[None]) -> None:
+    """Let these make and remove folders of Keras's callbacks, from now on.
 
-
-def _on_folder(function: Folder, path: str, *, original: Function[object]) -> None:
-    function(path, original)
+    They are called as `make(path, original=...)` and `remove(path, original=...)`.
+    """
+    patch_for_good(file_utils, "makedirs", make)
+    patch_for_good(file_utils, "rmtree", remove)
 
 
 @contextlib.contextmanager

@@ -194,17 +194,9 @@ def _canonical(
     return given
 
 
-def patch_take(
-    take: Callable[[tf.Tensor, tf.Tensor, int | None, Function[tf.Tensor]], tf.Tensor],
-) -> AbstractContextManager[None]:
-    """Return a context in which `take(x, indices, axis, original)` replaces `keras.ops.take`."""
-
-    def replacement(
-        x: tf.Tensor, indices: tf.Tensor, axis: int | None = None, *, original: Function[tf.Tensor]
-    ) -> tf.Tensor:
-        return take(x, indices, axis, original)
-
-    return patch_around(names.home_of(_BACKEND, "take"), take=replacement)
+def patch_take(take: Function[tf.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which `take(x, indices, axis, original=...)` is `keras.ops.take`."""
+    return patch_around(names.home_of(_BACKEND, "take"), take=take)
 
 
 @contextlib.contextmanager

@@ -265,11 +265,11 @@ def _looked_up_in_place(
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def take_rows(
-        x: tf.Tensor, indices: tf.Tensor, axis: int | None, take: Function[tf.Tensor]
+        x: tf.Tensor, indices: tf.Tensor, axis: int | None = None, *, original: Function[tf.Tensor]
     ) -> tf.Tensor:
         dense = not isinstance(indices, tf.SparseTensor | tf.RaggedTensor)
         if id(x) not in places or axis != 0 or not dense:
-            return take(x, indices, axis)
+            return original(x, indices, axis)
         recorded.note_lookup(x)
         indices = tf.convert_to_tensor(indices)
         flat = tf.reshape(indices, [-1])

@@ -38,23 +38,23 @@ def install() -> None:
     keras_models.patch_folders(_make_folder, _remove_folder)
 
 
-def _make_folder(path: str, make: Callable[[str], object]) -> None:
+def _make_folder(path: str, *, original: Callable[[str], object]) -> None:
     """Make a folder for a callback's files, unless another process is faster."""
     try:
-        make(path)
+        original(path)
     except FileExistsError:
         if not os.path.isdir(path):
             raise
 
 
-def _remove_folder(path: str, remove: Callable[[str], object]) -> None:
+def _remove_folder(path: str, *, original: Callable[[str], object]) -> None:
     """Remove a folder that another process may be removing."""
     if "://" not in path:
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.exists(path):
             return
     with contextlib.suppress(FileNotFoundError, tf.errors.NotFoundError):
-        remove(path)
+        original(path)
 
 
 def write(model: keras.Model, path: object, save: Callable[[object], object], how: str) -> object:

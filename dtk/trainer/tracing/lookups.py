@@ -51,7 +51,8 @@ def in_place() -> AbstractContextManager[None]:
 def _take(
     x: tf.Tensor | keras.Variable,
     indices: tf.Tensor,
-    axis: int | None,
+    axis: int | None = None,
+    *,
     original: Function[tf.Tensor],
 ) -> tf.Tensor:
     plain = isinstance(indices, tf.Tensor) and indices.dtype in (tf.int32, tf.int64)
