@@ -48,8 +48,8 @@ _Reduced = TypeVar("_Reduced", bound=Tree)
 class _Collective(tf.distribute.StrategyExtended):
     """Reductions by collectives of the running replica, for both extended objects."""
 
-    # Divides sparse gradients by the origin of their slices.
-    divide_slices = staticmethod(tf_replicas.undivided)
+    # Divides sparse gradients by the origin of their slices; the strategy sets it.
+    divide_slices: Function[tuple[list[Tree], Function[list[Tree]]]]
     _given_rows: Sequence[tf.Variable] = ()
 
     def _use_merge_call(self) -> bool:
@@ -100,10 +100,13 @@ class _Collective(tf.distribute.StrategyExtended):
         del options
         if tf_replicas.is_whole():
             return value
-        communicator, mine = self.replica_communicator(), tf_replicas.if_present(value)
+        communicator = self.replica_communicator()
+        flat = tf.nest.flatten(tf_replicas.if_present(value))
         if communicator.size > 1:
             tf_replicas.refuse_under_xla()
-        return tf_replicas.all_reduce(communicator, reduce_op, mine, self.divide_slices)
+        divided, join = self.divide_slices(flat)
+        reduced = communicator.allreduce(divided, tf_replicas.op_name(reduce_op))
+        return tf.nest.pack_sequence_as(value, join(reduced))
 
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"

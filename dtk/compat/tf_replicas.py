@@ -18,9 +18,8 @@ from tensorflow.python.ops import control_flow_util
 
 from dtk import placement
 from dtk.communicators.aligned_slices import with_values
-from dtk.communicators.base import Communicator
 from dtk.errors import UncompilableError
-from dtk.nests import Function, Tree
+from dtk.nests import Tree
 from dtk.patches import patch
 
 # A tensor, or a structure of tensors, `tf.IndexedSlices` and None.
@@ -162,26 +161,6 @@ def scope_kept() -> AbstractContextManager[None]:
     the scope, and leaving it would fail.
     """
     return patch(tf.compat.v1, reset_default_graph=lambda: None)
-
-
-def undivided(flat: list[Tree]) -> tuple[list[Tree], Callable[[list[Tree]], list[Tree]]]:
-    """Return values undivided, and a function that joins them: it changes nothing."""
-    return flat, list
-
-
-def all_reduce(
-    communicator: Communicator,
-    reduce_op: tf.distribute.ReduceOp,
-    value: _Structure,
-    divide: Function[tuple[list[Tree], Function[list[Tree]]]] = undivided,
-) -> _Structure:
-    """Reduce a structure of tensors and `tf.IndexedSlices` over all ranks."""
-    flat = tf.nest.flatten(value)
-    if not flat:
-        return value
-    divided, join = divide(flat)
-    reduced = communicator.allreduce(divided, op_name(reduce_op))
-    return tf.nest.pack_sequence_as(value, join(reduced))
 
 
 def let_tasks_be_silent(ranks: int) -> None:
