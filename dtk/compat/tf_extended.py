@@ -150,16 +150,12 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         """Return the communicator of the running replica: this process's."""
         return self._communicator
 
-    @property
-    def _container(self) -> tf.distribute.Strategy:
-        return self._container_strategy()
-
     # Scripts may ask TensorFlow which process writes. The evaluator has no rank and trains nothing.
 
     @property
     def should_checkpoint(self) -> bool:
         """Whether this is rank 0."""
-        return self._communicator.rank == 0 and not self._container.is_evaluator
+        return self._communicator.rank == 0 and not self._container_strategy().is_evaluator
 
     should_save_summary = should_checkpoint
 

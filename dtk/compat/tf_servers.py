@@ -69,13 +69,9 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         self.bytes_placed = [0] * self._num_ps
         self._without_part: set[int] = set()
 
-    @property
-    def _container(self) -> tf.distribute.Strategy:
-        return self._container_strategy()
-
     def replica_communicator(self) -> Communicator:
         """Return the communicator of this process, which computes alone."""
-        return self._container.communicator
+        return self._container_strategy().communicator
 
     def _use_merge_call(self) -> bool:
         return False
@@ -137,7 +133,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
     ) -> Tree:
         del reduce_op, options
-        self._container.check_whole_step("a reduction over workers inside a step")
+        self._container_strategy().check_whole_step("a reduction over workers inside a step")
         return value
 
     def _experimental_distribute_dataset(
@@ -153,7 +149,7 @@ class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrate
     ) -> tf.data.Dataset:
         if tf.inside_function():
             return super()._distribute_datasets_from_function(dataset_fn, options)
-        return self._container.per_worker_dataset(dataset_fn)
+        return self._container_strategy().per_worker_dataset(dataset_fn)
 
 
 def server_device(index: int) -> str:
