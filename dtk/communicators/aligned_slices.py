@@ -25,6 +25,14 @@ def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices
     return type(slices)(values, slices.indices, slices.dense_shape)
 
 
+def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """Put slices one after the other."""
+    values, indices = [part.values for part in parts], [part.indices for part in parts]
+    if len(parts) == 1:
+        return tf.IndexedSlices(values[0], indices[0], parts[0].dense_shape)
+    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape)
+
+
 def is_gathered(value: tf.Tensor | tf.IndexedSlices) -> bool:
     """Return whether ranks gather the slices of a value, since their number may differ by rank."""
     if not isinstance(value, tf.IndexedSlices):

@@ -26,6 +26,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from dtk import placement
 from dtk.cluster.variables import SELF_TEST
 from dtk.communicators import collective
+from dtk.communicators.aligned_slices import concatenated
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables, random_draws, tf_replicas
 from dtk.compat.tf_datasets import (
@@ -449,28 +450,18 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
 def _reduce_components(
     reduce_op: tf.distribute.ReduceOp, value: Tree, extended: tf.distribute.StrategyExtended
 ) -> tf.Tensor | tf.IndexedSlices:
-    if isinstance(value, tf.distribute.DistributedValues) and isinstance(
-        value.values[0], tf.IndexedSlices
-    ):
-        return _add_slices(value.values, tf_replicas.op_name(reduce_op))
     if isinstance(value, tf.distribute.DistributedValues):
-        parts = [tf.convert_to_tensor(part) for part in value.values]
-    else:
-        # Every replica holds a plain value.
+        parts = value.values
+    else:  # every replica holds this value
         parts = [tf.convert_to_tensor(value)] * extended._num_replicas_in_sync
-    total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
+    if isinstance(parts[0], tf.IndexedSlices):
+        total = concatenated(parts)
+    else:
+        parts = [tf.convert_to_tensor(part) for part in parts]
+        total = tf.add_n(parts) if parts[0].dtype != tf.bool else tf.reduce_any(parts, axis=0)
     if tf_replicas.op_name(reduce_op) == "mean":
-        total = total / tf.cast(len(parts), total.dtype)
+        return tf_replicas.on_values(total, lambda v: v / tf.cast(len(parts), v.dtype))
     return total
-
-
-def _add_slices(parts: Sequence[tf.IndexedSlices], op: str) -> tf.IndexedSlices:
-    rows = tf.concat([part.values for part in parts], 0)
-    if op == "mean":
-        rows = rows / tf.cast(len(parts), rows.dtype)
-    return tf.IndexedSlices(
-        rows, tf.concat([part.indices for part in parts], 0), parts[0].dense_shape
-    )
 
 
 def _refuse_per_replica_batches(function: Function[Tree]) -> NoReturn:

@@ -27,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from dtk.cluster.variables import JIT_COMPILE, switch
+from dtk.communicators.aligned_slices import concatenated
 from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
 from dtk.errors import UncompilableError, at_rank
 from dtk.exchange.factors import Factored, factored
@@ -230,7 +231,7 @@ class CompiledStep:
         pieces = self._pieces.pop(0)
         for piece, part in zip(pieces, parts, strict=True):
             self._step.origins[part.indices.ref()] = piece.kind, piece.sure
-        return lookups.concatenated(parts)
+        return concatenated(parts)
 
     def _count(self, data: Tree, share: tf.Tensor) -> list[tf.Tensor]:
         with keras.StatelessScope():

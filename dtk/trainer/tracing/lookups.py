@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.communicators.aligned_slices import AlignedSlices, once
+from dtk.communicators.aligned_slices import AlignedSlices, concatenated, once
 from dtk.compat import keras_steps, keras_variables
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import Gradient
@@ -141,18 +141,9 @@ def parts_of(gradient: tf.IndexedSlices, pieces: Sequence[LookupSlices]) -> list
     ]
 
 
-def whole_of(parts: Sequence[tuple[LookupSlices, tf.IndexedSlices]]) -> tf.IndexedSlices:
-    """Put the slices of a gradient together as one process would have them."""
-    found = [_once(part) if piece.kind == LINES else part for piece, part in parts]
-    return concatenated(found)
-
-
-def concatenated(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-    """Put slices one after the other."""
-    values, indices = [part.values for part in parts], [part.indices for part in parts]
-    if len(parts) == 1:
-        return tf.IndexedSlices(values[0], indices[0], parts[0].dense_shape)
-    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape)
+def whole_of(parts: Sequence[tuple[str, tf.IndexedSlices]]) -> tf.IndexedSlices:
+    """Put the slices of a gradient, with their kinds, together as one process would have them."""
+    return concatenated([_once(part) if kind == LINES else part for kind, part in parts])
 
 
 def squares_of(slices: tf.IndexedSlices) -> tf.Tensor:
@@ -186,7 +177,7 @@ def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) 
         if kind == PLACES:
             values, indices = [tf.add_n(values)], indices[:1]
         found = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0) % lines, shape)
-        parts.append((LookupSlices(kind, True, 0), found))
+        parts.append((kind, found))
     return whole_of(parts)
 
 
@@ -206,21 +197,21 @@ def divided(
     Returns the pieces to exchange, and the function that joins the exchanged pieces again.
     """
     pieces = list(gradients)
-    held: dict[int, list[tuple[LookupSlices, int]]] = {}  # gradient -> its pieces' places
+    held: dict[int, list[tuple[str, int]]] = {}  # gradient -> its pieces' kinds and places
     for i, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
             path = paths[i] if paths else ""
             origins = known_pieces(gradient, path, rank, linear, traced_step.current())
             first, *others = parts_of(gradient, origins)
             places = [i, *range(len(pieces), len(pieces) + len(others))]
-            held[i] = list(zip(origins, places, strict=True))
+            held[i] = [(one.kind, place) for one, place in zip(origins, places, strict=True)]
             pieces[i] = first
             pieces += others
 
     def join(found: list[Gradient]) -> list[Gradient]:
         joined = found[: len(gradients)]
-        for i, origins in held.items():
-            joined[i] = whole_of([(origin, found[place]) for origin, place in origins])
+        for i, kinds in held.items():
+            joined[i] = whole_of([(kind, found[place]) for kind, place in kinds])
         return joined
 
     return pieces, join
