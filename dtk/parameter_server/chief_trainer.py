@@ -116,15 +116,11 @@ class ParameterServerTrainer(JobTrainer):
         if self._training is not None:
             self._training.drain()
 
-    def resume(self) -> None:
-        """Let workers go back to training: a call inside `fit` has ended or failed."""
+    def end_call(self) -> None:
+        """Let workers go back to training inside `fit`; stop them after the outermost call."""
         for job in self._others.values():
             job.close()
-
-    def release(self) -> None:
-        """Stop the workers: the outermost call is over."""
-        self.resume()
-        if self._training is not None:
+        if self.callbacks is None and self._training is not None:
             self._training.close()
 
     def _read(

@@ -317,17 +317,7 @@ class DistributedTrainer(ModelState):
         shared_weights.average(self.model.non_trainable_weights, weight, self.strategy)
 
     def end_call(self) -> None:
-        """End `evaluate`, `predict` or a single step, whether it is inside `fit` or not."""
-        if self.callbacks is None:
-            self.release()
-        else:
-            self.resume()
-
-    def resume(self) -> None:
-        """Continue training when `evaluate`, `predict` or a single step inside `fit` is over."""
-
-    def release(self) -> None:
-        """Release the resources of `fit`, `evaluate`, `predict` or a single step."""
+        """End `fit`, `evaluate`, `predict` or a single step; the last three may be inside `fit`."""
 
 
 def _has_shapes(data_batch: Tree | Specs) -> bool:

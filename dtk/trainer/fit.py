@@ -174,7 +174,7 @@ def _fit(
         notify(callbacks.callbacks, "on_fit_left")
         trainer.callbacks = None
         trainer.feed.end()
-        trainer.release()
+        trainer.end_call()
 
 
 def _share_best(
