@@ -255,24 +255,16 @@ class DistributedTrainer(ModelState):
         """Return a context in which `evaluate` or `predict` must read the same on all ranks."""
         unread = self._unread  # whether `fit`, which may be around it, has yet to read
         try:
-            with self._compared(name):
+            if name == "predict" and self.strategy.world.size > 1:
+                check = rank_checks.ReadingCheck(self.strategy)
+                with self.strategy.extended.observing_batches(check.read):
+                    yield
+                check.end()
+            else:
                 yield
+                self.check_same_reading("test", "after evaluate")  # if there are other ranks
         finally:
             self._unread = unread
-
-    @contextlib.contextmanager
-    def _compared(self, name: str) -> Iterator[None]:
-        if not self.takes_over or self.strategy.world.size == 1:
-            yield
-            return
-        if name == "evaluate":
-            yield
-            self.check_same_reading("test", "after evaluate")
-            return
-        check = rank_checks.ReadingCheck(self.strategy)
-        with self.strategy.extended.observing_batches(check.read):
-            yield
-        check.end()
 
     def make_train_function(self, force: bool = False) -> Loop:
         """Make the model's train function, in place of `Model.make_train_function`."""
