@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -46,6 +46,16 @@ class BatchPart(NamedTuple):
 
     rows: tf.Tensor  # rows of the global batch, int64 scalar
     example_weight: tf.Tensor  # this rank's part of these rows, float64; the sum over ranks is 1
+
+
+def run_if(condition: tf.Tensor, change: Callable[[], object]) -> tf.Tensor:
+    """Call what changes variables if a condition holds when the step runs; return whether."""
+
+    def changed() -> bool:
+        change()
+        return True
+
+    return tf.cond(condition, changed, lambda: False)
 
 
 class Exchange(abc.ABC):  # noqa: B024
@@ -135,12 +145,11 @@ class ExchangeOp(abc.ABC):
         tensors = [getattr(each, "values", each) for each in received]
         finite = [tf.reduce_all(tf.math.is_finite(t)) for t in tensors if t.dtype.is_floating]
 
-        def assign() -> bool:
+        def assign() -> None:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-            return True
 
-        tf.cond(tf.reduce_all(finite), assign, lambda: False)
+        run_if(tf.reduce_all(finite), assign)
 
     def count(self, part: BatchPart | None) -> None:  # noqa: B027
         """Count a step's batch, after its gradients are applied."""

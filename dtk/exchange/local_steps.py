@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dtk.communicators.aligned_slices import with_values
 from dtk.communicators.base import Communicator
-from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
+from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update, run_if
 
 
 class LocalOp(ExchangeOp):
@@ -65,12 +65,11 @@ class LocalOp(ExchangeOp):
             )
         start = self._start
 
-        def keep() -> bool:
+        def keep() -> None:
             for kept, variable in zip(start, self.trained.variables, strict=True):
                 kept.assign(variable)
-            return True
 
-        tf.cond(tf.equal(self.rows, 0), keep, lambda: False)
+        run_if(tf.equal(self.rows, 0), keep)
         return [_divided(g, part.example_weight) for g in gradients], None
 
     def count(self, part: BatchPart | None) -> None:
@@ -79,13 +78,7 @@ class LocalOp(ExchangeOp):
         own = tf.cast(part.rows, part.example_weight.dtype) * part.example_weight
         self._own_rows.assign_add(tf.cast(own, tf.float32))
         rows = self.rows.assign_add(part.rows, read_value=True)
-
-        def close() -> bool:
-            self._close()
-            return True
-
-        full = rows >= self.exchange.rows_in_block(self.communicator.size)
-        tf.cond(full, close, lambda: False)
+        run_if(rows >= self.exchange.rows_in_block(self.communicator.size), self._close)
 
     def count_exact(self, part: BatchPart) -> None:
         """Count a step whose gradients another op has summed, in place of `count`."""

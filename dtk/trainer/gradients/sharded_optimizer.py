@@ -48,7 +48,7 @@ from dtk.compat.keras_variables import (
 )
 from dtk.errors import at_rank
 from dtk.exchange import Dense
-from dtk.exchange.contract import ExchangeState, Gradient
+from dtk.exchange.contract import ExchangeState, Gradient, run_if
 from dtk.exchange.dense import DenseOp
 from dtk.exchange.factors import Factored
 from dtk.nests import Array, Tree
@@ -286,7 +286,7 @@ class ShardedOptimizer:
         # Constraints and averages change weights within an accumulation window.
         always = inner.ema_overwrite_frequency or any(v.constraint for v in self.variables)
         if in_step and inner.gradient_accumulation_steps and not always:
-            tf.cond(keras_optimizers.is_between_windows(inner), self._gather, lambda: False)
+            run_if(keras_optimizers.is_between_windows(inner), self._gather)
         else:
             self._gather()
         self._release()
@@ -299,7 +299,7 @@ class ShardedOptimizer:
             if part is not None and math.prod(part.shape):
                 part.fill(_part_of(tf.convert_to_tensor(stored(variable)), part))
 
-    def _gather(self) -> bool:
+    def _gather(self) -> None:
         """Put the parts of all ranks together to weights; all ranks call it."""
         rows = [
             tf.concat([tf.reshape(stored(self.parts[id(v)]), [-1]) for v in bucket], 0)
@@ -310,7 +310,6 @@ class ShardedOptimizer:
             values = tf.split(row, [math.prod(variable.shape) for variable in bucket])
             for variable, value in zip(bucket, values, strict=True):
                 stored(variable).assign(tf.reshape(value, variable.shape))
-        return True
 
     def _release(self) -> None:
         zero = tf.minimum(tf.cast(self._optimizer.iterations, tf.int32), 0)

@@ -27,7 +27,7 @@ from dtk.compat import (
 )
 from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, UncompilableError, at_rank
-from dtk.exchange.contract import BatchPart
+from dtk.exchange.contract import BatchPart, run_if
 from dtk.input import slicing
 from dtk.nests import Array, Gradients, Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
@@ -219,7 +219,8 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
             parts = sharded.parts_of(trained)
             result = sharded.updated(lambda: apply(found, parts), in_step=True)
         else:
-            result = _apply_if(applied, lambda: apply(found, variables))
+            own = functools.partial(apply, found, variables)
+            result = own() if applied is None else run_if(applied, own)
         exchange.count(_part_of(step))
         return result
 
@@ -273,17 +274,6 @@ def _replacements(
     given = tf_replicas.if_present(list(mine.values()))
     largest = strategy.extended.reduce_over_replicas(given, "max")
     return dict(zip(mine, largest, strict=True))
-
-
-def _apply_if(condition: tf.Tensor | None, apply: Callable[[], Tree]) -> Tree:
-    if condition is None:
-        return apply()
-
-    def applied() -> bool:
-        apply()
-        return True
-
-    return tf.cond(condition, applied, lambda: False)
 
 
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
