@@ -196,7 +196,7 @@ class BlockMomentum(LocalExchange):
     reset_local_momentum: bool = True
 
     def __post_init__(self) -> None:
-        _check_rows("BlockMomentum(block_size", self.block_size)
+        check_rows("BlockMomentum(block_size", self.block_size)
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
             raise ValueError(
                 f"BlockMomentum(momentum={self.momentum!r}); expected 0.0 or more and below 1.0, "
@@ -276,7 +276,7 @@ class ModelAveraging(LocalExchange):
     period: int = 40_000
 
     def __post_init__(self) -> None:
-        _check_rows("ModelAveraging(period", self.period)
+        check_rows("ModelAveraging(period", self.period)
 
     def rows_in_block(self, size: int) -> int:
         """See `LocalExchange.rows_in_block`."""
@@ -292,6 +292,7 @@ class ModelAveraging(LocalExchange):
             weight.assign(mean)
 
 
-def _check_rows(what: str, rows: object) -> None:
+def check_rows(what: str, rows: object) -> None:
+    """Refuse what is no number of rows."""
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ValueError(f"{what}={rows!r}); expected a number of rows, 1 or more")

@@ -10,7 +10,7 @@ from dtk.communicators.base import Communicator
 from dtk.exchange.auto import Auto
 from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 from dtk.exchange.dense import Dense
-from dtk.exchange.local_steps import LocalOp
+from dtk.exchange.local_steps import LocalOp, check_rows
 
 
 class WarmStartOp(ExchangeOp):
@@ -99,10 +99,7 @@ class WarmStart(Exchange):
                 f"WarmStart(exchange={self.exchange!r}); expected another exchange, such as "
                 "Quantized(bits=1)"
             )
-        if not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1:
-            raise ValueError(
-                f"WarmStart(samples={self.samples!r}); expected a number of rows, 1 or more"
-            )
+        check_rows("WarmStart(samples", self.samples)
 
     @property
     def local(self) -> bool:  # type: ignore[override]
