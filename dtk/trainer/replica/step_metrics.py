@@ -177,14 +177,14 @@ def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
     if not traced_step.is_in_loop():
         yield
         return
-    statistics |= traced_step.in_loop.assigned
+    statistics |= traced_step.running.assigned_in_loop
     if statistics:
         rows = tf.distribute.get_strategy().extended.given_rows()
         _average(list(statistics.values()), rows)
     try:
         yield
     finally:
-        traced_step.in_loop.assigned.clear()  # by the optimizer
+        traced_step.running.assigned_in_loop.clear()  # by the optimizer
 
 
 def _average(statistics: Sequence[keras.Variable], rows: tf.Tensor) -> None:

@@ -34,19 +34,17 @@ from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.tracing import row_dependence
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
-# The step that Keras is tracing; one per thread, because a mirrored strategy traces its replicas in
-# threads.
-_running = threading.local()
 
-
-class _InLoop(threading.local):
-    """What this thread's replica has assigned since a script's loop last applied an optimizer."""
+class _Running(threading.local):
+    """What this thread's replica runs: a mirrored strategy traces its replicas in threads."""
 
     def __init__(self) -> None:
-        self.assigned: dict[int, keras.Variable] = {}
+        self.step: Step | None = None  # that Keras is tracing
+        # what a script's loop has assigned since it last applied an optimizer
+        self.assigned_in_loop: dict[int, keras.Variable] = {}
 
 
-in_loop = _InLoop()
+running = _Running()
 
 # A value's path in a structure, as `keras.tree.flatten_with_path` returns it.
 Path: TypeAlias = tuple[str | int, ...]
@@ -137,17 +135,17 @@ def takes_own_step(step_function: Callable[[Tree], Tree], model: keras.Model) ->
 
 def current() -> Step | None:
     """Return the step this thread is tracing; None outside dtk's steps."""
-    return getattr(_running, "step", None)
+    return running.step
 
 
 @contextlib.contextmanager
 def tracing(step: Step | None) -> Iterator[None]:
     """Return a context in which this thread traces a step."""
-    outer, _running.step = current(), step
+    outer, running.step = running.step, step
     try:
         yield
     finally:
-        _running.step = outer
+        running.step = outer
 
 
 @contextlib.contextmanager
@@ -383,5 +381,5 @@ def assign(
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
     elif is_in_loop() and _may_move(variable):
-        in_loop.assigned[id(variable)] = variable
+        running.assigned_in_loop[id(variable)] = variable
     return original(variable, value)
