@@ -299,17 +299,13 @@ class Communicator(abc.ABC):
             results[i] = slices
         return results
 
-    def _places_on_card(self, values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[int]:
-        """Return the places of the values that go from GPU to GPU."""
-        return [i for i, value in enumerate(values) if self._card_for(value.dtype) is not None]
-
     def _routed(
         self,
         tensors: Sequence[tf.Tensor],
         send: Callable[[Communicator, list[int]], list[tf.Tensor]],
     ) -> list[tf.Tensor] | None:
         """Send what goes from GPU to GPU, then the others; None if all go through the host."""
-        on_card = self._places_on_card(tensors)
+        on_card = [i for i, one in enumerate(tensors) if placement.is_on_card(one.dtype)]
         if not on_card or self.cards is None:
             return None
         others = [i for i in range(len(tensors)) if i not in on_card]
@@ -606,17 +602,14 @@ class Communicator(abc.ABC):
             matrix = self.sizes_of_ranks(matrix, "alltoall")
         rows = RowBlocks(value, self.moves)
         received = matrix[:, self.rank]
-        return rows.joined(self._exchanged(rows, matrix), received), tf.cast(received, tf.int32)
-
-    def _exchanged(self, rows: RowBlocks, matrix: tf.Tensor) -> list[tf.Tensor]:
-        """Send `matrix[rank, j]` rows to rank j; return each rank's part."""
         words = rows.words(matrix)
         label = self._label(f"alltoall/{rows.encoded.dtype.name}")
-        return self._sequencer.run(
+        parts = self._sequencer.run(
             [rows.blocks(matrix[self.rank], self.size)],
             lambda flat: self._alltoall(flat[0], words, label),
             name="all-to-all",
         )
+        return rows.joined(parts, received), tf.cast(received, tf.int32)
 
     @overload
     def broadcast(self, value: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]: ...
