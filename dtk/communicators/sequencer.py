@@ -60,7 +60,8 @@ class CollectiveSequencer:
     ) -> None:
         self._timed = timed
         self._device = device or placement.messages()
-        self._eager_bytes, self._eager_seconds = 0, 0.0
+        self._eager_bytes = 0
+        self.eager_seconds = 0.0  # in collectives outside of graphs so far
         self._lanes: dict[int, tf.Tensor] = {}
         self._noted: list[tuple[list[str], tf.Tensor]] = []
         # Counting on a GPU would copy a number to the host before every message, and wait there.
@@ -76,14 +77,9 @@ class CollectiveSequencer:
         return self._eager_bytes + self._counted(0)
 
     @property
-    def eager_seconds(self) -> float:
-        """Seconds in collectives outside of graphs so far."""
-        return self._eager_seconds
-
-    @property
     def seconds(self) -> float:
         """Seconds in collectives so far, from when this rank's values were ready."""
-        return self._eager_seconds + self._counted(1) / 1e6
+        return self.eager_seconds + self._counted(1) / 1e6
 
     def spans(self) -> list[Span]:
         """Return the messages of all graphs, where the launcher asked for each step."""
@@ -125,7 +121,7 @@ class CollectiveSequencer:
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
                 outputs = collective(list(inputs))
-            self._eager_seconds += time.perf_counter() - start
+            self.eager_seconds += time.perf_counter() - start
             return outputs
         # Outside the control dependencies below: TensorFlow omits them on an op whose inputs
         # already have them, and loses them when it folds constant inputs away.
