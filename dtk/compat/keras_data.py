@@ -58,7 +58,8 @@ def cut(dataset: Dataset, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
     """Cut a dataset for the replicas of this process."""
     if isinstance(dataset, PerRankDataset):
         if dataset.whole is None:
-            return slicing.read_ahead(dataset.local.enumerate().map(_own_rows))
+            own = tf.autograph.experimental.do_not_convert(lambda number, batch: own_rows(batch))
+            return slicing.read_ahead(dataset.local.enumerate().map(own))
         dataset = dataset.whole
     return tf_datasets.cut_in_order(dataset, functools.partial(_cut, strategy))
 
@@ -75,11 +76,6 @@ def _cut(
         return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
     dataset = tf_datasets.drawn_in_order(dataset)
     return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
-
-
-@tf.autograph.experimental.do_not_convert
-def _own_rows(number: tf.Tensor, batch: Tree) -> slicing.Slices:
-    return own_rows(batch)
 
 
 def _padded(local: tf.data.Dataset, count: int) -> tf.data.Dataset:
