@@ -154,8 +154,8 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     if strategy is None:
         return None
     if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
-        _check_sharded(optimizer, current)
-        return _bound_now(optimizer, current)
+        bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
+        return _bound_now(optimizer, current) if bond is None else None
     owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
@@ -181,21 +181,9 @@ def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> 
 
     Keras's own would clip, scale and look for what is not finite on each rank, and sum afterwards.
     """
-    bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
-    if bond is not None or not hasattr(strategy, "make_trainer"):
+    if not hasattr(strategy, "make_trainer"):
         return None
-    groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
-    if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
-        return None
-    with _binding:  # replicas may be threads
-        outside_graph(lambda: replica_step.bind(optimizer, strategy))
-    return optimizer.apply
-
-
-def _check_sharded(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Refuse an optimizer that should be sharded, and that no model was compiled with."""
-    bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
-    if getattr(strategy, "shard_optimizer", False) and bond is None:
+    if strategy.shard_optimizer:
         told = (
             f"optimizer {optimizer.name!r} was applied inside strategy.run, and no model was "
             "compiled with it: every rank would hold all of its state, in spite of "
@@ -203,6 +191,12 @@ def _check_sharded(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy)
             "the first step"
         )
         raise ValueError(at_rank(strategy.rank, told))
+    groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
+    if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
+        return None
+    with _binding:  # replicas may be threads
+        outside_graph(lambda: replica_step.bind(optimizer, strategy))
+    return optimizer.apply
 
 
 def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
