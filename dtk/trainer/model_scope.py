@@ -129,12 +129,8 @@ def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
             "use keras, or train legacy Keras by tf.distribute.MultiWorkerMirroredStrategy"
         )
         raise NotDistributedError(at_rank(strategy.rank, told))
-    model = getattr(function, "__self__", None)
-    if not isinstance(model, keras.Model):
-        return
-    if getattr(function, "__name__", None) not in _STEPS:
-        return
-    if trainer_of(model) is None:
+    model, name = getattr(function, "__self__", None), getattr(function, "__name__", None)
+    if isinstance(model, keras.Model) and name in _STEPS and trainer_of(model) is None:
         told = (
             f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
             "not be exact; call model.compile(...) inside `with strategy.scope():`"
