@@ -157,10 +157,7 @@ def average(
 
 def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
     """Make every rank start at rank 0's epoch."""
-    epoch = trainer.initial_epoch()
-    number = tf.constant(-1 if epoch is None else epoch, tf.int64)
-    gathered = int(trainer.strategy.world.broadcast(number))
-    trainer.set_initial_epoch(None if gathered < 0 else gathered)
+    trainer.set_initial_epoch(trainer.strategy.world.broadcast_object(trainer.initial_epoch()))
 
 
 def agree_on_weights(trainer: ModelState) -> None:
