@@ -63,7 +63,7 @@ class Terms:
         """Convert a scalar to a mean over rows, by the kinds of its terms."""
         corrections = self.corrections(where, value)
         for coefficient, term, factor in corrections:
-            value = value + coefficient * (_times(term, factor) - term)
+            value = value + coefficient * (tf.math.multiply_no_nan(term, factor) - term)
         # An unchanged scalar may be examined again as a part of another.
         return self.known(value) if corrections else value
 
@@ -91,10 +91,6 @@ class Terms:
         assert term.denominator is not None
         mine = tf.stop_gradient(term.denominator)
         return tf.math.divide_no_nan(mine, share * self._world_sum(mine))
-
-
-def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    return tf.math.multiply_no_nan(value, factor)
 
 
 def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficient, tf.Tensor]]:
