@@ -1,5 +1,7 @@
 """Replace attributes of other packages: every patch of dtk goes through these functions.
 
+For attributes of dtk's own objects there is `temporarily`, which is simpler.
+
 Contexts of several threads may overlap and end in any order, so each attribute has a stack:
 
     A in    original, A        A acts
@@ -22,6 +24,31 @@ _lock = threading.Lock()
 # {(owner's id, name): {None: original, context: its replacement ...}}; open contexts keep the owner
 # alive.
 _stacks: dict[tuple[int, str], dict[object, object]] = {}
+
+
+@contextlib.contextmanager
+def temporarily(owner: object, **values: object) -> Iterator[None]:
+    """Return a context in which attributes of one thread's object, or thread-local, have values.
+
+    Such contexts end in the opposite order in which they have begun.
+
+    Example:
+        >>> thread = threading.local()
+        >>> thread.alone = False
+        >>> with temporarily(thread, alone=True):
+        ...     thread.alone
+        True
+        >>> thread.alone
+        False
+    """
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

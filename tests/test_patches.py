@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 
-from dtk.patches import patch
+from dtk.patches import patch, temporarily
 
 
 class Plain:
@@ -55,3 +56,13 @@ def test_what_an_owner_has_itself_is_as_before(owner, name):
     with patch(owner, **{name: lambda *args: "replaced"}):
         assert getattr(owner, name)() == "replaced"
     assert dict(vars(owner)) == before
+
+
+def test_an_attribute_is_as_before_when_its_context_ends_even_by_an_exception():
+    thing = types.SimpleNamespace(name="own")
+    with pytest.raises(KeyError), temporarily(thing, name="first"):
+        with temporarily(thing, name="second"):
+            assert thing.name == "second"
+        assert thing.name == "first"
+        raise KeyError
+    assert thing.name == "own"

@@ -42,6 +42,7 @@ from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, 
 from dtk.errors import CommunicatorError, at_rank
 from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
+from dtk.patches import temporarily
 
 Value = TypeVar("Value")
 _Given = ParamSpec("_Given")
@@ -785,16 +786,12 @@ class Communicator(abc.ABC):
         Args:
             name: The same on every rank; nested names are joined.
         """
-        outer = self._sequence
-        self._sequence = f"{outer}/{name}" if outer else name
-        try:
-            with contextlib.nullcontext() if self.cards is None else self.cards.sequence(name):
-                yield
-        finally:
-            self._sequence = outer
+        joined = f"{self._sequence}/{name}" if self._sequence else name
+        of_cards = contextlib.nullcontext() if self.cards is None else self.cards.sequence(name)
+        with temporarily(self, _sequence=joined), of_cards:
+            yield
 
-    @contextlib.contextmanager
-    def concurrent(self, name: str) -> Iterator[None]:
+    def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Let the collectives traced inside run beside all others.
 
         Collectives in a graph run in the order they were traced. Concurrent ones are ordered only
@@ -807,11 +804,7 @@ class Communicator(abc.ABC):
         Args:
             name: The same on every rank.
         """
-        outer, self._lane_name = self._lane_name, name
-        try:
-            yield
-        finally:
-            self._lane_name = outer
+        return temporarily(self, _lane_name=name)
 
     def _label(self, kind: str) -> str:
         """Return a name for the next collective, the same one on every rank.

@@ -31,7 +31,7 @@ from tensorflow.python.eager import context as eager_context
 
 from dtk.errors import DtkError
 from dtk.nests import Args, Function, Kwargs, Logs, Specs, Tree
-from dtk.patches import definer, patch, patch_for_good
+from dtk.patches import definer, patch, patch_for_good, temporarily
 
 # What models, losses and metrics raise when a part of a batch is not what they take.
 _MISFITS = (
@@ -259,11 +259,8 @@ def set_owner(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 def auto_jit(model: keras.Model) -> bool:
     """Return whether Keras would compile a model with XLA if no strategy owned it."""
-    owner, model._distribute_strategy = model._distribute_strategy, None
-    try:
+    with temporarily(model, _distribute_strategy=None):
         return bool(model._resolve_auto_jit_compile())
-    finally:
-        model._distribute_strategy = owner
 
 
 def note_auto_jit(model: keras.Model, auto: bool) -> None:
@@ -361,11 +358,8 @@ def make_function(
     model: keras.Model, step: Callable[[_Batch], _Logs]
 ) -> Callable[[tf.data.Iterator], _Logs]:
     """Make Keras's loop that calls a step for each batch of an iterator."""
-    jit_compile, model.jit_compile = model.jit_compile, False
-    try:
+    with temporarily(model, jit_compile=False):
         return model._make_function(step)
-    finally:
-        model.jit_compile = jit_compile
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:

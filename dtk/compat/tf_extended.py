@@ -42,6 +42,7 @@ from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
 from dtk.input.row_maps import ArrayRows, RowMaps
 from dtk.nests import Function, Tree
+from dtk.patches import temporarily
 
 _Reduced = TypeVar("_Reduced", bound=Tree)
 
@@ -229,17 +230,12 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         gathered = self._communicator.allgather(tf.transpose(value, order))
         return tf.transpose(gathered, back)
 
-    @contextlib.contextmanager
-    def local_reads(self) -> Iterator[None]:
+    def local_reads(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which reading a variable never communicates.
 
         For code that runs on one rank only, such as a checkpoint writer.
         """
-        before, self._reads_are_local = self._reads_are_local, True
-        try:
-            yield
-        finally:
-            self._reads_are_local = before
+        return temporarily(self, _reads_are_local=True)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -301,14 +297,11 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
                 flush=True,
             )
 
-    @contextlib.contextmanager
-    def observing_batches(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
+    def observing_batches(
+        self, observe: Callable[[tf.Tensor], None]
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which datasets report the digest of each batch they read."""
-        self._observe = observe
-        try:
-            yield
-        finally:
-            self._observe = None
+        return temporarily(self, _observe=observe)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: MakesDataset, options: object

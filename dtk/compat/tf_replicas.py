@@ -20,7 +20,7 @@ from dtk import placement
 from dtk.communicators.aligned_slices import with_values
 from dtk.errors import UncompilableError
 from dtk.nests import Tree
-from dtk.patches import patch
+from dtk.patches import patch, temporarily
 
 # A tensor, or a structure of tensors, `tf.IndexedSlices` and None.
 _Structure = TypeVar("_Structure", bound=Tree)
@@ -64,17 +64,12 @@ SILENCE_SECONDS = 40
 _FEW = 1 << 14
 
 
-@contextlib.contextmanager
-def counted_if(present: tf.Tensor | None) -> Iterator[None]:
+def counted_if(present: tf.Tensor | None) -> AbstractContextManager[None]:
     """Return a context in which this replica adds zeros to sums over replicas unless it has rows.
 
     With None, its values always count.
     """
-    outer, _running.present = _running.present, present
-    try:
-        yield
-    finally:
-        _running.present = outer
+    return temporarily(_running, present=present)
 
 
 def if_present(value: _Structure) -> _Structure:
@@ -125,14 +120,9 @@ def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Return a context in which this process is the only replica, outside of a step, too."""
-    outer, _running.whole = _running.whole, True
-    try:
-        yield
-    finally:
-        _running.whole = outer
+    return temporarily(_running, whole=True)
 
 
 def is_whole() -> bool:

@@ -34,6 +34,7 @@ from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variab
 from dtk.compat.keras_optimizers import Apply
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
+from dtk.patches import temporarily
 from dtk.placement import outside_graph
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
@@ -46,8 +47,14 @@ _CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rew
 _DTK = str(Path(__file__).parents[1])
 _LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).parent))
 
-# One flag per thread: models that other threads train are not affected.
-_alone = threading.local()
+
+class _Thread(threading.local):
+    """This thread: models that other threads train are not affected."""
+
+    is_alone = False  # inside `undistributed()`
+
+
+_thread = _Thread()
 _binding = threading.Lock()
 
 
@@ -67,17 +74,13 @@ def undistributed() -> Iterator[None]:
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
     undistributed_jobs.made_strategy()  # the script trains alone on purpose
-    before = is_alone()
-    _alone.flag = True
-    try:
+    with temporarily(_thread, is_alone=True):
         yield
-    finally:
-        _alone.flag = before
 
 
 def is_alone() -> bool:
     """Return whether this thread is inside `undistributed()`."""
-    return getattr(_alone, "flag", False)
+    return _thread.is_alone
 
 
 class _Guard:

@@ -15,6 +15,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
 from dtk.nests import Array, Function, Tree
+from dtk.patches import temporarily
 
 _Made = TypeVar("_Made")
 
@@ -158,8 +159,7 @@ class Strategy(tf.distribute.Strategy):
         """Number of processes that train."""
         return self.world.size
 
-    @contextlib.contextmanager
-    def meeting(self, meet: Callable[[str], None]) -> Iterator[None]:
+    def meeting(self, meet: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all ranks call a function when `fit` and its like begin.
 
         All ranks also call it before and after each epoch of `fit`. No rank waits in another
@@ -169,11 +169,7 @@ class Strategy(tf.distribute.Strategy):
             meet: Called with the rank's position, such as "epoch 3 ends"; may communicate and
                 raise.
         """
-        outer, self._meet = self._meet, meet
-        try:
-            yield
-        finally:
-            self._meet = outer
+        return temporarily(self, _meet=meet)
 
     def meet(self, where: str) -> None:
         """Call the function of `meeting`, if there is one.

@@ -22,6 +22,7 @@ import tensorflow as tf
 from dtk.compat import keras_models, keras_steps, tf_replicas
 from dtk.errors import UncompilableError
 from dtk.nests import Function, Tree
+from dtk.patches import temporarily
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
@@ -83,12 +84,9 @@ class WorldState:
             return original()
         if self._reduced_at != self._step.assignments:
             self._reduce([v for v in metric_variables(self._step.model) if v.aggregation == "sum"])
-        self._inside = True
-        try:
-            with keras.StatelessScope(state_mapping=self._totals):
-                return keras.tree.map_structure(_value_of, original())
-        finally:
-            self._inside = False
+        totals = keras.StatelessScope(state_mapping=self._totals)
+        with temporarily(self, _inside=True), totals:
+            return keras.tree.map_structure(_value_of, original())
 
     def average(self) -> None:
         """Average the moving statistics that were assigned since the last reduction."""

@@ -31,6 +31,7 @@ from dtk.communicators.aligned_slices import with_values
 from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
 from dtk.compat.tf_replicas import on_values
 from dtk.nests import Function, Gradients, Tree
+from dtk.patches import temporarily
 from dtk.trainer.tracing import row_dependence
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
 
@@ -138,14 +139,9 @@ def current() -> Step | None:
     return running.step
 
 
-@contextlib.contextmanager
-def tracing(step: Step | None) -> Iterator[None]:
+def tracing(step: Step | None) -> contextlib.AbstractContextManager[None]:
     """Return a context in which this thread traces a step."""
-    outer, running.step = running.step, step
-    try:
-        yield
-    finally:
-        running.step = outer
+    return temporarily(running, step=step)
 
 
 @contextlib.contextmanager
@@ -209,11 +205,8 @@ def _weigh(
     step = current()
     if step is None:
         return original(values, sample_weight, mask, reduction, dtype)
-    step.inside_loss = True
-    try:
+    with temporarily(step, inside_loss=True):
         result = original(values, sample_weight, mask, reduction, dtype)
-    finally:
-        step.inside_loss = False
     if reduction in (None, "none"):
         return result
     values = tf.convert_to_tensor(values)
@@ -293,11 +286,8 @@ def _differentiate(
         seeds.append(seed)
     if changed:
         target, output_gradients = targets, seeds
-    step.weighed_later = True
-    try:
+    with temporarily(step, weighed_later=True):
         return _multiplied(gradient(target, sources, output_gradients), times)
-    finally:
-        step.weighed_later = False
 
 
 # Models of which a trial computes larger gradients, and how many times as large.
