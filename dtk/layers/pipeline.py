@@ -32,7 +32,7 @@ from dtk.even_division import even_bounds
 from dtk.layers.collectives import with_gradient
 from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
-from dtk.patches import patch
+from dtk.patches import temporarily
 from dtk.schedules.runs import is_count
 from dtk.trainer.tracing import lookups
 
@@ -606,7 +606,7 @@ class InterleavedPipeline(Pipeline):
         self, x: Tree, y: Tree, output: tf.Tensor, weight: tf.Tensor | None
     ) -> tf.Tensor:
         """Compute the loss of a microbatch without penalties: these would need communication."""
-        with patch(self, _counts_penalties=False):
+        with temporarily(self, _counts_penalties=False):
             return self.compute_loss(x, y, output, weight, training=True)
 
     def _with_penalties(self, gradients: Sequence[Gradient]) -> list[Gradient]:
