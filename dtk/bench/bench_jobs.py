@@ -113,11 +113,11 @@ def place(launcher: str, argv: Sequence[str], places: Places) -> list[Process]:
         shared |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
     placed = []
     for one in planned:
-        env = {**one.env, **shared, "RANK": str(one.rank)}
+        env = {**shared, "RANK": str(one.rank)}
         if interface := survey(one.host, hosts.count(one.host)).interface:
             # By the name a host gives itself Gloo may find no address, or one of loopback.
             env["GLOO_SOCKET_IFNAME"] = interface
-        placed.append(dataclasses.replace(one, env=env))
+        placed.append(one.with_env(env))
     return placed
 
 

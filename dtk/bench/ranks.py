@@ -7,7 +7,6 @@ Ranks ── Job ──────── rank: worker.connect()
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import secrets
 import socket
 import time
@@ -63,7 +62,7 @@ class Ranks:
         env = {worker.ADDRESS: "{}:{}".format(*self._door.getsockname())}
         env[worker.KEY] = self._key.hex()
         self.job = Job(
-            [dataclasses.replace(one, env={**one.env, **env}) for one in processes],
+            [one.with_env(env) for one in processes],
             remote_shell=remote_shell,
             grace=grace,
             stdout=output,

@@ -134,7 +134,7 @@ class BenchRun:
     ) -> None:
         self.bar.show(f"{name}: starting ...")
         placed = bench_jobs.place(launcher, argv, self.places)
-        processes = [dataclasses.replace(one, env={**one.env, **changed}) for one in placed]
+        processes = [one.with_env(changed) for one in placed]
         busy = launcher in bench_jobs.BUSY
         job = BenchJob(name, processes, self.places, essential=essential, busy=busy)
         self.jobs.append(job)

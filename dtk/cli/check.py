@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import click
@@ -44,7 +43,7 @@ def check(
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
     job_options.check_installed(communicator)
     planned = plan(command, workers, communicator=communicator)
-    job = Job([dataclasses.replace(p, env={**p.env, SELF_TEST: "only"}) for p in planned])
+    job = Job([process.with_env({SELF_TEST: "only"}) for process in planned])
 
     def wait() -> int:
         with job:

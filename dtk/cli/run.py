@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -256,7 +255,7 @@ def run(
         for index, one in enumerate(processes):
             env, settings = step_settings.apply(one.argv, {**one.env, **told})
             used = used or settings
-            processes[index] = dataclasses.replace(one, env=env)
+            processes[index] = one.with_env(env)
         if used is not None and not attempt.number:
             screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
         return Job(

@@ -164,8 +164,8 @@ def measure(planned: Callable[[str | None], Sequence[Process]], variables: Varia
         file = Path(folder, "steps.json")
         given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
         communicator = given.pop(COMMUNICATOR, None)
-        said, ranks = io.StringIO(), planned(communicator)
-        ranks = [dataclasses.replace(one, env={**one.env, **given}) for one in ranks]
+        said = io.StringIO()
+        ranks = [one.with_env(given) for one in planned(communicator)]
         with Job(ranks, stdout=io.StringIO(), stderr=said) as job:
             code = job.wait()
         if code:

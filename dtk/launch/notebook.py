@@ -5,7 +5,6 @@ The function goes to the ranks as bytes in a file. Each rank is this module, sta
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
 import sys
@@ -63,12 +62,10 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         Path(folder, _FUNCTION).write_bytes(_packed(fn))
         settings = {progress.VARIABLE: f"{_STALL_TIMEOUT:g}", "PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", __name__, folder]
-        planned = [
-            dataclasses.replace(process, env={**process.env, **settings})
-            for process in plan(command, n, communicator=communicator)
-        ]
+        planned = plan(command, n, communicator=communicator)
+        ranks = [process.with_env(settings) for process in planned]
         out, err = _Cell(sys.stdout), _Cell(sys.stderr)
-        with Job(planned, stall_timeout=_STALL_TIMEOUT, stdout=out, stderr=err) as job:
+        with Job(ranks, stall_timeout=_STALL_TIMEOUT, stdout=out, stderr=err) as job:
             code = job.wait()
         if code:
             raise RankError(_reason(job, code))

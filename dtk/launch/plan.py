@@ -71,6 +71,17 @@ class Process:
         """Its number where it is a rank, else its name."""
         return self.rank if self.name == f"rank {self.rank}" else self.name
 
+    def with_env(self, more: Mapping[str, str]) -> Process:
+        """Return this process with more variables.
+
+        Args:
+            more: Variables by name; they win over its own.
+
+        Returns:
+            A process like this one, with all of them.
+        """
+        return dataclasses.replace(self, env={**self.env, **more})
+
 
 def plan(
     command: Sequence[str],
