@@ -99,30 +99,12 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     help="Give every rank this variable, on other hosts as well; repeat it for more. Those of "
     f"TensorFlow and the like ({', '.join(FORWARDED)}) are given anyway.",
 )
-@click.option(
-    "--output-dir",
-    metavar="DIR",
-    type=job_file.HomePath(),
-    help="Also write each rank's output to a file there.",
+@job_file.path_option(
+    "--output-dir", metavar="DIR", help="Also write each rank's output to a file there."
 )
-@click.option(
-    "--events",
-    metavar="FILE",
-    type=job_file.HomePath(),
-    help="Write what happens to a file, as JSON lines.",
-)
-@click.option(
-    "--timeline",
-    metavar="FILE",
-    type=job_file.HomePath(),
-    help="Write a timeline for https://ui.perfetto.dev.",
-)
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=job_file.HomePath(),
-    help="Write a report of the job, a page of HTML.",
-)
+@job_file.path_option("--events", help="Write what happens to a file, as JSON lines.")
+@job_file.path_option("--timeline", help="Write a timeline for https://ui.perfetto.dev.")
+@job_file.path_option("--report", help="Write a report of the job, a page of HTML.")
 @job_options.remote_shell
 @click.option(
     "--timeout-grace",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -110,10 +111,10 @@ class HomePath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
-option = click.option(
+path_option = functools.partial(click.option, metavar="FILE", type=HomePath())
+
+option = path_option(
     "--config",
-    metavar="FILE",
-    type=HomePath(),
     is_eager=True,
     expose_value=False,
     callback=apply,

@@ -36,12 +36,7 @@ communicator = click.option(
 hosts = click.option(
     "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
 )
-hostfile = click.option(
-    "--hostfile",
-    metavar="FILE",
-    type=job_file.HomePath(),
-    help="The same, one `host slots=n` per line.",
-)
+hostfile = job_file.path_option("--hostfile", help="The same, one `host slots=n` per line.")
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",
