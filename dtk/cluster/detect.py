@@ -46,6 +46,8 @@ _ALONE = Environment(
     "PMIX_RANK, SLURM_STEP_ID, TF_CONFIG): one process on its own",
 )
 
+_HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # by which it tells the place on a host
+
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """Find this process's place in the job from environment variables.
@@ -86,13 +88,10 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
 
 
 def _launched(environ: Mapping[str, str]) -> Environment | None:
-    ranks, local = "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_"
-    found = _horovod(environ) or _numbered("Open MPI", "mpi", ranks, (local,), environ)
+    found = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
     if found is not None:
         return found
-    # The names by which Hydra tells the place on a host, and PALS.
-    local_names = (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_LOCAL_")
-    by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", local_names, environ)
+    by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", environ, _HYDRA)
     by_slurm = slurm.read(environ)
     if by_pmi and by_slurm:
         same = (by_pmi.rank, by_pmi.size) == (by_slurm.rank, by_slurm.size)
@@ -101,18 +100,14 @@ def _launched(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _numbered(
-    name: str,
-    kind: str,
-    prefix: str,
-    local: tuple[str | tuple[str, str], ...],
-    environ: Mapping[str, str],
+    name: str, kind: str, prefix: str, environ: Mapping[str, str], *local: tuple[str, str]
 ) -> Environment | None:
-    """Read a rank and a size, and those on one host: of several ways, the first that is set."""
+    """Read a rank and a size, and those on one host, which may have `local` names instead."""
     rank_name, size_name = f"{prefix}RANK", f"{prefix}SIZE"
     if rank_name not in environ and size_name not in environ:
         return None
     rank, size = place(environ, rank_name, size_name)
-    pairs = [(f"{one}RANK", f"{one}SIZE") if isinstance(one, str) else one for one in local]
+    pairs = (*local, (f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"))
     told = next((pair for pair in pairs if environ.keys() & set(pair)), None)
     local_rank, local_size = (0, 1) if told is None else place(environ, *told)
     return Environment(
@@ -127,8 +122,7 @@ def _numbered(
 
 
 def _horovod(environ: Mapping[str, str]) -> Environment | None:
-    local = ("HOROVOD_LOCAL_",)
-    found = _numbered("Horovod's launcher", "horovod", "HOROVOD_", local, environ)
+    found = _numbered("Horovod's launcher", "horovod", "HOROVOD_", environ)
     host = environ.get("HOROVOD_HOSTNAME")
     if found is not None and host and found.local_size == found.size:
         return dataclasses.replace(found, hosts=(host,) * found.size)
@@ -143,7 +137,7 @@ def _pmix(environ: Mapping[str, str]) -> Environment | None:
             f"PMIX_RANK={environ['PMIX_RANK']} is set but nothing tells how many ranks there are; "
             "start with `mpirun -np N python train.py`, or unset PMIX_RANK to run alone"
         )
-    return _numbered("PMIx", "mpi", "PMIX_", ("PMIX_LOCAL_",), environ)
+    return _numbered("PMIx", "mpi", "PMIX_", environ)
 
 
 def _agree(
