@@ -33,11 +33,8 @@ def of(pid: int) -> Usage | None:
         main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")
     except OSError:
         return None
-    started = of_started(pid)
-    seconds = started[0]
-    return Usage(
-        main[0], _seconds(main) + seconds, io(pid) + started[1], _seconds(total) + seconds
-    )
+    seconds, moved = of_started(pid)
+    return Usage(main[0], _seconds(main) + seconds, io(pid) + moved, _seconds(total) + seconds)
 
 
 def of_started(pid: int) -> tuple[float, int]:
