@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from dtk.cluster import usage
@@ -56,9 +56,9 @@ class Environment:
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def has_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+def has_gpu() -> bool:
     """Return whether NVIDIA's driver is loaded, and the variables do not hide all GPUs."""
-    return environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1") and DRIVER.exists()
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1") and DRIVER.exists()
 
 
 def instructions() -> str:

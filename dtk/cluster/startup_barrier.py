@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
 
 from dtk.cluster import stall, usage
 from dtk.cluster.environment import Environment
@@ -63,15 +62,13 @@ class Wait:
             print(f"dtk: {self._who}: waiting for {whom}{bound}", file=sys.stderr, flush=True)
 
 
-def await_neighbours(
-    environment: Environment, timeout: float, environ: Mapping[str, str] = os.environ
-) -> None:
+def await_neighbours(environment: Environment, timeout: float) -> None:
     """Wait until the other ranks of this host are about to start MPI, too.
 
     Returns at once where that cannot be known: under other launchers, or where processes cannot see
     each other.
     """
-    job = environ.get(_JOB, "")
+    job = os.environ.get(_JOB, "")
     if not (job and timeout and environment.kind == "mpi" and environment.local_size > 1):
         return
     name = f"dtk.{job}."

@@ -26,15 +26,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 BESIDE = ".beside"
 
 
-def members(job: str, sessions: Collection[int] = ()) -> list[int]:
+def members(job: str) -> list[int]:
     """List the processes of a job, and of jobs started inside it."""
-    return sorted(_Search(job, sessions).look())
+    return sorted(_Search(job).look())
 
 
 class _Search:
     """Looks for the processes of a job, again and again."""
 
-    def __init__(self, job: str, sessions: Collection[int]) -> None:
+    def __init__(self, job: str, sessions: Collection[int] = ()) -> None:
         self._mark = b"\0DTK_JOB=" + job.encode()
         self._sessions = set(sessions)
         self._seen: set[tuple[int, str]] = set()

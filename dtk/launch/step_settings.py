@@ -17,11 +17,7 @@ from pathlib import Path
 
 from dtk import cache
 from dtk.cluster import environment
-from dtk.cluster.variables import (
-    COMMUNICATOR,
-    STEP_SETTINGS,
-    TIME_STEPS,
-)
+from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.launch import agent
 
 _FORMAT = 2
@@ -88,11 +84,9 @@ def apply(
     return {**env, **used, STEP_SETTINGS: found.model}, settings
 
 
-def communicator(
-    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
-) -> str | None:
+def communicator(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return the communicator that was found fastest between processes of one machine, if any."""
-    if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
+    if COMMUNICATOR in os.environ or os.environ.get(STEP_SETTINGS) == "0":
         return None
     found = _kept(command, env)
     return None if found is None else found.variables.get(COMMUNICATOR)

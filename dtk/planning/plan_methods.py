@@ -268,8 +268,6 @@ def predict(method: Method, job: Training, cluster: Cluster, workers: int) -> Pr
     return Prediction(method, workers, cost, rows, rows * job.step / job.rows / workers, price)
 
 
-def sweep(
-    job: Training, cluster: Cluster, workers: Sequence[int], methods: Sequence[Method] = METHODS
-) -> list[list[Prediction]]:
+def sweep(job: Training, cluster: Cluster, workers: Sequence[int]) -> list[list[Prediction]]:
     """Predict each method with each number of workers."""
-    return [[predict(method, job, cluster, count) for count in workers] for method in methods]
+    return [[predict(method, job, cluster, count) for count in workers] for method in METHODS]
