@@ -31,7 +31,7 @@ from dtk.cluster.environment import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
-from dtk.horovod_build.build import HorovodBuildError, ask
+from dtk.horovod_build.build import HorovodBuildError, ask, probe
 from dtk.launch.network import rules
 from dtk.version import DISTRIBUTION, __version__, is_tested, pip_install, requirement
 
@@ -157,13 +157,6 @@ def own_install() -> Finding:
     if good and (found := Path(file).parent.resolve()) != place:
         problems.append(f"scripts in {os.getcwd()} import {found} instead. Next: rename that")
     return Finding("dtk", "; ".join([told, *problems]), NOTE if problems else OK)
-
-
-def probe(script: str) -> tuple[bool, str]:
-    """Run Python; return whether it succeeded, and the last line that it wrote."""
-    ended = ask([sys.executable, "-c", script], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
-    lines = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines()
-    return not ended.returncode, (lines or [f"exit code {ended.returncode}"])[-1]
 
 
 def libraries() -> list[Finding]:

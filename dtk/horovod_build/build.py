@@ -93,6 +93,13 @@ def ask(
     )
 
 
+def probe(script: str) -> tuple[bool, str]:
+    """Run Python; return whether it succeeded, and the last line that it wrote."""
+    ended = ask([sys.executable, "-c", script], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    lines = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines()
+    return not ended.returncode, (lines or [f"exit code {ended.returncode}"])[-1]
+
+
 def reason_of(ended: subprocess.CompletedProcess[str], line: int = -1) -> str:
     """Return a line of what a command that failed wrote on standard error."""
     return (ended.stderr.strip().splitlines() or ["no message"])[line]
@@ -112,13 +119,11 @@ def check_python() -> None:
 
 def tensorflow_version() -> str:
     """Import TensorFlow in a subprocess and return its version."""
-    code = "import tensorflow as tf; print(tf.__version__)"
-    probe = ask([sys.executable, "-c", code], environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    good, version = probe("import tensorflow as tf; print(tf.__version__)")
     wanted = ".".join(map(str, MIN_TENSORFLOW))
     cure = f"Next: {sys.executable} -m pip install 'tensorflow>={wanted}'"
-    if probe.returncode:
-        raise HorovodBuildError(f"TensorFlow cannot be imported ({reason_of(probe)}). {cure}")
-    version = probe.stdout.split()[-1]
+    if not good:
+        raise HorovodBuildError(f"TensorFlow cannot be imported ({version}). {cure}")
     if numbers_in(version)[:2] < MIN_TENSORFLOW:
         raise HorovodBuildError(f"TensorFlow {version} is too old: need {wanted} or later. {cure}")
     return version
