@@ -76,9 +76,9 @@ class MPIPlaces:
         _remove_abandoned()
         try:
             with open(self._folder / "errors", "w") as errors:
-                self._process = self._start(hosts, remote_shell, errors.fileno())
+                self._process = self._start(remote_shell, errors.fileno())
             self._held.callback(self._end)
-            self.env = self._read(len(hosts))
+            self.env = self._read()
             self.folders = tuple(filter(None, (self._folder, self._memory)))
         except BaseException:
             self.close()
@@ -90,24 +90,23 @@ class MPIPlaces:
         self._held.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    def _start(
-        self, hosts: Sequence[str], remote_shell: str, errors: int
-    ) -> subprocess.Popen[bytes]:
-        command = [str(mpi_installs.required_mpirun()), "--bind-to", "none", "-n", str(len(hosts))]
+    def _start(self, remote_shell: str, errors: int) -> subprocess.Popen[bytes]:
+        ranks = len(self._hosts)
+        command = [str(mpi_installs.required_mpirun()), "--bind-to", "none", "-n", str(ranks)]
         # Its folder is named by its process id, and what a killed server with the same id left
         # in a common place would keep it from starting.
         command += ["--prtemca", "prte_local_tmpdir_base", str(self._folder)]
         if self._alone:
             command += ["--map-by", ":OVERSUBSCRIBE"]
             command += ["--prtemca", "oob_tcp_disable_ipv6_family", "1"]
-            if missing := mpi_installs.shared_memory_missing(len(hosts), str(_SHARED_MEMORY)):
+            if missing := mpi_installs.shared_memory_missing(ranks, str(_SHARED_MEMORY)):
                 raise CommunicatorError(f"communicator mpi: {missing}")
             with contextlib.suppress(OSError):  # then where MPI itself puts it
                 self._memory = self._made(_SHARED_MEMORY)
                 self._held.callback(os.close, _lock(self._memory))
         else:
             names = self._folder / "hosts"
-            names.write_text("".join(f"{host.strip('[]')}\n" for host in hosts))
+            names.write_text("".join(f"{host.strip('[]')}\n" for host in self._hosts))
             # The rank's number is that of its line.
             command += ["--map-by", "seq:OVERSUBSCRIBE", "--hostfile", str(names)]
             command += ["--prtemca", "plm_ssh_agent", remote_shell]
@@ -129,7 +128,7 @@ class MPIPlaces:
             start_new_session=True,
         )
 
-    def _read(self, size: int) -> list[dict[str, str]]:
+    def _read(self) -> list[dict[str, str]]:
         """Read the variables that the processes write, each a line."""
         assert self._process.stdout is not None
         held_up = ""
@@ -144,7 +143,7 @@ class MPIPlaces:
         found: dict[int, dict[str, str]] = {}
         try:
             with self._process.stdout as lines:
-                while len(found) < size:
+                while len(found) < len(self._hosts):
                     line = lines.readline()
                     if not line:
                         raise CommunicatorError(self._why(held_up))
@@ -158,7 +157,7 @@ class MPIPlaces:
                 extra["OMPI_MCA_btl_sm_backing_directory"] = str(self._memory)
             for env in found.values():
                 env.update({name: os.environ.get(name, value) for name, value in extra.items()})
-        return [{**found[rank], MPI_LEASE: str(self._lease)} for rank in range(size)]
+        return [{**found[rank], MPI_LEASE: str(self._lease)} for rank in range(len(self._hosts))]
 
     def held_up(self) -> str:
         """Return who may keep the server from answering the ranks, for a sentence; "" if nobody.
