@@ -136,7 +136,7 @@ class JobOutput:
         self.suppressed = 0
         self._state, self._outcome = state, outcome
         self._directory, self._append = directory, append
-        self._width = max((len(process.label) for process in state.processes), default=0)
+        self._width = max((len(f"{one.rank_name}") for one in state.processes), default=0)
         streams = (stdout or sys.stdout, stderr or sys.stderr)
         self._sinks = [
             self._sink(stream, f"standard {name}")
@@ -220,10 +220,10 @@ class JobOutput:
         return process is self._state.processes[0] and self._screen.draws(sink)
 
     def _prefix(self, process: Process, sink: Sink) -> str:
-        label = f"[{process.label:>{self._width}}] "
+        label = f"[{process.rank_name:>{self._width}}] "
         if not sink.is_terminal or os.environ.get("NO_COLOR"):
             return label
-        number = next(i for i, one in enumerate(self._state.processes) if one is process)
+        number = self._state.processes.index(process)
         return click.style(label, fg=_COLORS[number % len(_COLORS)])
 
     def relay(self, rank: Rank, reports: socket.socket | None) -> None:

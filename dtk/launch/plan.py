@@ -62,13 +62,8 @@ class Process:
     cores: tuple[int, ...] = ()
 
     @property
-    def label(self) -> str:
-        """Prefix of its output: the bare number for a rank."""
-        return self.name.removeprefix("rank ")
-
-    @property
     def rank_name(self) -> int | str:
-        """Its number where it is a rank, else its name."""
+        """Its number where it is a rank, else its name; before each line of its output, too."""
         return self.rank if self.name == f"rank {self.rank}" else self.name
 
     def with_env(self, more: Mapping[str, str]) -> Process:
