@@ -285,7 +285,7 @@ def _say(line: bytes) -> None:
             os.write(2, line)
 
 
-def guard(job: str, grace: float, save_grace: float) -> int:
+def guard(job: str, grace: float, save_grace: float) -> None:
     """Wait for the launcher; if it dies without saying goodbye, end its job.
 
     Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
@@ -301,7 +301,7 @@ def guard(job: str, grace: float, save_grace: float) -> int:
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
         if word == "done":
-            return 0
+            return
         if word == "remove":
             folders.append(rest)
         else:
@@ -311,19 +311,18 @@ def guard(job: str, grace: float, save_grace: float) -> int:
     end(job + BESIDE, 0.0)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
 
 
-def tell(host: str, ports: int) -> int:
+def tell(host: str, ports: int) -> None:
     """Tell the launcher about this host."""
     print(json.dumps([survey(host, ports), versions(), time.time()]))
-    return 0
 
 
 def main(task: str, given: Mapping[str, object]) -> int:
-    """Do what the launcher asks for."""
+    """Do what the launcher asks for; return the exit code."""
     if task == "rank":
         return run_rank(**given)  # type: ignore[arg-type]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    return (guard if task == "guard" else tell)(**given)  # type: ignore[arg-type]
+    (guard if task == "guard" else tell)(**given)  # type: ignore[arg-type]
+    return 0
