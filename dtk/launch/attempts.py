@@ -168,8 +168,7 @@ class Attempts:
         return [host.name for host in self.hosts if not is_whole and host not in attempt.hosts]
 
     def _answering(self, hosts: Iterable[str]) -> set[str]:
-        if not (names := list(hosts)):
-            return set()
-        with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+        names = list(hosts)
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             found = zip(names, pool.map(self.answers, names), strict=True)
             return {name for name, is_there in found if is_there}
