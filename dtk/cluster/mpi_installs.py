@@ -28,10 +28,8 @@ def mpirun() -> Path | None:
     """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
     beside = Path(sys.executable).parent
     # Ranks can take the places of processes that PRRTE has started; other MPIs do not use it.
-    if not (beside / "prterun").is_file() or importlib.util.find_spec("mpi4py") is None:
-        return None
-    found = beside / "mpirun"
-    return found if found.is_file() else None
+    is_there = all((beside / name).is_file() for name in ("prterun", "mpirun"))
+    return beside / "mpirun" if is_there and importlib.util.find_spec("mpi4py") else None
 
 
 def required_mpirun() -> Path:
