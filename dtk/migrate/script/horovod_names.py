@@ -381,11 +381,9 @@ class _Horovod:
         turned = self.name(node.left) == "size" and isinstance(node.operator, cst.Multiply)
         return node.right if turned else None
 
-    def _drop_size(self, node: cst.CSTNode, *kinds: type[cst.BaseBinaryOp]) -> bool:
-        kept = self._kept(node, *kinds)
-        if kept is not None:
+    def _drop_size(self, node: cst.CSTNode, *kinds: type[cst.BaseBinaryOp]) -> None:
+        if (kept := self._kept(node, *kinds)) is not None:
             self.source.keep(node, kept)
-        return kept is not None
 
     def _times_size(self, call: cst.Call, rows: cst.BaseExpression | None) -> None:
         factor = f"{self.strategy}.size"

@@ -151,14 +151,13 @@ class Source:
         """Return the values that a name is given, those that the script shows."""
         return [one for one in self._values.get(name, ()) if one is not None]
 
-    def values(self, value: cst.BaseExpression | None) -> list[cst.BaseExpression]:
-        """Return all that is assigned to a name; nothing if the script does not show it all."""
-        found = self._values.get(value.value, []) if isinstance(value, cst.Name) else [value]
-        return [one for one in found if one is not None] if None not in found else []
+    def values(self, name: str) -> list[cst.BaseExpression]:
+        """Return all that a name is given; nothing if the script does not show it all."""
+        return [] if None in self._values.get(name, ()) else self.assignments(name)
 
     def resolved(self, value: cst.BaseExpression | None) -> cst.BaseExpression | None:
         """Return the value of a name that is assigned once; other expressions as they are."""
-        found = self.values(value) if isinstance(value, cst.Name) else []
+        found = self.values(value.value) if isinstance(value, cst.Name) else []
         return self.resolved(found[0]) if len(found) == 1 else value
 
     def dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> set[str]:
@@ -166,7 +165,7 @@ class Source:
         if isinstance(value, cst.Name):
             if value.value in seen:
                 return {value.value}
-            found = [self.dataset(one, (*seen, value.value)) for one in self.values(value)]
+            found = [self.dataset(one, (*seen, value.value)) for one in self.values(value.value)]
             return set().union(*found) if all(found) else set()
         if not isinstance(value, cst.Call):
             return set()
