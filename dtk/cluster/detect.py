@@ -34,6 +34,7 @@ from collections.abc import Mapping
 
 from dtk.cluster import slurm, tf_config
 from dtk.cluster.environment import Environment
+from dtk.cluster.tf_config import TFConfig
 from dtk.cluster.variables import place
 from dtk.errors import ClusterError
 
@@ -69,11 +70,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     environ = os.environ if environ is None else environ
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
-    by_config = tf_config.read(environ)
+    config = tf_config.parse(environ.get("TF_CONFIG", ""))
     launched = _launched(environ)
-    if by_config is None:
+    if config is None:
         return launched or _ALONE
-    return by_config if launched is None else _agree(launched, by_config, environ)
+    return tf_config.to_environment(config) if launched is None else _agree(launched, config)
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
@@ -140,12 +141,9 @@ def _pmix(environ: Mapping[str, str]) -> Environment | None:
     return _numbered("PMIx", "mpi", "PMIX_", environ)
 
 
-def _agree(
-    launched: Environment, by_config: Environment, environ: Mapping[str, str]
-) -> Environment:
+def _agree(launched: Environment, config: TFConfig) -> Environment:
     """Combine a launcher's world with TF_CONFIG, or say why they cannot both be right."""
-    config = tf_config.parse(environ["TF_CONFIG"])
-    assert config is not None
+    by_config = tf_config.to_environment(config)
     starter = {"mpi": "mpirun", "horovod": "horovodrun", "slurm": "srun"}[launched.kind]
     if launched.kind == "slurm" and launched.size == 1:
         return by_config  # srun is also how one process is started
