@@ -343,7 +343,7 @@ def _check_shadows(folder: Path) -> None:
 
 
 def _module_exists(top: str) -> bool:
-    if Path(top, "__init__.py").is_file() or Path(top + ".py").is_file() or Path(top).is_dir():
+    if Path(top).is_dir() or Path(f"{top}.py").is_file():
         return True
     try:
         return importlib.util.find_spec(top) is not None
