@@ -242,7 +242,7 @@ class Source:
             owner.elements if isinstance(owner, cst.List) else cst.ensure_type(owner, cst.Call).args
         )
         place = parts.index(element)
-        before, (_, last) = self.span(element)[0], self.span(element)
+        before, last = self.span(element)
         first = self.span(parts[place - 1])[1] if place else before
         comma = re.match(r"\s*,", self.text[last:])
         self.deleted[element] = last
