@@ -44,7 +44,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from dtk.cluster import report_channel, usage
 from dtk.cluster.stall import RankReport, is_at_work
@@ -342,8 +342,6 @@ def refused() -> None:
 
 # What a SIGTERM would lead to.
 
-Readiness: TypeAlias = Literal["ready", "begun", "over"]
-
 
 def save_grace(environ: Mapping[str, str] = os.environ) -> float:
     """Return how many seconds ranks may take to agree on a checkpoint, and to write it."""
@@ -362,7 +360,7 @@ def is_launcher_told_of_saving() -> bool:
     return is_launched() and SAVE_GRACE in os.environ
 
 
-def tell_saving(what: Readiness) -> None:
+def tell_saving(what: Literal["ready", "begun", "over"]) -> None:
     """Tell the launcher, if there is one, what a SIGTERM would lead to."""
     if is_launcher_told_of_saving():
         report_channel.tell({"saving": what})

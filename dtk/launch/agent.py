@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 from dtk.cluster.report_channel import pair, receive, record, takes_more, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, of
@@ -31,10 +30,6 @@ _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
 _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
 _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
-
-
-# Free ports of this host, its cores, and the interface of its address, "" where there is none.
-Facts: TypeAlias = tuple[list[int], list[int], str, int | None]
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -56,8 +51,12 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> Facts:
-    """Look at this host before placing ranks on it."""
+def survey(host: str, ports: int) -> tuple[list[int], list[int], str, int | None]:
+    """Look at this host before placing ranks on it.
+
+    Returns free ports, its cores, the interface of its address, "" where there is none, and how
+    many cores' time may be used.
+    """
     with contextlib.ExitStack() as held:
         found = [held.enter_context(reserve(host)) for _ in range(ports)]
         ports_found = [one.getsockname()[1] for one in found]

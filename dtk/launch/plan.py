@@ -34,8 +34,6 @@ _WAITING = ("chief", "ps")
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-Survey = Callable[[str, int], machines.HostFacts]
-
 
 @dataclasses.dataclass(frozen=True)
 class Process:
@@ -88,7 +86,7 @@ def plan(
     evaluator: bool = False,
     bind: bool = True,
     environ: Mapping[str, str] | None = None,
-    survey: Survey = machines.survey,
+    survey: Callable[[str, int], machines.HostFacts] = machines.survey,
 ) -> list[Process]:
     """Decide which processes to start, where, and with which variables.
 

@@ -21,13 +21,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dtk.bench.report import BOUND, means
+from dtk.bench.report import BOUND, Turns, means
 from dtk.bench.results import TELLING, BenchResults, Reading, apart, block_of, in_step, task_of
 from dtk.communicators.costs import fit_allreduces
 from dtk.planning.inputs import Cluster, Factors, Link, PlanError, Software, Training
 from dtk.planning.plan_methods import METHODS
-
-Turns = Sequence[list[Reading]]
 
 _FLOAT = 4
 _DENSE = "dense"
