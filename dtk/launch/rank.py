@@ -114,7 +114,7 @@ class Rank:
         self.popen = popen
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self.trace: list[str] = []
-        self.trace_began: float | None = None
+        self.trace_began = -math.inf  # without one, before every other time
         self.chained = False
         self.code: int | None = None
         self.signal = 0
@@ -221,23 +221,21 @@ class Rank:
         if not stderr:
             return
         if line.startswith(_DIES) and not self.chained:
-            self.trace, self.trace_began = [], time.monotonic()
-        if self.trace_began is not None:
+            self.trace, self.trace_began = [line], time.monotonic()
+        elif self.trace:
             self.trace.append(line)
             if len(self.trace) > _TRACE:
-                self.trace, self.trace_began = [], None
+                self.trace, self.trace_began = [], -math.inf
         if line.strip():
             self.chained = line.startswith(_CHAINED)
 
     def last_words(self) -> list[str]:
         """Return the traceback it died of, or else its last lines."""
-        recent = self.trace_began is not None and self.failed_at == self.trace_began
-        return list(self.trace if recent else self.tail)
+        return list(self.trace if self.failed_at == self.trace_began else self.tail)
 
     def trace_since(self, moment: float) -> list[str]:
         """Return the last traceback if it began after a moment, else nothing."""
-        began = self.trace_began
-        return list(self.trace) if began is not None and began > moment else []
+        return list(self.trace) if self.trace_began > moment else []
 
     @property
     def would_save(self) -> bool:
@@ -269,8 +267,7 @@ class Rank:
     @property
     def in_trouble(self) -> bool:
         """Whether a traceback was just printed by a rank that still runs."""
-        began = self.trace_began
-        return self.code is None and began is not None and time.monotonic() - began < _RECENT
+        return self.code is None and time.monotonic() - self.trace_began < _RECENT
 
     @property
     def failed_at(self) -> float:
@@ -278,8 +275,7 @@ class Rank:
 
         In seconds of `time.monotonic()`.
         """
-        began = self.trace_began
-        return began if began is not None and self.exited - began < _RECENT else self.exited
+        return self.trace_began if self.exited - self.trace_began < _RECENT else self.exited
 
     @property
     def is_victim(self) -> bool:
