@@ -84,10 +84,9 @@ class Source:
         ends = [found.end() for found in re.finditer("\n", self.text)]
         self._starts = [0, *ends, len(self.text), len(self.text)]
         self._values: dict[str, list[cst.BaseExpression | None]] = {}
-        spans = {node: self._span(place) for node, place in self._places.items()}
-        self._spans = dict(sorted(spans.items(), key=lambda item: (item[1][0], -item[1][1])))
-        self._nodes = [*self._spans]
-        self._begins = [first for first, _ in self._spans.values()]
+        spans = {node: self.span(node) for node in self._places}
+        self._nodes = sorted(spans, key=lambda node: (spans[node][0], -spans[node][1]))
+        self._begins = [spans[node][0] for node in self._nodes]
         self.calls = self.find(cst.Call)
         targets = (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.Param)
         for node in [one for one in self._nodes if isinstance(one, targets)]:
@@ -140,10 +139,7 @@ class Source:
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Return where the text of a node begins and ends."""
-        return self._spans[node]
-
-    def _span(self, place: metadata.CodeRange) -> tuple[int, int]:
-        first, last = place.start, place.end
+        first, last = self._places[node].start, self._places[node].end
         begin = self._starts[first.line - 1] + first.column
         return begin, self._starts[last.line - 1] + last.column
 
