@@ -38,7 +38,6 @@ def check(
     The exit code is 0 if they agree. A script that trains no model ends with 1.
     """
     command = command_of(script, module, args)
-    job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
     job_options.check_installed(communicator)

@@ -79,7 +79,6 @@ def tune(
     settings.
     """
     command = command_of(script, module, args)
-    job_options.check_communicator(communicator)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
     job_options.check_installed(communicator)

@@ -15,7 +15,6 @@ import click
 from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, job_file, machines
-from dtk.launch.plan import check_communicator as check_communicator
 from dtk.launch.plan import check_slots as check_slots
 
 # What `signal.signal` takes and returns.

@@ -169,7 +169,10 @@ def check(
     """
     if not command:
         raise ClusterError("no command to run; give at least a program, e.g. `python train.py`")
-    check_communicator(communicator)
+    if communicator not in COMMUNICATORS:
+        raise ClusterError(
+            f"--communicator {communicator}: unknown, expected {', '.join(COMMUNICATORS)}"
+        )
     if workers is None and not hosts:
         raise ClusterError(
             "the number of processes is not given; add -n, e.g. `dtk run -n 2 train.py`"
@@ -204,12 +207,6 @@ def check(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
             "name or address"
         )
-
-
-def check_communicator(name: str) -> None:
-    """Refuse a communicator that does not exist."""
-    if name not in COMMUNICATORS:
-        raise ClusterError(f"--communicator {name}: unknown, expected {', '.join(COMMUNICATORS)}")
 
 
 def check_slots(workers: int | None, hosts: Sequence[Host]) -> None:
