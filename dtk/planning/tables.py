@@ -13,6 +13,8 @@ from dtk.planning.inputs import Cluster, Link, PlanError, Training
 from dtk.planning.plan_methods import METHODS, Prediction, predict
 from dtk.version import pip_install
 
+Predictions = Sequence[Sequence[Prediction]]
+
 TARGET = 0.7
 # How much faster a method must be to be preferred if it changes training more.
 GAIN = 1.1
@@ -30,12 +32,7 @@ class Advice:
     reasons: tuple[str, ...]  # sentences
 
 
-def advise(
-    predictions: Sequence[Sequence[Prediction]],
-    job: Training,
-    cluster: Cluster,
-    target: float = TARGET,
-) -> Advice:
+def advise(predictions: Predictions, job: Training, cluster: Cluster, target: float) -> Advice:
     """Choose the most workers that keep the target efficiency, and the least changing method.
 
     A method that changes training more is chosen only if it trains on a tenth more rows per second.
@@ -116,8 +113,6 @@ def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
         return "messages wait for each other"
     return "bytes wait for the link"
 
-
-Predictions = Sequence[Sequence[Prediction]]
 
 _FORMAT = 1
 _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison."
