@@ -125,24 +125,22 @@ class Watch:
         )
         for rank in saving:
             rank.order("end")
-        began, writing = time.monotonic(), None
+        sigterm = 128 + signal.SIGTERM
+        # Ranks that are out of patience say so themselves: hence the margin.
+        is_writing, until = False, time.monotonic() + SETTLE + grace
         with state.changed:
             while any(rank.code is None for rank in saving) and not state.hurry:
-                now = time.monotonic()
-                if writing is None and any(rank.saving == "begun" for rank in saving):
-                    writing = now
-                # Ranks that are out of patience say so themselves: hence the margin.
-                if now > (began + SETTLE if writing is None else writing) + grace:
+                if not is_writing and any(rank.saving == "begun" for rank in saving):
+                    is_writing, until = True, time.monotonic() + grace
+                if time.monotonic() > until:
                     what = f"no step ended within {grace:g} s, so nothing was saved"
-                    if writing is not None:
+                    if is_writing:
                         what = f"the checkpoint was not written within {grace:g} s"
                         what += "; the one before it is the newest"
                     self._output.say(f"{what}: give --save-grace more seconds")
                     return
-                sigterm = 128 + signal.SIGTERM
-                if writing is None and any(
-                    one.failed and one.code != sigterm for one in state.ranks
-                ):
+                failed = any(one.failed and one.code != sigterm for one in state.ranks)
+                if failed and not is_writing:
                     return
                 state.changed.wait(0.1)
 
