@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -116,10 +117,10 @@ class RankStatus:
     # the report since which its work is measured, and when that came
     measured: tuple[RankReport, float] | None = None
     started: bool = False  # whether somebody has seen it start, and so waits for its first report
-    # when its main thread was last busy, as seen from outside; None where nobody looks
-    ran: float | None = None
+    # when its main thread was last busy, as seen from outside; where nobody looks, never
+    ran: float = -math.inf
     # when any of its threads was, as seen from outside: in a stopped process none runs
-    used: float | None = None
+    used: float = -math.inf
     seen: tuple[Usage, float] | None = None  # what was seen last from outside
     left: bool = False  # whether its script is over
     stack: str = ""  # its stack, where the report has none
@@ -194,16 +195,12 @@ class RankStatus:
             return False
         if self.last.joining and not self.is_stopped:
             return False
-        return self.is_unused(since)
-
-    def is_unused(self, since: float) -> bool:
-        """Return whether no thread of it was seen to run, as of a process that is stopped."""
-        return self.used is None or self.used < since
+        return self.used < since
 
     def is_idle(self, since: float) -> bool:
         """Return whether it has neither computed, nor read nor written."""
         if self.last is None:
-            return self.started and self.moved < since and (self.ran is None or self.ran < since)
+            return self.started and self.moved < since and self.ran < since
         return self.left or self.busy < since
 
     def delay(self, seconds: float) -> None:
@@ -314,7 +311,7 @@ def find_cut_off(ranks: Sequence[RankStatus], now: float, timeout: float) -> Sta
 
     def is_cut_off(rank: RankStatus) -> bool:
         heard = rank.heard
-        return heard is not None and (rank.is_stopped or (heard < since and rank.is_unused(since)))
+        return heard is not None and (rank.is_stopped or (heard < since and rank.used < since))
 
     silent = _indices(ranks, is_cut_off)
     return Stall(silent, f"reported nothing for {seconds:g} s, last") if silent else None

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def status(still, inside, count=5, what="train step 5", heard=0.0, busy=1000.0, 
 
 def unseen(since=500, ran=500):
     """A rank that was started, and has reported nothing yet."""
-    return RankStatus(started=True, moved=NOW - since, ran=None if ran is None else NOW - ran)
+    return RankStatus(started=True, moved=NOW - since, ran=NOW - ran)
 
 
 def joining(still, **more):
@@ -108,7 +109,7 @@ STALLS = {
     ),
     "nobody": ([WAITS, WAITS], (), "No rank did anything for 100 s"),
     "unseen": ([joining(150), unseen()], (1,), "did nothing for 100 s"),
-    "unseen, where nobody looks": ([joining(150), unseen(ran=None)], (1,), "did nothing for 100 s"),
+    "unseen, where nobody looks": ([joining(150), unseen(ran=inf)], (1,), "did nothing for 100 s"),
     "at its start": ([joining(150), status(151, False)], (1,), "did nothing for 100 s"),
     # TensorFlow and MPI keep Python's lock while they wait.
     "unseen, of one that cannot report": (
