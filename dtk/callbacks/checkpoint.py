@@ -34,11 +34,11 @@ class Checkpoint(StrategyCallback):
     numpy and TensorFlow's seed. Values travel by broadcast, so only rank 0 needs to see the
     directory. A checkpoint says nothing about how many workers wrote it: any number can resume.
 
-    A resumed run ends with the weights of an uninterrupted one when its data is arrays, or a
-    `tf.data` pipeline whose order depends on seeds and on how often it was iterated, and
-    `keras.utils.set_random_seed` was called. What cannot be restored: the position of generators,
-    the order of a shuffling `PyDataset`, and the state of `tf.random` ops inside a step or a
-    pipeline. A step within an epoch is resumed by passing over the batches before it.
+    A resumed run ends with the weights of an uninterrupted one when its data is arrays, a
+    `PyDataset`, or a `tf.data` pipeline whose order depends on seeds and on how often it was
+    iterated, and `keras.utils.set_random_seed` was called. What cannot be restored: the position of
+    generators, what items of a `PyDataset` draw, and the state of `tf.random` ops inside a step or
+    a pipeline. A step within an epoch is resumed by passing over the batches before it.
 
     Files never lie half written (see `dtk.callbacks.checkpointing.checkpoint_files`). On SIGTERM
     all ranks save at the same step, within about a second, and exit with code 143, so that a

@@ -15,33 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NotRequired, TypeAlias, TypedDict
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
-from keras.utils import PyDataset
 
 from dtk import placement
 from dtk.cluster import progress
-from dtk.cluster.variables import SELF_TEST
-from dtk.compat import keras_models, names, tf_datasets, tf_replicas
+from dtk.compat import keras_models, names, py_datasets, tf_datasets, tf_replicas
+from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
-from dtk.errors import script_line
 from dtk.input import digests, row_maps, slicing
 from dtk.nests import Logs, Specs, Tree
 from dtk.patches import patch
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
-
-# Items of a `PyDataset` that are timed, and from how many seconds on rank 0 says what they cost.
-_ITEMS, _LONG_ITEM = 20, 0.005
 
 # A dataset that a script gives to `fit`, or that Keras reads in its place.
 Dataset: TypeAlias = "tf.data.Dataset | PerRankDataset"
@@ -189,26 +181,6 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     return dataset
 
 
-class _TimedItems:
-    """A `PyDataset` that tells the mean seconds of its first items."""
-
-    def __init__(self, source: PyDataset, count: int, tell: Callable[[float], None]):
-        self._source, self._left, self._count, self._tell = source, count, count, tell
-        self._seconds = 0.0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
-
-    def __getitem__(self, index: int) -> Tree:
-        begin = time.perf_counter()
-        item = self._source[index]
-        self._seconds += time.perf_counter() - begin
-        self._left -= 1
-        if self._left == 0:
-            self._tell(self._seconds / self._count)
-        return item
-
-
 def patch_steps(iterator: TFEpochIterator, change: Callable[[Steps], Steps]) -> None:
     """Put a generator between Keras and the steps of every epoch."""
     enumerate_steps = iterator._enumerate_iterator
@@ -264,6 +236,8 @@ class FeedPosition(TypedDict):
     open: bool  # whether an epoch goes on with the open data
     batch_size: int | None  # rows of a global batch; None where unknown
     batches: int | None  # batches of an epoch; None where unknown
+    # numbers of the items of a shuffled `PyDataset`, as the open data gives them
+    items: NotRequired[Sequence[int] | None]
 
 
 class Feed:
@@ -288,6 +262,8 @@ class Feed:
         self._resuming: Callable[[Steps], Steps] | None = None
         # The seed of an epoch's order of rows; None where Keras draws the order.
         self._order: tf.Variable | None = None
+        # The items of a shuffled `PyDataset`.
+        self._items: py_datasets.OrderedItems | None = None
 
     def take(
         self, iterator: TFEpochIterator, callbacks: keras.callbacks.CallbackList | None
@@ -343,6 +319,7 @@ class Feed:
         self._given_adapter = iterator.data_adapter
         self.rows_unknown = tf_datasets.is_of_this_rank(given)
         self._batch_size, self._openings, self._order, self._resuming = None, 0, None, None
+        self._items = None
         patch_steps(iterator, self._resumed)
         get_iterator = iterator._get_iterator
 
@@ -353,25 +330,8 @@ class Feed:
         iterator._get_iterator = counted
         self._tell_steps(iterator.num_batches)
         if isinstance(self._given_adapter, PyDatasetAdapter):
-            self._time_items(self._given_adapter)
-
-    def _time_items(self, adapter: PyDatasetAdapter) -> None:
-        """Say once what a `PyDataset` costs every rank, if that is much."""
-        world, at = self.strategy.world, script_line()
-
-        def tell(seconds: float) -> None:
-            if seconds >= _LONG_ITEM:
-                saved = seconds * (world.size - 1) / world.size
-                print(
-                    f"dtk: every worker makes every item of the PyDataset at {at}, {seconds:.3f} s "
-                    "each; dtk.data.shard(dataset, strategy), with items of batch_size / "
-                    f"{world.size} rows, saves {saved:.3f} s a step",
-                    flush=True,
-                )
-
-        if world.size > 1 and world.rank == 0:
-            count = 1 if os.environ.get(SELF_TEST) == "only" else _ITEMS
-            adapter.py_dataset = _TimedItems(adapter.py_dataset, count, tell)
+            py_datasets.tell_cost(self._given_adapter, self.strategy.world)
+            self._items = py_datasets.ordered(self._given_adapter)
 
     def end(self) -> None:
         """Forget the data of a `fit` that is over, or was left by an exception."""
@@ -512,6 +472,7 @@ class Feed:
             "open": in_epoch or iterator._current_iterator is not None,
             "batch_size": self.batch_size(),
             "batches": None if self._batch_size else iterator._num_batches,
+            "items": None if self._items is None else self._items.order,
         }
 
     def resume_at(self, step: int, position: FeedPosition) -> None:
@@ -565,6 +526,8 @@ class Feed:
         inside = position["open"] if stream else step > 0
         if iterator._num_batches is None and not self._batch_size:
             iterator._num_batches = position["batches"]
+        if inside and self._items is not None:
+            self._items.next_order = position.get("items")
         if not isinstance(iterator.data_adapter, ArrayDataAdapter):
             while self._openings < position["iterators"] - inside:
                 iter(iterator._get_iterator())

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_data, tf_datasets
+from dtk.compat import py_datasets, tf_datasets
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
 from dtk.input.slicing import read_ahead
@@ -136,7 +136,7 @@ def _shared_items(
     items = source.num_batches
     count = tf.data.INFINITE_CARDINALITY if items is None else len(range(rank, items, size))
     steps = _agreed_steps(steps, count, 1, communicator, "batches")
-    adapter = keras_data.PyDatasetAdapter(_OwnItems(source, rank, size, steps))
+    adapter = py_datasets.PyDatasetAdapter(_OwnItems(source, rank, size, steps))
 
     def epoch() -> Iterator[Tree]:
         source.on_epoch_begin()

@@ -50,7 +50,7 @@ def check(results):
 
 
 # What others in the list show as well.
-LESS = ("delayed", "block momentum", "end of data")
+LESS = ("delayed", "block momentum", "end of data", "items by threads")
 
 
 # Where a run is saved, crashes and goes on: in the middle of an epoch, and between two.
@@ -78,6 +78,25 @@ def epoch_case():
 def stream_case():
     stream = {"data": rows().repeat().batch(BATCH), "steps_per_epoch": 4}
     return {**WITHIN, **stream, "optimizer": "sgd", "crash": (2, 1), "resumed": (1, 3)}
+
+
+class Items(keras.utils.PyDataset):
+    """The batches of `data`."""
+
+    def __len__(self):
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index):
+        return tuple(each[index * BATCH : (index + 1) * BATCH] for each in data())
+
+
+def items_case():
+    """Items that Keras shuffles, as it does unless it is told not to."""
+    return {**WITHIN, "optimizer": momentum_sgd(), "data": Items()}
+
+
+def threads_case():
+    return {**items_case(), "data": Items(workers=2)}
 
 
 def end_of_data_case():
@@ -174,6 +193,8 @@ CASES = {
     "stream": stream_case,
     "stream-epoch": lambda: {**stream_case(), **BETWEEN, "save_freq": "epoch"},
     "end of data": end_of_data_case,
+    "items": items_case,
+    "items by threads": threads_case,
     "scaled": scaled_case,
     "schedule": schedule_case,
 }
