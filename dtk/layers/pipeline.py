@@ -24,6 +24,7 @@ from typing import NoReturn, TypeAlias, TypedDict
 import keras
 import tensorflow as tf
 
+from dtk.communicators.aligned_slices import concatenated
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import OneRanks
 from dtk.compat.keras_variables import set_owner
@@ -34,7 +35,6 @@ from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
 from dtk.patches import temporarily
 from dtk.schedules.runs import is_count
-from dtk.trainer.tracing import lookups
 
 # A stage, or a function without arguments that builds it.
 Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
@@ -103,17 +103,17 @@ def _send(value: tf.Tensor, dest: int, group: Communicator, number: int) -> None
 
 
 def _receive(
-    rows: tf.Tensor,
-    like: tf.Tensor | keras.KerasTensor,
+    shape: Sequence[int] | tf.Tensor,
+    static: Sequence[int | None] | tf.TensorShape,
+    dtype: tf.DType | str,
     source: int,
     group: Communicator,
     number: int,
 ) -> tf.Tensor:
-    """Receive a tensor of a microbatch, of such rows, from another stage, whenever it comes."""
-    row = like.shape[1:]
+    """Receive a tensor of a microbatch from another stage, whenever it comes."""
     with group.concurrent(f"pipeline {source}-{group.rank}/{number}"):
-        found = group.recv([rows, *row], like.dtype, source, _FIRST_TAG + number)
-    return tf.ensure_shape(found, [None, *row])
+        found = group.recv(shape, dtype, source, _FIRST_TAG + number)
+    return tf.ensure_shape(found, static)
 
 
 class StageTransfer:
@@ -160,7 +160,7 @@ class StageTransfer:
             return tf.zeros([], given.dtype)
 
         def gradient(_: tf.Tensor) -> tf.Tensor:
-            return _receive(tf.shape(value)[0], value, dest, self._group, number)
+            return _receive(tf.shape(value), value.shape, value.dtype, dest, self._group, number)
 
         self._tokens.append(with_gradient(value, sent, gradient))
 
@@ -168,9 +168,10 @@ class StageTransfer:
         self, rows: tf.Tensor, output: keras.KerasTensor, source: int, number: int
     ) -> tf.Tensor:
         """Receive a tensor like `output` from another rank, which sends it."""
+        row = output.shape[1:]
 
         def received(_: tf.Tensor) -> tf.Tensor:
-            return _receive(rows, output, source, self._group, number)
+            return _receive([rows, *row], [None, *row], output.dtype, source, self._group, number)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             self._backwards = [upstream]
@@ -251,10 +252,11 @@ class InterleavedStep:
     def _forward(
         self, number: int, given: Tree, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
-        received = [
-            _receive(rows_of(given), self._specs[source], source, self._group, number)
-            for source in self._sources
-        ]
+        received = []
+        for source in self._sources:
+            row, dtype = self._specs[source].shape[1:], self._specs[source].dtype
+            shape = [rows_of(given), *row]
+            received.append(_receive(shape, [None, *row], dtype, source, self._group, number))
         with tf.control_dependencies(self._before), tf.GradientTape() as tape:
             taken = [tf.identity(value) for value in received]
             tape.watch(taken)
@@ -272,7 +274,7 @@ class InterleavedStep:
     def _backward(self, number: int) -> None:
         (tape, taken), output = self._kept.pop(number), self.outputs[number]
         upstream = [
-            _receive(tf.shape(output)[0], output, dest, self._group, number)
+            _receive(tf.shape(output), output.shape, output.dtype, dest, self._group, number)
             for dest in self._dests
         ] or [self._upstream.pop(number)]
         variables = self._stage.trainable_variables
@@ -296,7 +298,7 @@ def added(one: Gradient, other: Gradient) -> Gradient:
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        return lookups.concatenated([one, other])
+        return concatenated([one, other])
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 
