@@ -220,6 +220,9 @@ class DistributedTrainer(ModelState):
             and keras_models.is_from_keras(type(self.model).test_step)
         ):
             why = []  # the train step has computed all of it
+        group = strategy.model_communicator
+        if group.size > 1:  # a stage of a pipeline has layers of its own; all ranks try, or none
+            why = sorted({reason for found in group.allgather_object(why) for reason in found})
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import dtk
 from dtk.communicators.local import LocalCommunicator, NullCommunicator
@@ -30,9 +31,20 @@ def grid(parallel):
     return dtk.strategies.AllReduceStrategy(communicator, model_parallel=parallel)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Flat(keras.layers.Layer):
+    """A layer of one's own in one stage only; TensorFlow knows no width of its output."""
+
+    def call(self, x):
+        return tf.reshape(x, (tf.shape(x)[0], -1))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
 STAGES = [
     lambda: keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(12, "tanh", kernel_regularizer="l2")]
+        [keras.Input((8,)), keras.layers.Dense(12, "tanh", kernel_regularizer="l2"), Flat()]
     ),
     lambda: keras.Sequential([keras.Input((12,)), keras.layers.Dense(10, "tanh")]),
     lambda: keras.Sequential([keras.Input((10,)), keras.layers.Dense(3, kernel_regularizer="l2")]),
