@@ -37,8 +37,9 @@ class Checkpoint(StrategyCallback):
     A resumed run ends with the weights of an uninterrupted one when its data is arrays, a
     `PyDataset`, or a `tf.data` pipeline whose order depends on seeds and on how often it was
     iterated, and `keras.utils.set_random_seed` was called. What cannot be restored: the position of
-    generators, what items of a `PyDataset` draw, and the state of `tf.random` ops inside a step or
-    a pipeline. A step within an epoch is resumed by passing over the batches before it.
+    generators; what a `PyDataset` draws or shuffles itself, and its order under `steps_per_epoch`
+    with `workers` above 1; the state of `tf.random` ops inside a step or a pipeline. A step within
+    an epoch is resumed by passing over the batches before it.
 
     Files never lie half written (see `dtk.callbacks.checkpointing.checkpoint_files`). On SIGTERM
     all ranks save at the same step, within about a second, and exit with code 143, so that a
@@ -130,7 +131,7 @@ class Checkpoint(StrategyCallback):
         self.monitor, self.larger_is_better = monitor, better_when_larger(monitor, mode)
         self.best: float | None = None
         self._best_before: float | None = None
-        self.background, self._background = background, Background(self.say)
+        self._saves_in_background, self._background = background, Background(self.say)
         self._lock = DirectoryLock(self.directory)
         self._begun = self._fitting = False
         self._termination: Termination | None = None
@@ -296,7 +297,8 @@ class Checkpoint(StrategyCallback):
             self.best = better
             note = {"epoch": progress.epoch, "monitor": self.monitor, "value": better}
         try:
-            keep, background = self.max_to_keep, self._background if self.background else None
+            keep = self.max_to_keep
+            background = self._background if self._saves_in_background else None
             began = time.monotonic()
             path = self.directory / contents.save(
                 self.trainer, self.files, progress, keep, self.best, note, background
@@ -321,7 +323,7 @@ class Checkpoint(StrategyCallback):
         Args:
             wait: Whether to wait for what is under way.
         """
-        if not self.background:
+        if not self._saves_in_background:
             return True
         try:
             on_chief(self.strategy, lambda: self._background.finish(wait))

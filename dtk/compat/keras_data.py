@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NotRequired, TypeAlias, TypedDict
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -30,7 +31,7 @@ from dtk.compat import keras_models, names, py_datasets, tf_datasets, tf_replica
 from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.input import digests, row_maps, slicing
-from dtk.nests import Logs, Specs, Tree
+from dtk.nests import Array, Logs, Specs, Tree
 from dtk.patches import patch
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
@@ -236,8 +237,9 @@ class FeedPosition(TypedDict):
     open: bool  # whether an epoch goes on with the open data
     batch_size: int | None  # rows of a global batch; None where unknown
     batches: int | None  # batches of an epoch; None where unknown
-    # numbers of the items of a shuffled `PyDataset`, as the open data gives them
-    items: NotRequired[Sequence[int] | None]
+    # numbers of the items of a shuffled `PyDataset`, as the open data gives them; None where the
+    # next pass over the data draws its own
+    items: NotRequired[Array | None]
 
 
 class Feed:
@@ -465,14 +467,15 @@ class Feed:
     def position(self, in_epoch: bool) -> FeedPosition:
         """Return the position of the running `fit` in its data, as plain numbers."""
         iterator = self.iterator
-        ahead = iterator.steps_per_execution if in_epoch else 0
+        seen = iterator._steps_seen - (iterator.steps_per_execution if in_epoch else 0)
+        order = None if self._items is None or seen == 0 else np.array(self._items.order)
         return {
             "iterators": self._openings,
-            "seen": iterator._steps_seen - ahead,
+            "seen": seen,
             "open": in_epoch or iterator._current_iterator is not None,
             "batch_size": self.batch_size(),
             "batches": None if self._batch_size else iterator._num_batches,
-            "items": None if self._items is None else self._items.order,
+            "items": order,
         }
 
     def resume_at(self, step: int, position: FeedPosition) -> None:

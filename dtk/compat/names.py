@@ -128,7 +128,7 @@ what `fit` reads:
     keras.src.trainers.data_adapters.array_data_adapter  ArrayDataAdapter._inputs
         ArrayDataAdapter._shuffle
     keras.src.trainers.data_adapters.py_dataset_adapter  PyDatasetAdapter.py_dataset
-        PyDatasetAdapter._finite_generator OrderedEnqueuer._run
+        PyDatasetAdapter._finite_generator OrderedEnqueuer._send_py_dataset
     keras.src.trainers.data_adapters.tf_dataset_adapter  TFDatasetAdapter
 optimizers:
     keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients

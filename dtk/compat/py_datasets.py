@@ -1,7 +1,7 @@
 """Items of a `PyDataset` that `fit` reads: the order in which Keras shuffles them, and their cost.
 
 of one PyDatasetAdapter    _finite_generator    ordered
-of its enqueuer            _run                 ordered
+of its enqueuer            _send_py_dataset     ordered
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keras.utils import PyDataset
 from dtk.cluster.variables import SELF_TEST
 from dtk.communicators.base import Communicator
 from dtk.errors import script_line
-from dtk.nests import Tree
+from dtk.nests import Array, Tree
 
 # Items that are timed, and from how many seconds on rank 0 says what they cost.
 _ITEMS, _LONG_ITEM = 20, 0.005
@@ -30,7 +30,7 @@ class OrderedItems(PyDataset):
         super().__init__()
         self._source = source
         self.order: Sequence[int] = ()
-        self.next_order: Sequence[int] | None = None  # from a checkpoint; else it is drawn
+        self.next_order: Sequence[int] | Array | None = None  # from a checkpoint; else it is drawn
 
     @property
     def num_batches(self) -> int:
@@ -51,7 +51,7 @@ class OrderedItems(PyDataset):
         if order is None or len(order) != self.num_batches:
             order = list(range(self.num_batches))
             random.shuffle(order)
-        self.order = order
+        self.order = [int(number) for number in order]
 
 
 def ordered(adapter: PyDatasetAdapter) -> OrderedItems | None:
@@ -60,7 +60,7 @@ def ordered(adapter: PyDatasetAdapter) -> OrderedItems | None:
         return None
     reader, name = adapter, "_finite_generator"
     if adapter.enqueuer is not None:
-        reader, name = adapter.enqueuer, "_run"
+        reader, name = adapter.enqueuer, "_send_py_dataset"  # in its thread, before it reads
     read, items = getattr(reader, name), OrderedItems(reader.py_dataset)
 
     def shuffled() -> object:

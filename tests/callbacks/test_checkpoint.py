@@ -95,6 +95,11 @@ def items_case():
     return {**WITHIN, "optimizer": momentum_sgd(), "data": Items()}
 
 
+def passes_case():
+    """Each epoch takes all items, so that the next one begins with an order of its own."""
+    return {**items_case(), **BETWEEN, "save_freq": "epoch", "steps_per_epoch": 5}
+
+
 def threads_case():
     return {**items_case(), "data": Items(workers=2)}
 
@@ -194,6 +199,7 @@ CASES = {
     "stream-epoch": lambda: {**stream_case(), **BETWEEN, "save_freq": "epoch"},
     "end of data": end_of_data_case,
     "items": items_case,
+    "items by passes": passes_case,
     "items by threads": threads_case,
     "scaled": scaled_case,
     "schedule": schedule_case,
