@@ -23,13 +23,14 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from dtk.communicators.aligned_slices import concatenated
 from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
 from dtk.errors import NotDistributedError
 from dtk.nests import Function, Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import lookups, traced_step
+from dtk.trainer.tracing import traced_step
 
 # Variables and the values that a step begins with.
 State: TypeAlias = Sequence[tuple[keras.Variable, tf.Tensor]]
@@ -234,7 +235,7 @@ def _whole_gradient(
             indices = tf.cast(sparse.indices, tf.int64) + first
             found.append(rows_of(sparse.values, indices, variable.shape))
         first += shard.shape[0]
-    return lookups.concatenated(found) if found else None
+    return concatenated(found) if found else None
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtk.communicators.aligned_slices import concatenated
 from dtk.compat import keras_models, keras_optimizers, keras_variables, tf_replicas
 from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour, codec, quantized
@@ -143,7 +144,7 @@ class BufferLayout:
         parts = [functional_step.rows_of(*pair, shape) for pair in pairs]
         if id(self.weights[index]) in self.tagged:
             return lookups.sum_of_tagged(parts, shape[0])
-        return lookups.concatenated(parts)
+        return concatenated(parts)
 
     def _read(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
