@@ -487,11 +487,15 @@ class Feed:
         iterator = self.iterator
 
         def resumed(steps: Steps) -> Steps:
-            if step and position["batch_size"] != self.batch_size():
+            what, before, now = "batch_size", position["batch_size"], self.batch_size()
+            items = position.get("items")
+            if items is not None and self._items is not None:
+                what, before, now = "len(PyDataset)", len(items), self._items.num_batches
+            if step and before != now:
                 raise ValueError(
-                    f"step {step} of an epoch was reached with batch_size="
-                    f"{position['batch_size']}, so batch_size={self.batch_size()} cannot continue "
-                    "the epoch; use the same batch size, or a checkpoint from the end of an epoch"
+                    f"step {step} of an epoch was reached with {what}={before}, so {what}={now} "
+                    "cannot continue the epoch; use the same, or a checkpoint from the end of an "
+                    "epoch"
                 )
             self._find_position(step, position)
             if step:

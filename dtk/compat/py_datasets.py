@@ -48,7 +48,7 @@ class OrderedItems(PyDataset):
     def shuffle(self) -> None:
         """Take the order of a checkpoint, or draw one as Keras draws it."""
         order, self.next_order = self.next_order, None
-        if order is None or len(order) != self.num_batches:
+        if order is None:
             order = list(range(self.num_batches))
             random.shuffle(order)
         self.order = [int(number) for number in order]

@@ -8,6 +8,7 @@ import json
 import pathlib
 import random
 import re
+import sys
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 import dtk.exchange
+from dtk.patches import patch
 
 from callbacks.bodies import (
     BATCH,
@@ -283,6 +285,25 @@ def test_another_world_size_resumes(pool, alone, tmp_path):
     [(again, _, start, _)] = alone.run(train, "steps", place, False, 9, "mirrored", timeout=120)
     assert start == (1, 2)
     assert difference(again, whole) <= 1e-5
+
+
+def in_other_batches(directory):
+    """Resume in the middle of an epoch, of which other batches are left than there were."""
+    items, arrays = (pathlib.Path(directory, name) for name in ("items", "steps"))
+    train("items", items, crash=True)
+    with patch(Items, __len__=lambda self: 3):
+        fewer = fails(train, "items", items)
+    train("steps", arrays, crash=True)
+    with patch(sys.modules[__name__], BATCH=4):
+        smaller = fails(train, "steps", arrays)
+    return fewer, smaller
+
+
+@pytest.mark.worlds(("local", 1))
+def test_an_epoch_in_other_batches_is_refused(pool, tmp_path):
+    [(fewer, smaller)] = pool.run(in_other_batches, str(tmp_path), timeout=120)
+    assert "len(PyDataset)=5, so len(PyDataset)=3 cannot continue the epoch" in fewer[1]
+    assert "batch_size=8, so batch_size=4 cannot continue the epoch" in smaller[1]
 
 
 def beside_another(directory):
