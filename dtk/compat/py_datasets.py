@@ -60,7 +60,7 @@ def ordered(adapter: PyDatasetAdapter) -> OrderedItems | None:
         return None
     reader, name = adapter, "_finite_generator"
     if adapter.enqueuer is not None:
-        reader, name = adapter.enqueuer, "_send_py_dataset"  # in its thread, before it reads
+        reader, name = adapter.enqueuer, "_send_py_dataset"  # inside its `try`
     read, items = getattr(reader, name), OrderedItems(reader.py_dataset)
 
     def shuffled() -> object:

@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import sys
+import threading
 import time
 
 import keras
@@ -132,6 +133,39 @@ def test_workers_of_a_py_dataset_are_not_read_ahead(pool):
     ran = pool.run(with_and_without, fit_counted)
     for losses, plain in ran:
         assert losses == plain
+
+
+class Vanishing(Counted):
+    """Its length is no longer to be had when the second epoch asks for it in a thread."""
+
+    epochs = 0
+
+    @property
+    def num_batches(self):
+        if self.epochs == 2 and threading.current_thread().name.startswith("Worker_"):
+            raise OSError("the folder is gone")
+        return 12
+
+    def on_epoch_end(self):
+        self.epochs += 1
+
+
+def fit_vanishing():
+    strategy = bodies.strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(Vanishing(), epochs=4, verbose=0)
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.worlds(("local", 1))
+def test_an_error_in_a_thread_of_items_ends_fit(pool):
+    """The order is drawn in that thread; an error outside of Keras's `try` left `fit` waiting."""
+    [told] = pool.run(fit_vanishing, timeout=60)
+    assert "the folder is gone" in told
 
 
 def pipelines_of_a_fit():
