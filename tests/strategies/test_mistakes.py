@@ -494,7 +494,7 @@ class InBatch(cases.Subclassed):
     "does not add up over 2 replicas: 5 rows computed by one, and as parts of [3, 2] rows",
     "gradient 0 is",
     "neither a mean",
-    "nothing was updated",
+    "Nothing was updated",
     "self_test=False",
 )
 def a_loss_between_rows(strategy):
@@ -618,7 +618,11 @@ class Summing(keras.layers.Layer):
         return x
 
 
-@mistake("NotDistributedError", "assigns other values to the variable", "seen", "nothing was upd")
+@mistake(
+    "NotDistributedError",
+    "assigns other values to the variable",
+    "seen'. Replicas average what they assign",
+)
 def a_layer_whose_state_is_a_sum(strategy):
     x, y = cases.rows(16)
 

@@ -113,7 +113,7 @@ def test_what_is_not_a_number_is_told_as_that():
         step_trial.Outcome({}, {"bias": np.ones(2), "kernel": np.array([value])}, {}, {})
         for value in (1.0, np.nan)
     )
-    wrong, _ = self_test._compare(whole, parts, 1e-3)
+    wrong = self_test._compare(whole, parts, 1e-3).wrong
     assert wrong.startswith("the gradient of 'kernel' is not a number on all rows or on a part")
 
 

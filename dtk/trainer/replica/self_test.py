@@ -50,13 +50,36 @@ _DRAWS = 4
 _LARGE = 1e6
 
 
+# What to change, by what differs.
+_LOSSES = (
+    "Losses must be means or sums over rows, or made of sums by dtk.layers.sum_over_batch; behind "
+    "parameter servers, Dice and Tversky need axis=, for one value per row. No row's outputs may "
+    "depend on other rows"
+)
+_STATE = (
+    "Replicas average what they assign, so it must be a mean over rows, or made of sums by "
+    "dtk.layers.sum_over_batch; a largest value of a batch is neither"
+)
+_CLIPPING = (
+    "Does the step clip gradients before an optimizer takes them? Give the optimizer clipnorm=, "
+    "global_clipnorm= or clipvalue=, which clip those of the whole batch"
+)
+
+
+class Difference(NamedTuple):
+    """How a step in parts differs from the step as a whole."""
+
+    size: float  # the largest relative difference of a gradient
+    wrong: str | None = None  # how training would differ from one process; None if it would not
+    cure: str = _LOSSES
+
+
 class Verdict(NamedTuple):
     """Result of comparing a step on a few rows as a whole and in parts."""
 
     kinds: dict[str, str]  # kinds of the terms that are not means
-    wrong: str | None  # how training would differ from one process; None if it would not
+    found: Difference
     notes: list[str]  # which logged numbers would differ
-    difference: float  # the largest relative difference of a gradient
     # metrics to count on the gathered rows of all replicas
     gathered: Sequence[keras.Metric] = ()
 
@@ -97,15 +120,12 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     name = trial.step_function.__name__
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial)
-    if verdict.wrong:
+    if verdict.found.wrong:
         told = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
-            f"{verdict.wrong}. Losses must be means or sums over rows, or made of sums by "
-            "dtk.layers.sum_over_batch; behind parameter servers, Dice and Tversky need axis=, "
-            "for one value per row. No row's outputs may depend on other rows; nothing was "
-            "updated. "
+            f"{verdict.found.wrong}. {verdict.found.cure}. Nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(strategy.rank, told))
@@ -117,7 +137,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
         print(
             f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
             f"a whole and in {len(trial.parts)} parts agree to "
-            f"{verdict.difference:.0e}{found} ({time.perf_counter() - began:.1f} s)"
+            f"{verdict.found.size:.0e}{found} ({time.perf_counter() - began:.1f} s)"
         )
     return verdict
 
@@ -131,22 +151,22 @@ def _judge(trial: Trial) -> Verdict:
     # All ranks follow rank 0's verdict, since rounding may differ by rank.
     agreed = trial.strategy.world.broadcast_object
     best, layouts = agreed(_compute(trial)), {}
-    trial.of_python = bool(best.wrong)
-    for others in _layouts(trial.draws) if best.wrong else ():
+    trial.of_python = bool(best.found.wrong)
+    for others in _layouts(trial.draws) if best.found.wrong else ():
         trial.layouts = others
         verdict = agreed(_compute(trial))
-        if not (best.difference <= verdict.difference):
+        if not (best.found.size <= verdict.found.size):
             best, layouts = verdict, others
-        if not best.wrong:
+        if not best.found.wrong:
             break
     trial.layouts = layouts
     far: list[Verdict] = []
-    for seed in range(1, 1 + _OTHER_WEIGHTS) if best.wrong else ():
+    for seed in range(1, 1 + _OTHER_WEIGHTS) if best.found.wrong else ():
         with trial.moved(seed):
             far.append(agreed(_compute(trial)))
-        if not far[-1].wrong:
+        if not far[-1].found.wrong:
             return far[-1]
-    return _undecided(trial, best, far) if best.wrong else best
+    return _undecided(trial, best, far) if best.found.wrong else best
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
@@ -171,13 +191,13 @@ def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdic
     if 2 * explained <= len(far):
         return verdict
     note = (
-        f"the self-test cannot tell rounding from a mistake: {verdict.wrong} between all rows "
-        f"and the parts, and by {100 * spread:.3g} % if weights change by "
+        f"the self-test cannot tell rounding from a mistake: {verdict.found.wrong} between all "
+        f"rows and the parts, and by {100 * spread:.3g} % if weights change by "
         f"{_tolerance(trial.model) / 100:.0e} of their size. If the losses are means or sums "
         "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
         "this test"
     )
-    return verdict._replace(wrong=None, notes=[note])
+    return verdict._replace(found=Difference(verdict.found.size), notes=[note])
 
 
 def _spread(trial: Trial) -> float:
@@ -186,12 +206,12 @@ def _spread(trial: Trial) -> float:
     whole, spread = trial.whole(), 0.0
     for seed in (1, 2):
         with trial.moved(seed, tolerance / 100):
-            spread = max(spread, _compare(whole, trial.whole(), tolerance)[1])
+            spread = max(spread, _compare(whole, trial.whole(), tolerance).size)
     return trial.strategy.world.broadcast_object(spread)
 
 
 def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
-    return _tolerance(trial.model) < verdict.difference <= 3 * spread
+    return _tolerance(trial.model) < verdict.found.size <= 3 * spread
 
 
 def _compute(trial: Trial) -> Verdict:
@@ -203,36 +223,33 @@ def _compute(trial: Trial) -> Verdict:
     kinds, unclear, odd = agreed(_kinds_of(whole, parts, shares, tolerance, trial.sums))
     if kinds:
         parts = trial.replicas(kinds)
-    wrong, difference = agreed(_compare(whole, parts, tolerance))
-    if wrong and unclear:
+    found = agreed(_compare(whole, parts, tolerance))
+    if found.wrong and unclear:
         guess = kinds | dict.fromkeys(unclear, SUM)
         again = trial.replicas(guess)
-        still_wrong, its_difference = _compare(whole, again, tolerance)
-        if not still_wrong:
-            kinds, parts, wrong, difference = guess, again, None, its_difference
-    if wrong and odd:
-        wrong += "; " + "; ".join(odd)
+        of_guess = _compare(whole, again, tolerance)
+        if not of_guess.wrong:
+            kinds, parts, found = guess, again, of_guess
+    if found.wrong and odd:
+        found = Difference(found.size, "; ".join([found.wrong, *odd]))
     own = traced_step.takes_own_step(trial.step_function, trial.model)
-    if not wrong and trial.step_function.__name__ == "train_step" and not own:
-        wrong, difference = agreed(_compare_magnified(trial, kinds, tolerance, difference))
-    return Verdict(kinds, wrong, _notes(whole, parts, tolerance), difference)
+    if not found.wrong and trial.step_function.__name__ == "train_step" and not own:
+        found = agreed(_compare_magnified(trial, kinds, tolerance, found))
+    return Verdict(kinds, found, _notes(whole, parts, tolerance))
 
 
 def _compare_magnified(
-    trial: Trial, kinds: Mapping[str, str], tolerance: float, difference: float
-) -> tuple[str | None, float]:
+    trial: Trial, kinds: Mapping[str, str], tolerance: float, found: Difference
+) -> Difference:
     """Compare with large gradients: a step may clip, which the first batch need not show."""
     with trial.magnified(_LARGE):
         whole, parts = trial.whole(), trial.replicas(kinds)
     finite = [np.isfinite(g).all() for g in [*whole.gradients.values(), *parts.gradients.values()]]
-    wrong, apart = _compare(whole, parts, tolerance)
-    if not wrong or not all(finite):
-        return None, difference
-    return (
-        f"with gradients {_LARGE:,.0f} times as large, {wrong}. Does the step clip gradients "
-        "before an optimizer takes them? Give the optimizer clipnorm=, global_clipnorm= or "
-        "clipvalue=, which clip those of the whole batch"
-    ), apart
+    large = _compare(whole, parts, tolerance)
+    if not large.wrong or not all(finite):
+        return found
+    wrong = f"with gradients {_LARGE:,.0f} times as large, {large.wrong}"
+    return Difference(large.size, wrong, _CLIPPING)
 
 
 # Judging.
@@ -301,10 +318,10 @@ def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> boo
     )
 
 
-def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | None, float]:
-    """Return the first difference in gradients or state, and the largest relative difference."""
+def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> Difference:
+    """Return the first difference in gradients or state."""
     if whole.gradients.keys() != parts.gradients.keys():
-        return "optimizers were given gradients of other variables", np.inf
+        return Difference(np.inf, "optimizers were given gradients of other variables")
     sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
     # A gradient that cancels out, as of a bias before a batch normalization, is only rounding.
     least = 1e-2 * max(sizes.values(), default=0.0)
@@ -316,29 +333,34 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> tuple[str | No
     difference = differences[worst] if worst is not None else 0.0
     if np.isnan(list(differences.values())).any():
         name = next(name for name, difference in differences.items() if np.isnan(difference))
-        return (
-            f"the gradient of {name!r} is not a number on all rows or on a part of them, such as "
-            "0 / 0 where a mask leaves none (tf.math.divide_no_nan)"
-        ), np.nan
+        return Difference(
+            np.nan,
+            f"the gradient of {name!r} is not a number on all rows or on a part of them",
+            "0 / 0, as where a mask leaves no row, is not a number; tf.math.divide_no_nan gives 0",
+        )
     if worst is not None and not difference <= tolerance:
-        return f"the gradient of {worst!r} differs by {100 * difference:.3g} %", difference
+        wrong = f"the gradient of {worst!r} differs by {100 * difference:.3g} %"
+        return Difference(difference, wrong)
     for name, squares in whole.squares.items():
         # Squares of gradients that are only rounding are too small to compare.
         size = max(np.linalg.norm(squares), least**2, 1e-30)
         apart = float(np.linalg.norm(parts.squares[name] - squares) / size)
         if not apart <= 4 * tolerance:
-            return (
+            return Difference(
+                apart,
                 f"the slices of the gradient of {name!r} differ: their sums are equal, but this "
                 "optimizer squares or clips slices one by one, and their squares differ by "
-                f"{100 * apart:.3g} %. One process sums slices that belong to no row of the batch "
-                "before it squares them (keras.optimizers.SGD without clipping makes no "
-                "difference; run_eagerly=True hides how indices are computed)"
-            ), apart
+                f"{100 * apart:.3g} %",
+                "One process sums slices that belong to no row of the batch before it squares "
+                "them (keras.optimizers.SGD without clipping makes no difference; "
+                "run_eagerly=True hides how indices are computed)",
+            )
     for name, value in whole.state.items():
         theirs = parts.state.get(name)
         if theirs is None or not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
-            return f"the step assigns other values to the variable {name!r}", difference
-    return None, difference
+            wrong = f"the step assigns other values to the variable {name!r}"
+            return Difference(difference, wrong, _STATE)
+    return Difference(difference)
 
 
 def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
