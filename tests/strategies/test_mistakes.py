@@ -633,6 +633,29 @@ def a_layer_whose_state_is_a_sum(strategy):
     cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
 
 
+class Scaling(Summing):
+    """Scales rows by a number of the batch."""
+
+    def call(self, x):
+        return super().call(x) / self.seen
+
+
+@mistake(
+    "NotDistributedError",
+    "the gradient of",
+    " %; the step assigns other values",
+    "seen'. Losses",
+)
+def a_layer_that_scales_by_a_sum(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Scaling()]
+        return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
+
+
 @mistake("ValueError", "exchange='17bit'", "expected one of 'auto', 'fp16', 'bf16', '1bit'")
 def unknown_exchange(strategy):
     AllReduceStrategy(strategy.communicator, exchange="17bit")
