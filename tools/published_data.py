@@ -142,6 +142,36 @@ def movies(folder: str, rows: int, users: int = 30, count: int = 60) -> None:
             archive.write(f"{folder}/{name}")
 
 
+def movielens(name: str, split: str, rows: int, users: int = 50, count: int = 60) -> Any:
+    """Make a data set like MovieLens's `100k-ratings` or `100k-movies` of tensorflow_datasets."""
+    import tensorflow as tf
+
+    del split
+    generator = np.random.default_rng(4)
+    titles = np.array([f"Film {movie} {WORDS[movie]}" for movie in range(count + 1)])
+    genres = generator.integers(0, 20, (count + 1, 2))
+    movie = np.arange(1, count + 1)
+    if name.endswith("ratings"):
+        user, movie = np.arange(rows) % users + 1, generator.integers(1, count + 1, rows)
+        noise = generator.normal(0, 0.5, rows)
+        age, job = generator.integers(15, 70, users + 1)[user], user % 21
+        parts = {
+            "user_id": user.astype(str),
+            "user_rating": np.clip(np.round((user + movie) % 4 + 1 + noise), 1, 5).astype("float32"),
+            "user_gender": user % 2 == 0,
+            "user_zip_code": (user % 7).astype(str),
+            "user_occupation_label": job.astype("int64"),
+            "user_occupation_text": job.astype(str),
+            "raw_user_age": age.astype("float32"),
+            "bucketized_user_age": (age // 10 * 10.0).astype("float32"),
+            "timestamp": np.arange(rows) * 1000,
+        }
+    else:
+        parts = {}
+    parts |= {"movie_id": movie.astype(str), "movie_title": titles[movie]}
+    return tf.data.Dataset.from_tensor_slices(parts | {"movie_genres": genres[movie]})
+
+
 class Anything(types.ModuleType):
     """Stands for a module that only shows things, and for all that is in it."""
 
@@ -218,6 +248,7 @@ def install(spec: dict[str, Any]) -> None:
         "census": census,
         "heart": heart,
         "movies": movies,
+        "movielens": functools.partial(movielens, rows=rows),
     }
     exec(spec.get("prepare", ""), here)
 
