@@ -153,11 +153,11 @@ def movielens(name: str, split: str, rows: int, users: int = 50, count: int = 60
     movie = np.arange(1, count + 1)
     if name.endswith("ratings"):
         user, movie = np.arange(rows) % users + 1, generator.integers(1, count + 1, rows)
-        noise = generator.normal(0, 0.5, rows)
+        liking = np.round((user + movie) % 4 + 1 + generator.normal(0, 0.5, rows))
         age, job = generator.integers(15, 70, users + 1)[user], user % 21
         parts = {
             "user_id": user.astype(str),
-            "user_rating": np.clip(np.round((user + movie) % 4 + 1 + noise), 1, 5).astype("float32"),
+            "user_rating": np.clip(liking, 1, 5).astype("float32"),
             "user_gender": user % 2 == 0,
             "user_zip_code": (user % 7).astype(str),
             "user_occupation_label": job.astype("int64"),

@@ -324,7 +324,11 @@ def _count_all_rows(
         return original(*args, **kwargs)
 
 
-def _rows_of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Tensor]:
+def _rows_of_all(
+    tensors: Sequence[tf.Tensor],
+    present: tf.Tensor,
+    join: Callable[[list[tf.Tensor]], list[tf.Tensor]] = sum_over_replicas,
+) -> list[tf.Tensor]:
     """Gather rows in the order of replicas: each pads its rows with zeros, and a sum joins them."""
     index, size = tf_replicas.replica_index(), tf.distribute.get_strategy().num_replicas_in_sync
     mine = tf.where(present, tf.shape(tensors[0])[0], 0)
@@ -337,7 +341,7 @@ def _rows_of_all(tensors: Sequence[tf.Tensor], present: tf.Tensor) -> list[tf.Te
         return tf.pad(known[:mine], ends)
 
     with tf_replicas.counted_if(None):
-        whole = sum_over_replicas([placed(tensor) for tensor in tensors])
+        whole = join([placed(tensor) for tensor in tensors])
     return [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
 
 
@@ -457,6 +461,45 @@ def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
     return _sum_with_gradient(value)
+
+
+def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
+    """Gather the rows of a tensor from the parts of a batch that workers and devices compute.
+
+    For a loss that compares rows with each other, such as a contrastive one: with it, N workers
+    compute the number of one process, and its gradient. Each worker compares all rows. It sends two
+    messages forward and one backward, in which every replica must take part: call it outside
+    `tf.cond` and `tf.while_loop`.
+
+    Args:
+        value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
+
+    Returns:
+        The rows of the whole batch in their order, `[rows of all, ...]`. Where one process computes
+        all rows, `value` itself.
+
+    Raises:
+        ValueError: Within `jit_compile=True`, since XLA can compile no communication.
+
+    Example:
+        >>> import dtk, keras
+        >>> def contrastive(y_true, y_pred):
+        ...     rows = dtk.layers.gather_over_batch(keras.ops.normalize(y_pred))
+        ...     likeness = keras.ops.matmul(rows, keras.ops.transpose(rows))
+        ...     own = keras.ops.arange(keras.ops.shape(rows)[0])
+        ...     return keras.ops.mean(
+        ...         keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True)
+        ...     )
+        >>> round(float(contrastive(None, keras.ops.eye(2))), 4)
+        0.3133
+    """
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
+        return value
+    step = traced_step.current()
+    present = tf.constant(True) if step is None or step.present is None else step.present
+    (rows,) = _rows_of_all([value], present, lambda parts: [*map(_sum_with_gradient, parts)])
+    return rows
 
 
 def summed_by_losses(
