@@ -509,11 +509,12 @@ def overlap(y_true, y_pred):
 
 def likeness(y_true, y_pred):
     """A contrastive loss: rows of a class should point to one side."""
-    found = dtk.layers.gather_over_batch(tf.math.l2_normalize(y_pred, 1))
-    classes = dtk.layers.gather_over_batch(keras.ops.argmax(y_true, 1))
-    alike = keras.ops.cast(classes[:, None] == classes, found.dtype)
-    logits = keras.ops.matmul(found, keras.ops.transpose(found))
-    return -keras.ops.mean(alike * keras.ops.log_softmax(logits))
+    own = tf.math.l2_normalize(y_pred, 1)
+    every = dtk.layers.gather_over_batch(own)
+    classes = keras.ops.argmax(y_true, 1)
+    alike = classes[:, None] == dtk.layers.gather_over_batch(classes)
+    logits = keras.ops.log_softmax(keras.ops.matmul(own, keras.ops.transpose(every)))
+    return -keras.ops.sum(keras.ops.cast(alike, logits.dtype) * logits, 1)
 
 
 class OwnLossOfAll(keras.Model):
@@ -521,7 +522,7 @@ class OwnLossOfAll(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             predicted = self(x, training=True)
-            loss = overlap(y, predicted) + likeness(y, predicted)
+            loss = overlap(y, predicted) + tf.reduce_mean(likeness(y, predicted))
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
         return {"both": loss}

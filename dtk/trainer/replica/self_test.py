@@ -52,9 +52,9 @@ _LARGE = 1e6
 
 # What to change, by what differs.
 _LOSSES = (
-    "Losses must be means or sums over rows, or made of sums by dtk.layers.sum_over_batch, or of "
-    "the rows of all workers by dtk.layers.gather_over_batch; behind parameter servers, Dice and "
-    "Tversky need axis=, for one value per row. No row's outputs may depend on other rows"
+    "Losses must be means or sums over rows, or made of sums by dtk.layers.sum_over_batch; behind "
+    "parameter servers, Dice and Tversky need axis=, for one value per row. No row's outputs may "
+    "depend on other rows, but for a loss that compares rows by dtk.layers.gather_over_batch"
 )
 _STATE = (
     "Replicas average what they assign, so it must be a mean over rows, or made of sums by "

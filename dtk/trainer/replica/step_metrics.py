@@ -315,7 +315,7 @@ def _count_all_rows(
     # The first replica counts as one process would; the others' counts stay zero.
     leaves = tf.nest.flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    whole = iter(_rows_of_all(tensors, step.present))
+    whole = iter(_rows_of_all(tensors, step.present)[0])
     leaves = [next(whole) if tf.is_tensor(leaf) else leaf for leaf in leaves]
     if tf_replicas.replica_index():
         return None
@@ -328,8 +328,11 @@ def _rows_of_all(
     tensors: Sequence[tf.Tensor],
     present: tf.Tensor,
     join: Callable[[list[tf.Tensor]], list[tf.Tensor]] = sum_over_replicas,
-) -> list[tf.Tensor]:
-    """Gather rows in the order of replicas: each pads its rows with zeros, and a sum joins them."""
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Gather rows in the order of replicas; returns them, and the number of the first own one.
+
+    Each replica pads its rows with zeros, and a sum joins them.
+    """
     index, size = tf_replicas.replica_index(), tf.distribute.get_strategy().num_replicas_in_sync
     mine = tf.where(present, tf.shape(tensors[0])[0], 0)
     counts = sum_over_replicas(mine * tf.one_hot(index, size, dtype=tf.int32))
@@ -342,7 +345,8 @@ def _rows_of_all(
 
     with tf_replicas.counted_if(None):
         whole = join([placed(tensor) for tensor in tensors])
-    return [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
+    rows = [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
+    return rows, before
 
 
 # Moments: mean and variance over the rows of all replicas, by one message in each direction.
@@ -467,39 +471,37 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
     """Gather the rows of a tensor from the parts of a batch that workers and devices compute.
 
     For a loss that compares rows with each other, such as a contrastive one: with it, N workers
-    compute the number of one process, and its gradient. Each worker compares all rows. It sends two
-    messages forward and one backward, in which every replica must take part: call it outside
-    `tf.cond` and `tf.while_loop`.
+    compute the numbers of one process, and their gradients. Compare the rows at hand with all rows,
+    for one value per row. It sends two messages forward and one backward, in which every replica
+    must take part: call it outside `tf.cond` and `tf.while_loop`.
 
     Args:
         value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
 
     Returns:
-        The rows of the whole batch in their order, `[rows of all, ...]`. Where one process computes
-        all rows, `value` itself.
+        The rows of the whole batch, `[rows of all, ...]`: those at hand first, then the next
+        worker's, and so on around. Where one process computes all rows, `value` itself.
 
     Raises:
         ValueError: Within `jit_compile=True`, since XLA can compile no communication.
 
     Example:
         >>> import dtk, keras
-        >>> def contrastive(y_true, y_pred):
-        ...     rows = dtk.layers.gather_over_batch(keras.ops.normalize(y_pred))
-        ...     likeness = keras.ops.matmul(rows, keras.ops.transpose(rows))
-        ...     own = keras.ops.arange(keras.ops.shape(rows)[0])
-        ...     return keras.ops.mean(
-        ...         keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True)
-        ...     )
-        >>> round(float(contrastive(None, keras.ops.eye(2))), 4)
-        0.3133
+        >>> def contrastive(one, other):
+        ...     others = dtk.layers.gather_over_batch(other)
+        ...     likeness = keras.ops.matmul(one, keras.ops.transpose(others))
+        ...     own = keras.ops.arange(keras.ops.shape(one)[0])  # where each row's partner is
+        ...     return keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True)
+        >>> [round(float(loss), 4) for loss in contrastive(keras.ops.eye(2), keras.ops.eye(2))]
+        [0.3133, 0.3133]
     """
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
     step = traced_step.current()
     present = tf.constant(True) if step is None or step.present is None else step.present
-    (rows,) = _rows_of_all([value], present, lambda parts: [*map(_sum_with_gradient, parts)])
-    return rows
+    (rows,), first = _rows_of_all([value], present, lambda parts: [_sum_with_gradient(*parts)])
+    return tf.roll(rows, -first, 0)
 
 
 def summed_by_losses(
