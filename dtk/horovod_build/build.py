@@ -9,6 +9,7 @@ is imported here; what must be asked of it is asked in a subprocess.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -16,13 +17,15 @@ import pathlib
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 from dtk import cache
@@ -368,8 +371,11 @@ def run_logged(
     failed: str,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command, append its output to `log`, and on failure show how the log ends."""
-    with log.open("a") as out:
+    """Run a command, append its output to `log`, and on failure show how the log ends.
+
+    Interrupted or told to end, it ends all that the command has started, such as compilers.
+    """
+    with log.open("a") as out, _exiting():
         out.write(f"$ {' '.join(command)}\n")
         process = subprocess.Popen(
             command,
@@ -379,16 +385,37 @@ def run_logged(
             text=True,
             errors="replace",
             env=environ,
+            start_new_session=True,
         )
         assert process.stdout is not None
         with process:
-            for line in process.stdout:
-                out.write(line)
-                if echo:
-                    print(line, end="", flush=True)
+            try:
+                for line in process.stdout:
+                    out.write(line)
+                    if echo:
+                        print(line, end="", flush=True)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)
+                raise
     if process.returncode:
         last = log.read_text(errors="replace").splitlines()[-15:]
         raise HorovodBuildError("\n".join([failed, f"the log ends with ({log}):", *last]))
+
+
+@contextlib.contextmanager
+def _exiting() -> Iterator[None]:
+    """Return a context in which SIGTERM and a closed terminal raise SystemExit."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    asked = [signal.SIGTERM, signal.SIGHUP]
+    before = {n: signal.signal(n, end) for n in asked if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def build_variables(mpi: Mpi | None) -> dict[str, str]:

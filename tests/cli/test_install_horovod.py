@@ -10,9 +10,11 @@ import io
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 
 import pytest
@@ -309,6 +311,31 @@ def test_failure_names_the_log_and_shows_its_end(tmp_path):
     said = str(error.value)
     assert said.startswith("Horovod did not compile\n") and str(log) in said
     assert "line 49" in said and "early" not in said and "early" in log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_build_that_is_told_to_end_leaves_no_compiler(tmp_path, number):
+    log = tmp_path / "log"
+    told = "from dtk.horovod_build import build; import pathlib, sys; "
+    told += "build.run_logged(pathlib.Path(sys.argv[1]), True, ['sh', '-c', sys.argv[2]], 'failed')"
+    compiler = "sleep 60 & echo $!; wait"
+    with subprocess.Popen(
+        [sys.executable, "-c", told, log, compiler], stdout=subprocess.PIPE, text=True
+    ) as builder:
+        pid = int(builder.stdout.readline())
+        builder.send_signal(number)
+        assert builder.wait(20)
+    deadline = time.monotonic() + 10
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(pid)
+
+
+def runs(pid):
+    """Whether a process runs, and is not only waiting for its parent to hear of its end."""
+    stat = pathlib.Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
 
 
 @pytest.fixture
