@@ -472,8 +472,9 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
 
     For a loss that compares rows with each other, such as a contrastive one: with it, N workers
     compute the numbers of one process, and their gradients. Compare the rows at hand with all rows,
-    for one value per row. It sends two messages forward and one backward, in which every replica
-    must take part: call it outside `tf.cond` and `tf.while_loop`.
+    for one value per row; `keras.losses.circle` takes all rows as its references. It sends two
+    messages forward and one backward, in which every replica must take part: call it outside
+    `tf.cond` and `tf.while_loop`.
 
     Args:
         value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
@@ -483,7 +484,8 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
         worker's, and so on around. Where one process computes all rows, `value` itself.
 
     Raises:
-        ValueError: Within `jit_compile=True`, since XLA can compile no communication.
+        ValueError: A single number; or within `jit_compile=True`, since XLA can compile no
+            communication.
 
     Example:
         >>> import dtk, keras
@@ -495,6 +497,9 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
         >>> [round(float(loss), 4) for loss in contrastive(keras.ops.eye(2), keras.ops.eye(2))]
         [0.3133, 0.3133]
     """
+    value = keras.ops.convert_to_tensor(value)
+    if value.shape.rank == 0:
+        raise ValueError(f"gather_over_batch: {value} is one number; expected rows, [rows, ...]")
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
