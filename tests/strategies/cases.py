@@ -550,6 +550,26 @@ def losses_of_the_whole_batch(strategy):
     return found
 
 
+class Centering(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(dtk.layers.gather_over_batch(x), 0)
+
+
+@case
+def a_layer_of_the_whole_batch(strategy):
+    """Of the last batch one worker has no rows, in predict, too."""
+    x, y = rows(33)
+
+    def build():
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), Centering()]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(10)])
+
+    model = compiled(strategy, build, loss=crossentropy())
+    history = model.fit(x, y, 16, 1, 0, shuffle=False)
+    return outcome(model, history, predicted=model.predict(x, 16, 0))
+
+
 class StepFunction(Subclassed):
     """A train step and a helper of it that are functions of TensorFlow's already."""
 

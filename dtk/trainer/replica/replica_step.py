@@ -329,8 +329,9 @@ def predict_rows(data: Tree, model: keras.Model) -> Tree:
     predict = model.predict_step
     if model.jit_compile and not tf.executing_eagerly():
         predict = tf.function(predict, autograph=False, jit_compile=True, reduce_retracing=True)
-    outputs = predict(slicing.padding_row(data))
     rows = slicing.count_rows(data)
+    with tf_replicas.counted_if(rows > 0):
+        outputs = predict(slicing.padding_row(data))
     return keras.tree.map_structure(lambda output: _rows_of(output, rows), outputs)
 
 

@@ -315,7 +315,7 @@ def _count_all_rows(
     # The first replica counts as one process would; the others' counts stay zero.
     leaves = tf.nest.flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    whole = iter(_rows_of_all(tensors, step.present)[0])
+    whole = iter(_rows_of_all(tensors)[0])
     leaves = [next(whole) if tf.is_tensor(leaf) else leaf for leaf in leaves]
     if tf_replicas.replica_index():
         return None
@@ -326,7 +326,6 @@ def _count_all_rows(
 
 def _rows_of_all(
     tensors: Sequence[tf.Tensor],
-    present: tf.Tensor,
     join: Callable[[list[tf.Tensor]], list[tf.Tensor]] = sum_over_replicas,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Gather rows in the order of replicas; returns them, and the number of the first own one.
@@ -334,7 +333,7 @@ def _rows_of_all(
     Each replica pads its rows with zeros, and a sum joins them.
     """
     index, size = tf_replicas.replica_index(), tf.distribute.get_strategy().num_replicas_in_sync
-    mine = tf.where(present, tf.shape(tensors[0])[0], 0)
+    mine = tf_replicas.if_present(tf.shape(tensors[0])[0])
     counts = sum_over_replicas(mine * tf.one_hot(index, size, dtype=tf.int32))
     before, after = tf.reduce_sum(counts[:index]), tf.reduce_sum(counts[index + 1 :])
 
@@ -503,9 +502,7 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
-    step = traced_step.current()
-    present = tf.constant(True) if step is None or step.present is None else step.present
-    (rows,), first = _rows_of_all([value], present, lambda parts: [_sum_with_gradient(*parts)])
+    (rows,), first = _rows_of_all([value], lambda parts: [_sum_with_gradient(*parts)])
     return tf.roll(rows, -first, 0)
 
 
