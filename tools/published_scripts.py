@@ -8,7 +8,8 @@ for them. Each script there is ported (`published_port.py`) and run (`published_
 and by `dtk run -n 2` in float64, where rounding is too small for kinks and for Adam to matter;
 with --single in float32, too. Both ranks' weights, histories and answers of `evaluate` and
 `predict` are compared with those of the one process. A script that does not run in float64 is
-compared in float32, with what first weights 1e-7 apart make of each array. Some need pandas.
+compared in float32, with what first weights 1e-7 apart make of each array. Some need pandas, and
+those of keras-rs and keras-tcn their libraries.
 
 A line is printed for each script, and results are kept in the folder `--keep`, a file for each;
 `--page FILE` writes the page of all kept results. The exit code is 1 if a script is silently wrong,
