@@ -480,7 +480,8 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
 
     Returns:
         The rows of the whole batch, `[rows of all, ...]`: those at hand first, then the next
-        worker's, and so on around. Where one process computes all rows, `value` itself.
+        worker's, and so on around. The order differs by worker, so what a step assigns must not
+        depend on it. Where one process computes all rows, `value` itself.
 
     Raises:
         ValueError: A single number; or within `jit_compile=True`, since XLA can compile no
