@@ -231,7 +231,7 @@ def _compute(trial: Trial) -> Verdict:
         if not of_guess.wrong:
             kinds, parts, found = guess, again, of_guess
     if found.wrong and odd:
-        found = Difference(found.size, "; ".join([found.wrong, *odd]))
+        found = found._replace(wrong="; ".join([found.wrong, *odd]))
     own = traced_step.takes_own_step(trial.step_function, trial.model)
     if not found.wrong and trial.step_function.__name__ == "train_step" and not own:
         found = agreed(_compare_magnified(trial, kinds, tolerance, found))

@@ -473,7 +473,7 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
     compute the numbers of one process, and their gradients. Compare the rows at hand with all rows,
     for one value per row; `keras.losses.circle` takes all rows as its references. It sends two
     messages forward and one backward, in which every replica must take part: call it outside
-    `tf.cond` and `tf.while_loop`.
+    `tf.cond` and `tf.while_loop`. Behind parameter servers it gathers nothing.
 
     Args:
         value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
