@@ -337,7 +337,6 @@ def runs(pid):
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-
 @pytest.fixture
 def activated(tmp_path, monkeypatch):
     """An environment with keras-dtk[mpi], activated, whose tools all fail; a system's that work."""

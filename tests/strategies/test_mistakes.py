@@ -607,6 +607,24 @@ def a_loss_between_rows_after_a_callback_has_evaluated(strategy):
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[evaluating])
 
 
+class Largest(keras.Sequential):
+    """Logs a number that is no mean over rows."""
+
+    def train_step(self, data):
+        of_rows = tf.reduce_sum(data[0], [1, 2, 3])
+        return super().train_step(data) | {"largest": tf.reduce_max(of_rows)}
+
+
+def fit_with(layer, strategy, kind=keras.Sequential):
+    x, y = cases.rows(16)
+
+    def build():
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), layer()]
+        return kind([*layers, keras.layers.Dense(10)])
+
+    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
+
+
 class Summing(keras.layers.Layer):
     """Keeps a number of a batch that is no mean over its rows."""
 
@@ -624,13 +642,17 @@ class Summing(keras.layers.Layer):
     "seen'. Replicas average what they assign",
 )
 def a_layer_whose_state_is_a_sum(strategy):
-    x, y = cases.rows(16)
+    fit_with(Summing, strategy)
 
-    def build():
-        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Summing()]
-        return keras.Sequential([*layers, keras.layers.Dense(10)])
 
-    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
+@mistake(
+    "NotDistributedError",
+    "assigns other values to the variable",
+    "log 'largest' 0 is",
+    "Replicas average what they assign",
+)
+def a_layer_whose_state_is_a_sum_beside_an_odd_number(strategy):
+    fit_with(Summing, strategy, Largest)
 
 
 class Scaling(Summing):
@@ -647,13 +669,17 @@ class Scaling(Summing):
     "seen'. Losses",
 )
 def a_layer_that_scales_by_a_sum(strategy):
-    x, y = cases.rows(16)
+    fit_with(Scaling, strategy)
 
-    def build():
-        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Scaling()]
-        return keras.Sequential([*layers, keras.layers.Dense(10)])
 
-    cases.compiled(strategy, build).fit(x, y, batch_size=8, verbose=0)
+@mistake("ValueError", "expected a dense tensor [rows, ...], in a loss, a step, or the call of a")
+def rows_gathered_outside_of_a_layer(strategy):
+    dtk.layers.gather_over_batch(keras.Input((4,)))
+
+
+@mistake("ValueError", "was given 3.0; expected a dense tensor [rows, ...]")
+def one_number_gathered(strategy):
+    dtk.layers.gather_over_batch(3.0)
 
 
 @mistake("ValueError", "exchange='17bit'", "expected one of 'auto', 'fp16', 'bf16', '1bit'")

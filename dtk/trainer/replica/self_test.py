@@ -49,7 +49,6 @@ _OTHER_WEIGHTS = 3
 _DRAWS = 4
 _LARGE = 1e6
 
-
 # What to change, by what differs.
 _LOSSES = (
     "Losses must be means or sums over rows, or made of sums by dtk.layers.sum_over_batch; behind "

@@ -473,7 +473,7 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
     compute the numbers of one process, and their gradients. Compare the rows at hand with all rows,
     for one value per row; `keras.losses.circle` takes all rows as its references. It sends two
     messages forward and one backward, in which every replica must take part: call it outside
-    `tf.cond` and `tf.while_loop`. Behind parameter servers it gathers nothing.
+    `tf.cond` and `tf.while_loop`. Rows that are looked up are gathered after the lookup.
 
     Args:
         value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
@@ -484,8 +484,8 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
         depend on it. Where one process computes all rows, `value` itself.
 
     Raises:
-        ValueError: A single number; or within `jit_compile=True`, since XLA can compile no
-            communication.
+        ValueError: Not a dense tensor of rows; several workers behind parameter servers, which
+            compute by turns; or `jit_compile=True`, since XLA can compile no communication.
 
     Example:
         >>> import dtk, keras
@@ -497,11 +497,21 @@ def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
         >>> [round(float(loss), 4) for loss in contrastive(keras.ops.eye(2), keras.ops.eye(2))]
         [0.3133, 0.3133]
     """
-    value = keras.ops.convert_to_tensor(value)
-    if value.shape.rank == 0:
-        raise ValueError(f"gather_over_batch: {value} is one number; expected rows, [rows, ...]")
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
+    unfit = isinstance(value, keras.KerasTensor | tf.RaggedTensor | tf.SparseTensor)
+    if unfit or not (value := tf.convert_to_tensor(value)).shape.rank:
+        raise ValueError(
+            f"gather_over_batch was given {value}; expected a dense tensor [rows, ...], in a loss, "
+            "a step, or the call of a layer"
+        )
+    replica, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
+    if replica is None or tf_replicas.is_whole():
+        return value
+    if replica.num_replicas_in_sync == 1:
+        if isinstance(strategy, Strategy) and strategy.size > 1:
+            raise ValueError(
+                f"gather_over_batch: {strategy.size} workers behind parameter servers compute by "
+                "turns, and have no common batch; dtk.strategies.AllReduceStrategy() has one"
+            )
         return value
     (rows,), first = _rows_of_all([value], lambda parts: [_sum_with_gradient(*parts)])
     return tf.roll(rows, -first, 0)
