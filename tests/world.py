@@ -56,6 +56,7 @@ START_TIMEOUT = 90.0
 REWRITTEN = (
     *("communicators.", "layers.test_collectives", "strategies.graph_bodies"),
     *("strategies.bodies:train", "strategies.compiled_bodies", "strategies.test_gpus:train"),
+    "strategies.test_end_of_data:fit",
 )
 
 

@@ -9,10 +9,14 @@ starts, and when it is over adds the bytes it sent and the time it took:
     read -> collective -> add -> read -> collective -> add -> ...
 
 This counts executions exactly, dynamic shapes included, at next to no cost.
+
+Another variable is written when a batch has arrived, and read before each collective of its step:
+see `begin_after`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import uuid
@@ -129,8 +133,9 @@ class CollectiveSequencer:
         # On a GPU, each number would be copied to the host when all before it is computed.
         with tf.device(placement.host()):
             before = tf.raw_ops.ReadVariableOp(resource=self._order, dtype=tf.int64)
+            batches = tf.raw_ops.ReadVariableOp(resource=_batches(), dtype=tf.int64)
             begin, to_end = tf.constant(_FROM_0), tf.constant(_TO_END)
-            zero = tf.minimum(before[:1], 0)
+            zero = tf.minimum(tf.minimum(before, batches)[:1], 0)
         with tf.device(self._device):
             behind = [_behind(zero, to_end, t) for t in inputs]
             begins = self._clocks(behind)
@@ -207,6 +212,34 @@ class CollectiveSequencer:
 _all: weakref.WeakSet[CollectiveSequencer] = weakref.WeakSet()
 progress.count_bytes_by(lambda: sum(one.bytes for one in list(_all)))
 
+
+@functools.cache
+def _batches() -> tf.Tensor:
+    """Return the resource that counts batches as they arrive."""
+    return counters(placement.host())
+
+
+def ended_before() -> list[tf.Operation]:
+    """Return what the next read of a batch in this graph must wait for: all that was traced.
+
+    Where data have no more batches, TensorFlow cancels what is under way, on each rank something
+    else.
+    """
+    operations = tf.compat.v1.get_default_graph().get_operations()
+    return [op for op in operations if op.op_def.is_stateful]
+
+
+def begin_after(batch: Sequence[tf.Tensor]) -> None:
+    """Let no collective that is traced from now on begin before a batch has arrived.
+
+    Where data have no more batches, TensorFlow still runs every op of the step that does not depend
+    on them: a collective would begin on one rank and not on another. All collectives read a
+    variable that is written here, behind the batch, and TensorFlow keeps the order of the two
+    through conditionals, loops and calls of functions.
+    """
+    with tf.device(placement.host()), tf.control_dependencies(batch):
+        one = tf.constant([1, 0], tf.int64)
+        tf.raw_ops.AssignAddVariableOp(resource=_batches(), value=one)
 
 
 def counters(device: str) -> tf.Tensor:

@@ -61,6 +61,8 @@ parameter servers:
     tensorflow.python.distribute.coordinator.cluster_coordinator  Cluster.schedule
         ClusterCoordinator._cluster _is_worker_failure
     tensorflow.python.distribute.coordinator.coordinator_context  get_current_dispatch_context
+collectives that wait for their batch:
+    tensorflow.python.ops.gen_dataset_ops  iterator_get_next
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
     tensorflow.python.framework.op_def_registry  get

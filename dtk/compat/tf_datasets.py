@@ -1,5 +1,6 @@
 """Per-rank datasets that Keras treats as distributed, and pipelines taken apart by operation.
 
+for good                      gen_dataset_ops.iterator_get_next     patch_reads
 while a shuffle is made anew  gen_dataset_ops.dummy_seed_generator  _shuffled_alike
 """
 
@@ -17,10 +18,11 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_dataset_ops
 
 from dtk import quiet
+from dtk.communicators import sequencer
 from dtk.input import drawn_maps, row_maps
 from dtk.input.row_maps import ArrayRows, RowMaps
 from dtk.nests import Function, Tree
-from dtk.patches import patch
+from dtk.patches import patch, patch_for_good
 
 # Makes the pipeline of one of several processes or workers.
 MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -41,6 +43,20 @@ _DRAWS = re.compile(
 )
 # Datasets that leave elements unchanged.
 _TRANSPARENT = ("Prefetch", "Options")
+
+
+def patch_reads() -> None:
+    """Let a graph's collectives begin when the batch of their step is there, from now on."""
+
+    def read(*args: object, original: Function[list[tf.Tensor]], **kwargs: object) -> object:
+        if tf.executing_eagerly():
+            return original(*args, **kwargs)
+        with tf.control_dependencies(sequencer.ended_before()):
+            batch = original(*args, **kwargs)
+        sequencer.begin_after(batch)
+        return batch
+
+    patch_for_good(gen_dataset_ops, "iterator_get_next", read)
 
 
 def regroup(parts: tuple[Tree, ...]) -> Tree:

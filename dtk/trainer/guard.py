@@ -30,7 +30,7 @@ from types import FrameType
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
+from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables, tf_datasets
 from dtk.compat.keras_optimizers import Apply
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
@@ -134,6 +134,8 @@ def install(strategy: Strategy) -> None:
     """Check all models and optimizers from now on. Every new strategy calls this."""
     if strategy.processes > 1:
         model_files.install()
+    if max(_joins(strategy)) > 1:
+        tf_datasets.patch_reads()
     self_test.fail_if_nothing_is_trained()
     before = joining_strategy()
     # The strategy with the most processes and replicas decides what is refused.
