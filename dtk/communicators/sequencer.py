@@ -30,7 +30,7 @@ import tensorflow as tf
 from dtk import placement
 from dtk.cluster import progress, recording
 from dtk.communicators import determinism
-from dtk.nests import Array
+from dtk.nests import Array, Tree
 
 _FROM_0, _TO_END = np.array([0]), np.array([-1])
 
@@ -229,7 +229,7 @@ def ended_before() -> list[tf.Operation]:
     return [op for op in operations if op.op_def.is_stateful]
 
 
-def begin_after(batch: Sequence[tf.Tensor]) -> None:
+def begin_after(batch: Tree) -> None:
     """Let no collective that is traced from now on begin before a batch has arrived.
 
     Where data have no more batches, TensorFlow still runs every op of the step that does not depend
@@ -237,7 +237,8 @@ def begin_after(batch: Sequence[tf.Tensor]) -> None:
     variable that is written here, behind the batch, and TensorFlow keeps the order of the two
     through conditionals, loops and calls of functions.
     """
-    with tf.device(placement.host()), tf.control_dependencies(batch):
+    arrivals = tf.nest.flatten(batch, expand_composites=True)
+    with tf.device(placement.host()), tf.control_dependencies(arrivals):
         one = tf.constant([1, 0], tf.int64)
         tf.raw_ops.AssignAddVariableOp(resource=_batches(), value=one)
 

@@ -5,23 +5,23 @@ batches of another size, or starting where a checkpoint was saved.
 
 while a pipeline is made   ArrayDataAdapter._epoch          pipeline_of
                            functions that shuffle           shuffled_from
-of one epoch iterator      _get_iterator                    Feed.take
-                           _enumerate_iterator              patch_steps, at_end_of_data
-                           catch_stop_iteration             patch_loop
-                           _interrupted_warning             Feed.rebatch
+during a call of `fit`     TFEpochIterator                  CutEpochIterator
+of one epoch iterator      _interrupted_warning             Feed.rebatch
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import NotRequired, TypeAlias, TypedDict
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TFEpochIterator as TFEpochIterator
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
 
@@ -182,48 +182,58 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
     return dataset
 
 
-def patch_steps(iterator: TFEpochIterator, change: Callable[[Steps], Steps]) -> None:
-    """Put a generator between Keras and the steps of every epoch."""
-    enumerate_steps = iterator._enumerate_iterator
-    iterator._enumerate_iterator = lambda: change(enumerate_steps())
+class CutEpochIterator(TFEpochIterator):
+    """Keras's epoch iterator, which Keras makes in its place during a call of dtk's."""
 
+    _epoch_iterator: Generator[tuple[int, int, Iterator[Tree]]] | None
+    _current_iterator: Iterator[Tree] | None
+    feed: Feed | None = None  # of the `fit` whose training data it reads
+    # called whenever an epoch has run all its steps; not after an epoch that ends early
+    at_end: Callable[[], None] | None = None
 
-def at_end_of_data(iterator: TFEpochIterator, call: Callable[[], None]) -> None:
-    """Call a function whenever an epoch of a Keras epoch iterator has run all its steps.
+    def _get_iterator(self) -> Iterable[Tree]:
+        if self.feed is not None:
+            self.feed.note_opening()
+        return super()._get_iterator()
 
-    An epoch that ends early does not call it: its generator ends at garbage collection, at any time
-    and on any thread. `fit` passes the same iterator of validation data in every epoch, so it is
-    changed only once.
-    """
-    if getattr(iterator, "_dtk_tells_its_end", False):
-        return
-    iterator._dtk_tells_its_end = True
-
-    def until_end(steps: Steps) -> Steps:
-        yield from steps
-        call()
-
-    patch_steps(iterator, until_end)
-
-
-def patch_loop(iterator: TFEpochIterator) -> None:
-    """Note the end of data after each loop over an epoch iterator, of any length.
-
-    A loop that an exception ends does not call it. The iterator is changed once, as in
-    `at_end_of_data`.
-    """
-    if getattr(iterator, "_dtk_tells_its_loops", False):
-        return
-    iterator._dtk_tells_its_loops = True
-    catch = iterator.catch_stop_iteration
+    def _enumerate_iterator(self) -> Steps:
+        steps = super()._enumerate_iterator()
+        yield from steps if self.feed is None else self.feed.resumed(steps)
+        if self.at_end is not None:
+            self.at_end()
 
     @contextlib.contextmanager
-    def through() -> Iterator[None]:
-        with catch():
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Note the end of data after each loop, of any length, that no exception ends."""
+        with super().catch_stop_iteration():
             yield
         progress.end_of_data()
 
-    iterator.catch_stop_iteration = through
+    def close(self) -> None:
+        """Let go of the open data, which Keras's generator of steps holds in a cycle."""
+        if self._epoch_iterator is not None:
+            self._epoch_iterator.close()
+        self._epoch_iterator = self._current_iterator = self.feed = None
+
+
+@contextlib.contextmanager
+def closing_iterators() -> Iterator[None]:
+    """Return a context for a call of `fit` and its like, which leaves no data open."""
+    made: list[CutEpochIterator] = []
+    thread = threading.get_ident()
+
+    def make(*args: object, **kwargs: object) -> CutEpochIterator:
+        iterator = CutEpochIterator(*args, **kwargs)
+        if threading.get_ident() == thread:
+            made.append(iterator)
+        return iterator
+
+    try:
+        with patch(keras_trainer, TFEpochIterator=make):
+            yield
+    finally:
+        for iterator in made:
+            iterator.close()
 
 
 # The data of a running `fit`.
@@ -253,7 +263,7 @@ class Feed:
     ):
         self.model = model
         self.strategy = strategy
-        self.iterator: TFEpochIterator = None
+        self.iterator: TFEpochIterator = None  # a `CutEpochIterator`, while `fit` runs
         self.rows_unknown = False
         self._cut = cut  # None where a single replica reads all rows
         self._callbacks: keras.callbacks.CallbackList = None
@@ -268,7 +278,7 @@ class Feed:
         self._items: py_datasets.OrderedItems | None = None
 
     def take(
-        self, iterator: TFEpochIterator, callbacks: keras.callbacks.CallbackList | None
+        self, iterator: CutEpochIterator, callbacks: keras.callbacks.CallbackList | None
     ) -> Specs:
         """Let an epoch iterator of Keras read cut batches; return the spec of a global batch.
 
@@ -285,13 +295,12 @@ class Feed:
             own = isinstance(given, PerRankDataset) and given.whole is None
             cut = self._as_long_as_any(iterator, given) if own else self._cut
             iterator._distributed_dataset = EpochDataset(given, adapter, cut)
-        patch_loop(iterator)
         if callbacks is not None and self.iterator is None:
             self._begin(iterator, given, callbacks)
         return spec_of(given)
 
     def _as_long_as_any(
-        self, iterator: TFEpochIterator, given: PerRankDataset
+        self, iterator: CutEpochIterator, given: PerRankDataset
     ) -> Callable[[Dataset], Dataset]:
         """Return how to read ranks' own batches, so that an epoch lasts while any rank has some."""
         assert self._cut is not None
@@ -314,7 +323,7 @@ class Feed:
         return lambda own: _padded(own.local, most)
 
     def _begin(
-        self, iterator: TFEpochIterator, given: Dataset, callbacks: keras.callbacks.CallbackList
+        self, iterator: CutEpochIterator, given: Dataset, callbacks: keras.callbacks.CallbackList
     ) -> None:
         """Take the data of a `fit` that begins."""
         self.iterator, self._callbacks = iterator, callbacks
@@ -322,14 +331,7 @@ class Feed:
         self.rows_unknown = tf_datasets.is_of_this_rank(given)
         self._batch_size, self._openings, self._order, self._resuming = None, 0, None, None
         self._items = None
-        patch_steps(iterator, self._resumed)
-        get_iterator = iterator._get_iterator
-
-        def counted() -> tf.data.Iterator:
-            self._openings += 1
-            return get_iterator()
-
-        iterator._get_iterator = counted
+        iterator.feed = self
         self._tell_steps(iterator.num_batches)
         if isinstance(self._given_adapter, PyDatasetAdapter):
             py_datasets.tell_cost(self._given_adapter, self.strategy.world)
@@ -522,7 +524,11 @@ class Feed:
 
         self._resuming = none_left
 
-    def _resumed(self, steps: Steps) -> Steps:
+    def note_opening(self) -> None:
+        """Count how often the data was opened."""
+        self._openings += 1
+
+    def resumed(self, steps: Steps) -> Steps:
         """Begin an epoch as the last checkpoint has said that was loaded since the epoch before."""
         change, self._resuming = self._resuming, None
         yield from steps if change is None else change(steps)

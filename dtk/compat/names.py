@@ -61,8 +61,9 @@ parameter servers:
     tensorflow.python.distribute.coordinator.cluster_coordinator  Cluster.schedule
         ClusterCoordinator._cluster _is_worker_failure
     tensorflow.python.distribute.coordinator.coordinator_context  get_current_dispatch_context
-collectives that wait for their batch:
-    tensorflow.python.ops.gen_dataset_ops  iterator_get_next
+pipelines that are read and closed while others wait:
+    tensorflow.python.data.ops.iterator_ops  OwnedIterator._create_iterator
+        OwnedIterator._next_internal OwnedIterator._iterator_resource
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
     tensorflow.python.framework.op_def_registry  get
@@ -125,8 +126,8 @@ models:
 what `fit` reads:
     keras.Model  _loss_tracker
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
-        _current_iterator _steps_seen _get_iterator _enumerate_iterator _interrupted_warning
-        catch_stop_iteration
+        _current_iterator _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
+        _interrupted_warning catch_stop_iteration
     keras.src.trainers.data_adapters.array_data_adapter  ArrayDataAdapter._inputs
         ArrayDataAdapter._shuffle
     keras.src.trainers.data_adapters.py_dataset_adapter  PyDatasetAdapter.py_dataset

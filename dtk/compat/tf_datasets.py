@@ -1,17 +1,22 @@
 """Per-rank datasets that Keras treats as distributed, and pipelines taken apart by operation.
 
-for good                      gen_dataset_ops.iterator_get_next     patch_reads
+for good                      OwnedIterator._create_iterator        patch_iterators
+                              OwnedIterator._next_internal
 while a shuffle is made anew  gen_dataset_ops.dummy_seed_generator  _shuffled_alike
 """
 
 from __future__ import annotations
 
 import inspect
+import queue
 import re
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.framework import op_def_registry
@@ -19,7 +24,7 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from dtk import quiet
 from dtk.communicators import sequencer
-from dtk.input import drawn_maps, row_maps
+from dtk.input import drawn_maps, row_maps, slicing
 from dtk.input.row_maps import ArrayRows, RowMaps
 from dtk.nests import Function, Tree
 from dtk.patches import patch, patch_for_good
@@ -45,18 +50,44 @@ _DRAWS = re.compile(
 _TRANSPARENT = ("Prefetch", "Options")
 
 
-def patch_reads() -> None:
-    """Let a graph's collectives begin when the batch of their step is there, from now on."""
+def patch_iterators() -> None:
+    """Let other ranks wait neither for the end of data nor for its closing, from now on."""
+    closing: queue.SimpleQueue[list[object]] = queue.SimpleQueue()
 
-    def read(*args: object, original: Function[list[tf.Tensor]], **kwargs: object) -> object:
-        if tf.executing_eagerly():
-            return original(*args, **kwargs)
+    def read(iterator: OwnedIterator, *, original: Function[Tree]) -> Tree:
+        """Let a graph's collectives begin when the batch of their step is there."""
+        # Steps of dtk's own see to it, so that all else runs that Keras runs beyond the end: it
+        # counts a step, and draws seeds.
+        if tf.executing_eagerly() or isinstance(iterator.element_spec, slicing.Slices):
+            return original(iterator)
         with tf.control_dependencies(sequencer.ended_before()):
-            batch = original(*args, **kwargs)
+            batch = original(iterator)
         sequencer.begin_after(batch)
         return batch
 
-    patch_for_good(gen_dataset_ops, "iterator_get_next", read)
+    def create(
+        iterator: OwnedIterator, dataset: tf.data.Dataset, *, original: Function[None]
+    ) -> None:
+        """Let a thread close a pipeline, wherever its last reference is dropped.
+
+        That may be in any thread, by the collector of garbage, and closing may take as long as the
+        pipeline was open: see `dtk.input.slicing`.
+        """
+        original(iterator, dataset)
+        if tf.executing_eagerly():
+            # A pipeline that is closed calls what its dataset keeps: the resource goes first.
+            held = [dataset, iterator._iterator_resource]
+            weakref.finalize(iterator, closing.put, held).atexit = False
+
+    def close() -> None:
+        while held := closing.get():
+            while held:
+                held.pop()
+
+    if not hasattr(OwnedIterator._create_iterator, "_dtk_original"):
+        threading.Thread(target=close, name="dtk-close", daemon=True).start()
+        patch_for_good(OwnedIterator, "_create_iterator", create)
+        patch_for_good(OwnedIterator, "_next_internal", read)
 
 
 def regroup(parts: tuple[Tree, ...]) -> Tree:

@@ -25,7 +25,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from dtk import placement
 from dtk.cluster.variables import SELF_TEST
-from dtk.communicators import collective
+from dtk.communicators import collective, sequencer
 from dtk.communicators.aligned_slices import concatenated
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables, random_draws, tf_replicas
@@ -73,12 +73,19 @@ class _Collective(tf.distribute.StrategyExtended):
 
         return of_replica
 
+    def _begin_step(self, *args: Tree, **kwargs: Tree) -> None:
+        """Let collectives wait for the batch of a step of dtk's; count the rows of a script's."""
+        if not (args and isinstance(args[0], slicing.Slices)):
+            self._count_rows(*args, **kwargs)
+        elif not tf.executing_eagerly():
+            sequencer.begin_after(args[0])
+
     def _count_rows(self, *args: Tree, **kwargs: Tree) -> None:
-        """Note how many rows a script's own step is given; dtk's own steps get `Slices`.
+        """Note how many rows a script's own step is given.
 
         In variables, since a function that was traced with some rows may be given none.
         """
-        if self._num_replicas_in_sync == 1 or (args and isinstance(args[0], slicing.Slices)):
+        if self._num_replicas_in_sync == 1:
             return
         if not self._given_rows:
             with tf.init_scope(), tf.device(placement.host()):
@@ -206,7 +213,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     ) -> Tree:
         replica = tf.distribute.ReplicaContext(self._container_strategy(), self._communicator.rank)
         with tf.device(self._device), replica:
-            self._count_rows(*args, **kwargs)
+            self._begin_step(*args, **kwargs)
             return self._with_own_draws(fn)(*args, **kwargs)
 
     def _reduce_to(
@@ -361,7 +368,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
                 run = functools.partial(self._container_strategy().run, fn)
                 self._in_graphs[fn] = tf.function(run, autograph=False)
             return self._in_graphs[fn](args, kwargs)
-        self._count_rows(*args, **kwargs)
+        self._begin_step(*args, **kwargs)
         return super()._call_for_each_replica(self._with_own_draws(fn), args, kwargs)
 
     def _replica_ctx_all_reduce(

@@ -294,8 +294,8 @@ def mapped(
 # gets a core at once, it goes back to sleep, and closing waits for this sleep: about as long again
 # as the pipeline was read. (`CancellationManager::StartCancel` calls back before it sets the flag
 # that `model::Model::OptimizeLoop` reads; TensorFlow 2.21.) On one core this happens nearly every
-# time, at the end of every epoch; with two idle cores, one time in ten. If it happens on one of
-# many ranks, all wait for that rank.
+# time, at the end of every epoch; with two idle cores, one time in ten. A thread waits for it
+# (`dtk.compat.tf_datasets.patch_iterators`): if it happened to one of many ranks, all would wait.
 #
 # Without the model TensorFlow reads ahead only where a pipeline says so, runs the calls of a plain
 # `map` one after the other, and takes AUTOTUNE for as many parallel calls as the process has

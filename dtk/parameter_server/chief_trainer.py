@@ -85,16 +85,16 @@ class ParameterServerTrainer(JobTrainer):
         )
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
+        self, iterator: keras_data.CutEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Do as the base class, and let the workers finish when the data of an epoch ends."""
         if iterator is not None:
             self._check_steps(iterator)
         super().take_epoch_iterator(iterator, data_batch)
         if iterator is not None:
-            keras_data.at_end_of_data(iterator, self.flush)
+            iterator.at_end = self.flush
 
-    def _check_steps(self, iterator: keras_data.TFEpochIterator) -> None:
+    def _check_steps(self, iterator: keras_data.CutEpochIterator) -> None:
         endless = isinstance(iterator.data_adapter.get_tf_dataset(), worker_data.WorkerDataset)
         if endless and iterator.steps_per_epoch is None:
             raise ValueError(

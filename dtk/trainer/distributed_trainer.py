@@ -91,7 +91,7 @@ class DistributedTrainer(ModelState):
         return keras_data.cut_batches(batches, self.strategy)
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
+        self, iterator: keras_data.CutEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:

@@ -22,6 +22,7 @@ from typing import SupportsIndex, cast
 import keras
 import tensorflow as tf
 
+from dtk.compat import keras_data
 from dtk.errors import at_rank, check_number
 from dtk.even_division import even_sizes
 from dtk.nests import Args, Function, Kwargs, Logs
@@ -54,6 +55,7 @@ _COUNTS = (
 )
 
 
+@keras_data.closing_iterators()
 def call(
     trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:

@@ -135,7 +135,7 @@ def install(strategy: Strategy) -> None:
     if strategy.processes > 1:
         model_files.install()
     if max(_joins(strategy)) > 1:
-        tf_datasets.patch_reads()
+        tf_datasets.patch_iterators()
     self_test.fail_if_nothing_is_trained()
     before = joining_strategy()
     # The strategy with the most processes and replicas decides what is refused.

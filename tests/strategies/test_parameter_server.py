@@ -120,21 +120,6 @@ def test_features_of_fit(world, backend, size, name, consistency):
         np.testing.assert_allclose(result[part], value, rtol=2e-5, atol=2e-5, err_msg=part)
 
 
-def test_the_end_of_an_epoch_is_told_once():
-    """Wrapped anew in each epoch, the validation's iterator ended in a RecursionError."""
-    from dtk.compat import keras_data
-
-    plain = tf.distribute.get_strategy()
-    iterator = keras_data.TFEpochIterator(
-        x=np.zeros((4, 1)), batch_size=2, distribute_strategy=plain
-    )
-    ends = []
-    for _ in range(3):
-        keras_data.at_end_of_data(iterator, lambda: ends.append("end"))
-        list(iterator._enumerate_iterator())
-    assert ends == ["end"] * 3
-
-
 @contextlib.contextmanager
 def slowed(process, share):
     """Let a process run only this share of the time, by stopping and continuing it."""

@@ -78,7 +78,7 @@ class RankTrainer(DistributedTrainer):
                 one.use(asked)
 
     def take_epoch_iterator(
-        self, iterator: keras_data.TFEpochIterator | None = None, data_batch: Tree = None
+        self, iterator: keras_data.CutEpochIterator | None = None, data_batch: Tree = None
     ) -> None:
         """Take the data, of which only this rank's batches are known."""
         super().take_epoch_iterator(iterator, data_batch)
