@@ -93,6 +93,7 @@ def create(
     with progress.joining(f"the start of {name}"):
         world = _world(name, environment, before_collectives)
     world.environment = environment
+    world.keep_to_thread()
     return world
 
 

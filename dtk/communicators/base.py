@@ -24,7 +24,9 @@ import collections
 import contextlib
 import functools
 import re
+import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar, cast, overload
 
@@ -32,6 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import placement
+from dtk.cluster import progress
 from dtk.cluster.environment import Environment
 from dtk.communicators import aligned_slices, buckets, determinism, dtype_casts, objects
 from dtk.communicators.aligned_slices import AlignedSlices, with_values
@@ -39,7 +42,7 @@ from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, Span
-from dtk.errors import CommunicatorError, at_rank
+from dtk.errors import CommunicatorError, at_rank, script_line
 from dtk.even_division import even_sizes, even_sizes_in_graph
 from dtk.nests import Array
 from dtk.patches import temporarily
@@ -176,6 +179,8 @@ class Communicator(abc.ABC):
         self._splits = 0
         self._labels = weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]]()
         self._last_number = -1
+        self._thread: threading.Thread | None = None  # None: collectives may be in any
+        self._met = 0  # collectives outside of graphs so far
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
         """Set which host each rank is on, once that is known.
@@ -684,7 +689,10 @@ class Communicator(abc.ABC):
             return card.send(value, dest, tag)
         encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
         self._sequencer.run(
-            [encoded], lambda flat: [self._send(flat[0], dest, tag)], name=f"send to {dest}"
+            [encoded],
+            lambda flat: [self._send(flat[0], dest, tag)],
+            name=f"send to {dest}",
+            of_pair=True,
         )
         return None
 
@@ -717,6 +725,7 @@ class Communicator(abc.ABC):
             lambda flat: [self._receive(flat[0], source, tag)],
             sends=False,
             name=f"receive from {source}",
+            of_pair=True,
         )[0]
         return tf.reshape(decode(received)[: tf.size(like)], shape)
 
@@ -772,8 +781,56 @@ class Communicator(abc.ABC):
         name = self._lane_name
         if name not in self._sequencers:
             order = self._order_of_card()
-            self._sequencers[name] = CollectiveSequencer(self.device, timed=not name, order=order)
+            self._sequencers[name] = CollectiveSequencer(
+                self.device, timed=not name, order=order, meet=self.meet
+            )
         return self._sequencers[name]
+
+    def keep_to_thread(self) -> None:
+        """Refuse collectives outside of graphs in other threads than this one, from now on.
+
+        Those of two threads would mix, in another order on each rank.
+        """
+        self._thread = threading.current_thread()
+
+    def meet(self, name: str) -> None:
+        """Raise on all ranks if some are in another collective, before any waits in one.
+
+        All collectives outside of graphs begin with it.
+
+        Args:
+            name: The kind of the collective.
+
+        Raises:
+            CommunicatorError: Some ranks are elsewhere; or this thread has no part in the
+                communicator's collectives.
+        """
+        if self.host is not None:
+            return self.host.meet(name)
+        thread = threading.current_thread()
+        if self._thread not in (None, thread):
+            told = (
+                f"{script_line()} is in {_a(name)} in the thread {thread.name!r}, and the thread "
+                f"{self._thread.name!r} takes part in this communicator's collectives: their order "
+                "would differ by rank. Let that thread make a communicator for this one, by "
+                "communicator.split(0) on all ranks"
+            )
+            raise CommunicatorError(at_rank(self.rank, told))
+        self._met += 1
+        with tf.device(self.device):
+            mine = tf.constant([self._met, zlib.crc32(name.encode())], tf.int64)
+            told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
+        elsewhere = np.flatnonzero((told_by_ranks != told_by_ranks[self.rank]).any(axis=1))
+        if elsewhere.size:
+            progress.refused()
+            told = (
+                f"{script_line()} is in {_a(name)}, number {self._met} outside of steps, and "
+                f"{_ranks(elsewhere)} elsewhere, in number {told_by_ranks[elsewhere[0], 0]}; each "
+                "rank says where. All must call the same collectives in the same order: look for "
+                "calls that only some ranks make, and for exceptions that only some catch"
+            )
+            raise CommunicatorError(at_rank(self.rank, told))
+        return None
 
     def _order_of_card(self) -> tf.Tensor | None:
         """Return the resource that orders the messages of all groups; None: each has its order."""
@@ -842,6 +899,7 @@ class Communicator(abc.ABC):
         called `next_number` as often as the others.
         """
         number = tf.constant(self._last_number, tf.int64)
+        self._met = 0
         self._last_number = int(self.allreduce(number, "max"))
         if self.cards is not None:
             self.cards.resynchronize()
@@ -925,6 +983,15 @@ class Communicator(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _ranks(numbers: Array) -> str:
+    listed = ", ".join(map(str, numbers.tolist()))
+    return f"rank {listed} is" if numbers.size == 1 else f"ranks {listed} are"
 
 
 def _written(value: object) -> tuple[bytes, Exception | None]:

@@ -20,7 +20,8 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, cast
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -31,6 +32,7 @@ from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.errors import CommunicatorError, at_rank
+from dtk.nests import Function
 
 # Horovod adds process sets after start-up only if this is set before; then ranks also talk about
 # sets in every cycle, and sometimes wait for each other for 20 ms.
@@ -38,6 +40,11 @@ _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 # Milliseconds between two looks for work; a small reduction waits for one. Horovod's default is 1.
 _CYCLE = "0.2"
+
+
+_PREFIX = "dtk_"  # of the names of the world's messages
+
+_Given = ParamSpec("_Given")
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
@@ -111,6 +118,30 @@ class _Sets:
         self._known[ranks] = hvd.add_process_set(list(ranks))
 
 
+def _by_name(
+    method: Callable[_Given, list[tf.Tensor]]
+) -> Callable[_Given, list[tf.Tensor]]:
+    """Let a communicator made by `split` send by graphs, also outside of graphs.
+
+    TensorFlow keeps an op that ran eagerly, with its name, for the next one of the same attributes:
+    Horovod would take messages of two communicators, in two threads, for one.
+    """
+
+    @functools.wraps(method)
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> list[tf.Tensor]:
+        own = cast(HorovodCommunicator, args[0])
+        if not tf.executing_eagerly() or own.is_whole:
+            return method(*args, **kwargs)
+        if method.__name__ not in own.graphs:
+            bound = functools.partial(cast("Function[list[tf.Tensor]]", method), own)
+            own.graphs[method.__name__] = tf.function(
+                bound, autograph=False, reduce_retracing=True
+            )
+        return own.graphs[method.__name__](*args[1:], **kwargs)
+
+    return run
+
+
 class HorovodCommunicator(Communicator):
     """Ranks joined by Horovod. Made by `start` and `split`."""
 
@@ -127,10 +158,11 @@ class HorovodCommunicator(Communicator):
         hosts: Sequence[str],
         members: Sequence[int],
         sets: _Sets,
-        prefix: str = "dtk_",
+        prefix: str = _PREFIX,
         device: str | None = None,
     ) -> None:
         super().__init__(rank, hosts, device)
+        self.graphs: dict[str, Function[list[tf.Tensor]]] = {}
         self._prefix = prefix
         self._members = tuple(members)
         self._sets = sets
@@ -138,6 +170,11 @@ class HorovodCommunicator(Communicator):
         ordered = sorted(self._members)
         self._slots = [ordered.index(member) for member in self._members]
         self._ranks = [self._members.index(member) for member in ordered]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the communicator of the world, and not made by `split`."""
+        return self._prefix == _PREFIX
 
     def _options(self, label: str) -> dict[str, object]:
         # Horovod takes a name up to its last slash as a scope; TensorFlow allows few characters.
@@ -147,6 +184,7 @@ class HorovodCommunicator(Communicator):
             "process_set": self._set,
         }
 
+    @_by_name
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         # One op for each bucket: a Horovod group would start only when its last bucket is ready.
         return [self._reduce_one(t, op, f"{label}/{i}/{t.dtype.name}") for i, t in enumerate(flat)]
@@ -157,11 +195,13 @@ class HorovodCommunicator(Communicator):
         ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
         return hvd.allreduce(flat, op=ops[op], **self._options(label))
 
+    @_by_name
     def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         rows = hvd.allgather(flat, **self._options(label))
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
+    @_by_name
     def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
         outgoing = tf.concat([blocks[rank] for rank in self._ranks], axis=0)
@@ -170,6 +210,7 @@ class HorovodCommunicator(Communicator):
         by_slot = tf.split(rows, received, num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
+    @_by_name
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [
             hvd.broadcast(t, self._members[root], **self._options(f"{label}/{root}/{i}"))

@@ -56,13 +56,19 @@ class Span(NamedTuple):
 class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds.
 
-    Sequencers that share an `order` run theirs in one order.
+    Sequencers that share an `order` run theirs in one order. Outside of graphs, `meet` is called
+    with the name of each collective that all ranks take part in.
     """
 
     def __init__(
-        self, device: str | None = None, timed: bool = True, order: tf.Tensor | None = None
+        self,
+        device: str | None = None,
+        timed: bool = True,
+        order: tf.Tensor | None = None,
+        meet: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._timed = timed
+        self._meet = meet
         self._device = device or placement.messages()
         self._eager_bytes = 0
         self.eager_seconds = 0.0  # in collectives outside of graphs so far
@@ -117,13 +123,16 @@ class CollectiveSequencer:
         collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         sends: bool = True,
         name: str = "all-reduce",
+        of_pair: bool = False,
     ) -> list[tf.Tensor]:
-        """Run a collective after every one before it; its name is for the timeline."""
+        """Run a collective, or a message `of_pair`, after every one before it."""
         if tf.executing_eagerly():
             if sends:
                 self._eager_bytes += _known_bytes(inputs)
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
+                if not of_pair:
+                    self._meet(name)
                 outputs = collective(list(inputs))
             self.eager_seconds += time.perf_counter() - start
             return outputs
@@ -237,7 +246,8 @@ def begin_after(batch: Tree) -> None:
     variable that is written here, behind the batch, and TensorFlow keeps the order of the two
     through conditionals, loops and calls of functions.
     """
-    arrivals = tf.nest.flatten(batch, expand_composites=True)
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    arrivals = [leaf for leaf in leaves if tf.is_tensor(leaf)]
     with tf.device(placement.host()), tf.control_dependencies(arrivals):
         one = tf.constant([1, 0], tf.int64)
         tf.raw_ops.AssignAddVariableOp(resource=_batches(), value=one)

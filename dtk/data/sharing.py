@@ -97,8 +97,8 @@ def broadcast_iterator(
 ) -> Iterator[_Item]:
     """Iterate on every rank over the batches that `root` reads.
 
-    Every rank takes the same number of batches: if the iterator ends or raises on `root`, it does
-    so on all ranks.
+    All ranks make it together. Every rank takes the same number of batches: if the iterator ends or
+    raises on `root`, it does so on all ranks.
 
     Args:
         iterable: Yields structures of arrays or tensors, or other values that can be sent, see
@@ -116,7 +116,9 @@ def broadcast_iterator(
         >>> list(dtk.data.broadcast_iterator([[1, 2], [3]], strategy))
         [[1, 2], [3]]
     """
-    return _broadcast(iterable, group_of(strategy_or_communicator), root)
+    group = group_of(strategy_or_communicator)
+    # `fit` reads ahead in a thread of TensorFlow's, beside the collectives of its own.
+    return _broadcast(iterable, group.split(0) if group.size > 1 else group, root)
 
 
 def _broadcast(

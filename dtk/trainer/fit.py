@@ -60,6 +60,7 @@ def call(
     trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
+    trainer.strategy.world.keep_to_thread()
     if trainer.is_alone(name):
         with trainer.strategy.extended.alone():
             return method(*args, **kwargs)
