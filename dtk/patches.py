@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -24,6 +25,19 @@ _lock = threading.Lock()
 # {(owner's id, name): {None: original, context: its replacement ...}}; open contexts keep the owner
 # alive.
 _stacks: dict[tuple[int, str], dict[object, object]] = {}
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Lock the stacks, without the collector: it may end a context in this thread, which locks."""
+    with _lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextlib.contextmanager
@@ -55,7 +69,7 @@ def temporarily(owner: object, **values: object) -> Iterator[None]:
 def patch(owner: object, **replacements: object) -> Iterator[None]:
     """Return a context in which attributes of a module, class or object are replaced."""
     context = object()
-    with _lock:
+    with _locked():
         for name, value in replacements.items():
             own: dict[object, object] = {None: vars(owner).get(name, _ABSENT)}
             _stacks.setdefault((id(owner), name), own)[context] = value
@@ -63,7 +77,7 @@ def patch(owner: object, **replacements: object) -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
+        with _locked():
             for name in replacements:
                 stack = _stacks[id(owner), name]
                 del stack[context]
@@ -99,7 +113,7 @@ def patch_for_good(owner: object, name: str, function: Function[object]) -> None
 
     It gets the arguments of the call, and the function that was there as the keyword `original`.
     """
-    with _lock:
+    with _locked():
         current = getattr(owner, name)
         original = getattr(current, "_dtk_original", current)
         replacement = _around(original, function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import types
 
@@ -32,6 +33,40 @@ def test_a_context_that_was_entered_first_may_be_left_first():
     assert Plain().name() == "second"
     second.__exit__(None, None, None)
     assert Plain().name() == "plain"
+
+
+def test_a_context_that_the_collector_ends_while_another_begins():
+    """It waited for the lock that its own thread held."""
+
+    class Allocating:
+        name = "plain"
+
+        def __setattr__(self, name: str, value: object) -> None:
+            kept.clear()
+            held = [[] for _ in range(10_000)]  # which calls the collector
+            super().__setattr__(name, value if held else None)
+
+    owner, entered, before = Allocating(), threading.Event(), gc.get_threshold()
+    left_open = [patch(Plain, name=lambda self: "left open")]
+    left_open.append(left_open)
+    left_open[0].__enter__()
+    kept = [left_open]
+    del left_open
+
+    def enter() -> None:
+        with patch(owner, name="entered"):
+            entered.set()
+
+    thread = threading.Thread(target=enter, daemon=True)
+    gc.set_threshold(1, 1, 1)
+    try:
+        thread.start()
+        assert entered.wait(10)
+    finally:
+        gc.set_threshold(*before)
+    thread.join()
+    gc.collect()
+    assert Plain().name() == "plain" == owner.name
 
 
 def test_threads_that_replace_at_once_leave_nothing_patch():

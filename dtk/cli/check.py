@@ -23,11 +23,17 @@ from dtk.launch import Job, job_options, plan
 )
 @click.option("-n", "--workers", type=int, default=2, show_default=True, help="Processes to start.")
 @job_options.communicator
+@job_options.stall_timeout
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False, type=click.Path())
 @click.argument("args", nargs=-1, type=click.Path())
 def check(
-    workers: int, communicator: str, module: bool, script: str | None, args: tuple[str, ...]
+    workers: int,
+    communicator: str,
+    stall_timeout: float,
+    module: bool,
+    script: str | None,
+    args: tuple[str, ...],
 ) -> None:
     """Try the training step of SCRIPT on a few rows, and end.
 
@@ -40,9 +46,11 @@ def check(
     command = command_of(script, module, args)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
+    job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
     planned = plan(command, workers, communicator=communicator)
-    job = Job([process.with_env({SELF_TEST: "only"}) for process in planned])
+    ranks = [process.with_env({SELF_TEST: "only"}) for process in planned]
+    job = Job(ranks, stall_timeout=stall_timeout)
 
     def wait() -> int:
         with job:

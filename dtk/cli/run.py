@@ -124,16 +124,7 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
     "when Ctrl-C or SIGTERM ends the job.",
 )
-@click.option(
-    "--stall-timeout",
-    metavar="S",
-    type=float,
-    envvar=progress.VARIABLE,
-    default=300.0,
-    show_default=True,
-    help="Seconds without progress after which the job is ended and the missing rank is named; "
-    "with --ps, a stuck worker is started again. A slow step counts as progress. 0 for never.",
-)
+@job_options.stall_timeout
 @job_file.option
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False, type=click.Path())
@@ -179,8 +170,7 @@ def run(
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
     if not 1.0 <= save_grace <= 1e6:
         raise ClusterError(f"--save-grace {save_grace:g}: expected 1 second or more")
-    if not (stall_timeout == 0.0 or 1.0 <= stall_timeout <= 1e6):
-        raise ClusterError(f"--stall-timeout {stall_timeout:g}: expected 1 second or more, or 0")
+    job_options.check_stall_timeout(stall_timeout)
     if max_restarts is not None and max_restarts < 0:
         raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
     job_options.check_remote_shell(remote_shell)
@@ -227,7 +217,7 @@ def run(
             screen.say(notice)
         places = {one.name: one.host for one in processes}
         log.begin_attempt(attempt.number, places, 0 if ps else len(processes))
-        told = {**variables, progress.VARIABLE: f"{stall_timeout:g}", SAVE_GRACE: f"{save_grace:g}"}
+        told = {**variables, SAVE_GRACE: f"{save_grace:g}"}
         told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
         # So a rank that crashes in C++ prints where in the script.
         told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")

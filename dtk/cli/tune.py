@@ -52,6 +52,7 @@ Variables = Mapping[str, str]
 )
 @click.option("-n", "--workers", type=int, default=2, help="Processes to start.")
 @job_options.communicator
+@job_options.stall_timeout
 @click.option("--rounds", type=click.IntRange(1), default=2, help="Measurements per setting.")
 @click.option("--forget", is_flag=True, help="Use TensorFlow's own settings again.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
@@ -60,6 +61,7 @@ Variables = Mapping[str, str]
 def tune(
     workers: int,
     communicator: str,
+    stall_timeout: float,
     rounds: int,
     forget: bool,
     module: bool,
@@ -81,6 +83,7 @@ def tune(
     command = command_of(script, module, args)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
+    job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
 
     def planned(name: str | None) -> list[Process]:
@@ -97,7 +100,7 @@ def tune(
     with rich.console.Console(stderr=True).status("starting ...") as status:
         found = Tuning(
             ways(int(threads), os.environ, others),
-            functools.partial(measure, planned),
+            functools.partial(measure, planned, stall_timeout),
             lambda name: status.update(f"measuring: {name}"),
             rounds,
         )
@@ -157,7 +160,9 @@ def ways(
     return {name: new for name, new in tried.items() if not new.keys() & environ.keys()}
 
 
-def measure(planned: Callable[[str | None], Sequence[Process]], variables: Variables) -> Timing:
+def measure(
+    planned: Callable[[str | None], Sequence[Process]], stall_timeout: float, variables: Variables
+) -> Timing:
     """Measure the script's step with some settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")
@@ -165,7 +170,9 @@ def measure(planned: Callable[[str | None], Sequence[Process]], variables: Varia
         communicator = given.pop(COMMUNICATOR, None)
         said = io.StringIO()
         ranks = [one.with_env(given) for one in planned(communicator)]
-        with Job(ranks, stdout=io.StringIO(), stderr=said) as job:
+        with Job(
+            ranks, stall_timeout=stall_timeout, stdout=io.StringIO(), stderr=said
+        ) as job:
             code = job.wait()
         if code:
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")

@@ -1,5 +1,7 @@
 """Detecting the place of this process in a job: one answer, in a stated order, with its reason.
 
+0. A process that a rank has started by multiprocessing, with its variables, is no rank: MPI would
+   take it for its parent.
 1. `dtk run` (DTK_RUN=1): the variables it set itself, HOROVOD_RANK or TF_CONFIG; anything else is
    inherited noise.
 2. Horovod's own launcher.
@@ -29,13 +31,14 @@ The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Mapping
 
 from dtk.cluster import slurm, tf_config
 from dtk.cluster.environment import Environment
 from dtk.cluster.tf_config import TFConfig
-from dtk.cluster.variables import place
+from dtk.cluster.variables import JOINED, place
 from dtk.errors import ClusterError
 
 _ALONE = Environment(
@@ -68,6 +71,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     1
     """
     environ = os.environ if environ is None else environ
+    if is_child_of_rank(environ):
+        reason = f"multiprocessing has started it, and process {environ[JOINED]} is the rank"
+        return dataclasses.replace(_ALONE, reason=reason)
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
     config = tf_config.parse(environ.get("TF_CONFIG", ""))
@@ -75,6 +81,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     if config is None:
         return launched or _ALONE
     return tf_config.to_environment(config) if launched is None else _agree(launched, config)
+
+
+def is_child_of_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a rank has started this process by multiprocessing, with its variables."""
+    is_child = multiprocessing.current_process().name != "MainProcess"
+    return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Environment:

@@ -42,6 +42,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
@@ -53,6 +54,7 @@ from dtk.errors import ClusterError
 
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
+DEFAULT_TIMEOUT = 300.0
 DEFAULT_SAVE_GRACE = 60.0
 _PERIOD = 1.0
 _AT_LEAST = 5.0
@@ -106,13 +108,19 @@ class _Reporter:
         self._lock = threading.RLock()
 
     def _run(self) -> None:
-        told, when = self.position, 0.0
+        told, when, failed = self.position, 0.0, False
         while True:
             position, now = self.position, time.monotonic()
-            self._look(now)
-            if position is not told or now - when >= min(_AT_LEAST, self._timeout / 4):
-                told, when = position, now
-                self.tell()
+            try:
+                self._look(now)
+                if position is not told or now - when >= min(_AT_LEAST, self._timeout / 4):
+                    told, when = position, now
+                    self.tell()
+            except Exception:  # a rank that no longer reports would count as stuck
+                if not failed:
+                    print("dtk: this rank's report has failed:", file=sys.stderr)
+                    traceback.print_exc()
+                failed = True
             time.sleep(min(_PERIOD, self._timeout / 10))
 
     def _look(self, now: float) -> None:
@@ -206,6 +214,11 @@ def count_bytes_by(count: Callable[[], int]) -> None:
     """Note what counts the bytes that graphs have sent."""
     global _bytes_of_graphs
     _bytes_of_graphs = count
+
+
+def is_timeout(seconds: float) -> bool:
+    """Return whether a job may be ended after so many seconds without progress; 0: never."""
+    return seconds == 0.0 or 1.0 <= seconds <= 1e6
 
 
 def start(serves: bool = False) -> None:

@@ -14,6 +14,8 @@ JOB_SECRET = "DTK_JOB_SECRET"
 SELF_TEST = "DTK_SELF_TEST"
 # In a rank in one of MPI's places: a pipe; its server stays as long as somebody has it open.
 MPI_LEASE = "DTK_MPI_LEASE"
+# In a rank that has joined the others: its process.
+JOINED = "DTK_JOINED"
 # In a rank: how often its job was started before.
 RESTARTS = "DTK_RESTARTS"
 # Seconds that ranks have to save in when their job is ended; see `dtk.cluster.progress`.

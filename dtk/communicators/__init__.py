@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm
+from dtk.cluster.detect import detect, is_child_of_rank
 from dtk.cluster.environment import Environment, divide_cores
 from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
-from dtk.cluster.variables import COMMUNICATOR
+from dtk.cluster.variables import COMMUNICATOR, JOINED
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -69,6 +70,8 @@ def create(
         CommunicatorError: If the transport is missing or cannot start.
     """
     said = ""
+    if name != "null" and is_child_of_rank(os.environ):
+        name = "local"
     if name == "auto" and os.environ.get(COMMUNICATOR):
         name, said = os.environ[COMMUNICATOR], f" in {COMMUNICATOR}"
     if name not in NAMES:
@@ -78,8 +81,6 @@ def create(
 
         return LocalCommunicator()
     if environment is None:
-        from dtk.cluster import detect
-
         environment = detect()
     if environment.role not in ("chief", "worker"):
         raise CommunicatorError(
@@ -94,6 +95,8 @@ def create(
         world = _world(name, environment, before_collectives)
     world.environment = environment
     world.keep_to_thread()
+    if world.size > 1:
+        os.environ[JOINED] = str(os.getpid())
     return world
 
 

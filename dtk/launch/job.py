@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.launch import job_processes, machines
 from dtk.launch.events import EventLog
@@ -90,7 +91,8 @@ class Job:
     ) -> None:
         if not processes:
             raise ClusterError("a job needs at least one process; make them with dtk.launch.plan")
-        self.processes = tuple(processes)
+        told = {progress.VARIABLE: f"{stall_timeout:g}"}  # ranks that are watched report
+        self.processes = tuple(process.with_env(told) for process in processes)
         self.output_dir = None if output_dir is None else Path(output_dir)
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))

@@ -12,7 +12,7 @@ from typing import IO, TypeAlias
 
 import click
 
-from dtk.cluster import Host, mpi_installs, parse_hosts, read_hostfile
+from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, job_file, machines
 from dtk.launch.plan import check_slots as check_slots
@@ -43,6 +43,23 @@ remote_shell = click.option(
     show_default=True,
     help="Command that reaches other hosts, called as `CMD host command`.",
 )
+stall_timeout = click.option(
+    "--stall-timeout",
+    metavar="S",
+    type=float,
+    envvar=progress.VARIABLE,
+    default=progress.DEFAULT_TIMEOUT,
+    show_default=True,
+    help="Seconds without progress after which the job is ended and the missing rank is named; "
+    "with parameter servers, a stuck worker is started again. A slow step counts as progress. 0 "
+    "for never.",
+)
+
+
+def check_stall_timeout(seconds: float) -> None:
+    """Refuse a time that `stall_timeout` does not take."""
+    if not progress.is_timeout(seconds):
+        raise ClusterError(f"--stall-timeout {seconds:g}: expected 1 second or more, or 0")
 
 
 class Refused(click.ClickException):

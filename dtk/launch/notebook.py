@@ -22,7 +22,6 @@ from dtk.version import pip_install
 Result = TypeVar("Result")
 
 _FUNCTION, _RESULT = "function.pickle", "result.pickle"
-_STALL_TIMEOUT = 300.0  # seconds, as of `dtk run`
 
 
 def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = "auto") -> Result:
@@ -60,12 +59,12 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         )
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         Path(folder, _FUNCTION).write_bytes(_packed(fn))
-        settings = {progress.VARIABLE: f"{_STALL_TIMEOUT:g}", "PYTHONFAULTHANDLER": "1"}
+        settings = {"PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", __name__, folder]
         planned = plan(command, n, communicator=communicator)
         ranks = [process.with_env(settings) for process in planned]
         out, err = _Cell(sys.stdout), _Cell(sys.stderr)
-        with Job(ranks, stall_timeout=_STALL_TIMEOUT, stdout=out, stderr=err) as job:
+        with Job(ranks, stall_timeout=progress.DEFAULT_TIMEOUT, stdout=out, stderr=err) as job:
             code = job.wait()
         if code:
             raise RankError(_reason(job, code))

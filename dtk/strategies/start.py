@@ -154,7 +154,6 @@ def end_at_once(name: str, rank: int = 0) -> None:
 
 # Stalls, in jobs that `dtk run` has not started; see `dtk.cluster.heartbeats`.
 
-DEFAULT_TIMEOUT = 300.0
 # Seconds for all ranks to reach rank 0; some of its addresses may be unreachable.
 _REACH = 30.0
 
@@ -162,21 +161,17 @@ _REACH = 30.0
 def checked_timeout(stall_timeout: float | None) -> float:
     """Return the stall timeout in seconds: the argument, DTK_STALL_TIMEOUT, or 300."""
     if stall_timeout is not None:
-        if not _is_timeout(stall_timeout):
+        if not progress.is_timeout(stall_timeout):
             raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
         return float(stall_timeout)
-    text = os.environ.get(progress.VARIABLE) or str(DEFAULT_TIMEOUT)
+    text = os.environ.get(progress.VARIABLE) or str(progress.DEFAULT_TIMEOUT)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not _is_timeout(seconds):
+    if not progress.is_timeout(seconds):
         raise ClusterError(f"{progress.VARIABLE}={text!r}: expected 1 second or more, or 0")
     return seconds
-
-
-def _is_timeout(seconds: float) -> bool:
-    return seconds == 0.0 or 1.0 <= seconds <= 1e6
 
 
 def _watch(communicator: Communicator, timeout: float) -> None:

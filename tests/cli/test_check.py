@@ -23,9 +23,9 @@ if {trains}:
 """
 
 
-def check(*arguments):
-    command = [sys.executable, "-m", "dtk.cli.main", "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def check(*arguments, command="check"):
+    called = [sys.executable, "-m", "dtk.cli.main", command, *arguments]
+    return subprocess.run(called, capture_output=True, text=True, timeout=100, check=False)
 
 
 def checked(tmp_path, loss="tf.reduce_mean(tf.square(y - p))", trains=True):
@@ -54,11 +54,31 @@ def test_a_script_that_trains_nothing(tmp_path):
     assert "dtk check: the script ended without training a model" in done.stderr
 
 
+LATE = """
+import dtk, time
+rank = dtk.cluster.detect().rank
+time.sleep(1000 * rank)
+dtk.auto_strategy()
+"""
+
+
+@pytest.mark.parametrize("command", ["check", "tune"])
+def test_a_rank_that_never_comes(tmp_path, command):
+    """Nobody watched: the command hung for ever."""
+    script = tmp_path / "train.py"
+    script.write_text(LATE)
+    done = check("--stall-timeout", "3", str(script), command=command)
+    assert done.returncode == (124 if command == "check" else 2), done.stderr
+    assert "the job has stopped moving" in done.stderr
+    assert "rank 1, host localhost, did nothing for 3 s" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
         (["-n", "1", __file__], "-n 1: there is something to compare from 2 on"),
         ([], "no script given"),
+        (["--stall-timeout", "0.5", __file__], "--stall-timeout 0.5: expected 1 second or more"),
     ],
 )
 def test_mistakes(arguments, said):

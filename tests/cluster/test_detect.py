@@ -1,12 +1,15 @@
 """Which launcher wins, and which contradictions are refused instead of training apart."""
 
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 
 import pytest
 
 from dtk.cluster import detect
+from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError
 
 
@@ -177,3 +180,25 @@ def test_nothing_here_imports_tensorflow(module):
     heavy = ("tensorflow", "keras", "horovod")
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def _detected(queue):
+    from dtk import communicators
+
+    queue.put((detect().reason, communicators.create("mpi").size))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
+    """MPI took it for its parent: the job never ended."""
+    monkeypatch.setenv(JOINED, str(os.getpid()))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert detect().size == 2
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=_detected, args=(queue,))
+    child.start()
+    reason, size = queue.get(timeout=60)
+    child.join()
+    assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")

@@ -53,7 +53,8 @@ class _Site:
         with tf.init_scope(), tf.device(device):
             self.queue = tf.queue.FIFOQueue(1, [dtype])
         self._device = device
-        self._lock = threading.Lock()
+        # Where the graph goes on in the thread that delivers, it may begin again there.
+        self._lock = threading.RLock()
         self._turn = 0
         self._late = False
 
