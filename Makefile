@@ -77,6 +77,7 @@ test-versions: $(BIN)/python
 test-faults: horovod
 	@$(BIN)/python tools/faults.py
 	@$(BIN)/python tools/soak.py
+	@$(BIN)/python tools/small_fits.py
 	@$(BIN)/python tools/random_trainings.py
 	@$(BIN)/python tools/random_trainings.py --resume --first 1000
 	@$(BIN)/python tools/link_faults.py || [ $$? = 2 ]  # which is where no hosts can be made
