@@ -31,8 +31,8 @@ The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 
 from dtk.cluster import slurm, tf_config
@@ -85,7 +85,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
 
 def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     """Return whether a rank has started this process by multiprocessing, with its variables."""
-    is_child = multiprocessing.current_process().name != "MainProcess"
+    process = sys.modules.get("multiprocessing.process")  # which it has imported
+    is_child = process is not None and process.current_process().name != "MainProcess"
     return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
 
 

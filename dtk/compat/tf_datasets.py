@@ -7,6 +7,7 @@ while a shuffle is made anew  gen_dataset_ops.dummy_seed_generator  _shuffled_al
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import re
@@ -79,13 +80,20 @@ def patch_iterators() -> None:
             held = [dataset, iterator._iterator_resource]
             weakref.finalize(iterator, closing.put, held).atexit = False
 
+    def drop(held: list[object]) -> None:
+        while held:
+            held.pop()
+
     def close() -> None:
         while held := closing.get():
-            while held:
-                held.pop()
+            # One each: a pipeline in the middle of a script's Python may never close.
+            one = threading.Thread(target=drop, args=(held,), name="dtk-close", daemon=True)
+            del held
+            with contextlib.suppress(RuntimeError):  # at the end of the process none may begin
+                one.start()
 
     if not hasattr(OwnedIterator._create_iterator, "_dtk_original"):
-        threading.Thread(target=close, name="dtk-close", daemon=True).start()
+        threading.Thread(target=close, name="dtk-closes", daemon=True).start()
         patch_for_good(OwnedIterator, "_create_iterator", create)
         patch_for_good(OwnedIterator, "_next_internal", read)
 

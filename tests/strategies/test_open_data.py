@@ -141,3 +141,31 @@ def closed_by():
 def test_a_thread_closes_pipelines(pool):
     """Closing may take a minute: the thread of MPI did it, and all ranks waited."""
     assert pool.run(closed_by) == [["dtk-close"] * 2] * 2
+
+
+def closed_beside_another():
+    """Whether a pipeline closes while another waits for Python of the script's."""
+    AllReduceStrategy()
+    closed, waiting, over = threading.Event(), threading.Event(), threading.Event()
+
+    def batches():
+        yield 1
+        waiting.set()
+        over.wait(60)
+
+    spec = tf.TensorSpec((), tf.int64)
+    stuck = iter(tf.data.Dataset.from_generator(batches, output_signature=spec).prefetch(2))
+    next(stuck)
+    waiting.wait(60)
+    iterator = iter(tf.data.Dataset.range(3))
+    seen = weakref.ref(iterator._iterator_resource, lambda _: closed.set())
+    del stuck, iterator
+    try:
+        return closed.wait(20) and seen() is None
+    finally:
+        over.set()
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_pipeline_that_cannot_close_keeps_none_open(pool):
+    assert pool.run(closed_beside_another) == [True, True]
