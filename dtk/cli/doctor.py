@@ -26,7 +26,7 @@ import rich.markup
 import rich.table
 
 from dtk import cluster, communicators, version
-from dtk.cluster import mpi_installs
+from dtk.cluster import mpi_installs, unfollowed
 from dtk.cluster.environment import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import ClusterError
@@ -315,7 +315,8 @@ def environment() -> tuple[str, list[Finding]]:
     except ClusterError as error:
         return "", [Finding("Cluster", str(error), BROKEN)]
     place = f"{here.kind}, {here.role} rank {here.rank} of {here.size}: {here.reason}"
-    findings = [Finding("Cluster", place)]
+    idle = unfollowed.idle_tasks(os.environ) if here.size == 1 else None
+    findings = [Finding("Cluster", place), *([Finding("Slurm", idle, NOTE)] if idle else [])]
     if here.size > 1:
         told, choice = os.environ.get(COMMUNICATOR), communicators.choose(here)
         found = f"{told}: {COMMUNICATOR} says so" if told else f"{choice.name}: {choice.why}"

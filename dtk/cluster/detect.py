@@ -11,7 +11,8 @@
 5. A Slurm step: SLURM_STEP_ID, SLURM_PROCID.
 6. PMIx.
 7. TF_CONFIG.
-8. One process on its own.
+8. One process on its own, unless variables of a launcher that dtk does not follow (`unfollowed`)
+   say that there are others.
 
 TF_CONFIG beside 2 to 6 is not ignored: it must describe the same world, and then adds its
 addresses.
@@ -35,7 +36,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from dtk.cluster import slurm, tf_config
+from dtk.cluster import slurm, tf_config, unfollowed
 from dtk.cluster.environment import Environment
 from dtk.cluster.tf_config import TFConfig
 from dtk.cluster.variables import JOINED, place
@@ -63,7 +64,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
         The place in the job; `reason` says which variables decided.
 
     Raises:
-        ClusterError: Variables are malformed or contradict each other.
+        ClusterError: Variables are malformed, contradict each other, or are those of a launcher of
+            several processes that dtk does not follow.
 
     >>> detect({}).kind
     'single'
@@ -79,6 +81,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     config = tf_config.parse(environ.get("TF_CONFIG", ""))
     launched = _launched(environ)
     if config is None:
+        if launched is None:
+            unfollowed.check(environ)
         return launched or _ALONE
     return tf_config.to_environment(config) if launched is None else _agree(launched, config)
 

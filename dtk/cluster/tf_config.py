@@ -118,6 +118,9 @@ def parse(text: str) -> TFConfig | None:
         raise _wrong(f"it is not JSON that can be read: {error}") from None
     if not isinstance(config, dict):
         raise _wrong(f"it is a {type(config).__name__}, not an object")
+    others = [repr(key) for key in config if "cluster" in key.lower() and key != "cluster"]
+    if others and "cluster" not in config:
+        raise _wrong(f"it has {', '.join(others)}, and no 'cluster' of all tasks")
     cluster = config.get("cluster") or {}
     if not isinstance(cluster, dict):
         raise _wrong(f'"cluster" is {cluster!r}, not an object')

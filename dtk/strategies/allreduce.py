@@ -137,6 +137,8 @@ def _joined(
     if isinstance(communicator, Communicator):
         return communicator, devices.link(communicator, devices.pin(communicator, memory_growth))
     place = cluster.detect() if communicator != "local" else None
+    if place is not None and place.size == 1:
+        start.tell_of_idle_tasks()
     # If the launcher does not say which ranks share a host, the communicator finds out; but that
     # starts TensorFlow.
     ahead = place is not None and place.tells_local_rank

@@ -13,6 +13,7 @@ from dtk import cluster, quiet
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_datasets, tf_extended, tf_replicas
 from dtk.nests import Function, Tree
+from dtk.strategies import start
 from dtk.strategies.devices import set_memory_growth, warn
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.trainer.replica.self_test import is_wanted
@@ -95,6 +96,8 @@ class MirroredStrategy(DtkStrategy):
 
 def _warn_of_others() -> None:
     environment = cluster.detect()
+    if environment.size == 1:
+        start.tell_of_idle_tasks()
     if environment.size > 1:
         told = (
             f"MirroredStrategy trains over the devices of this process alone, and the job has "

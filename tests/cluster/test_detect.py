@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dtk.cluster import detect
+from dtk.cluster import detect, unfollowed
 from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError
 
@@ -202,3 +202,41 @@ def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     reason, size = queue.get(timeout=60)
     child.join()
     assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ("RANK=1 WORLD_SIZE=4 MASTER_ADDR=a", "RANK=1 and WORLD_SIZE=4 are those of torchrun"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 is one of torchrun"),
+        ("RANK=3", "each of 4 processes would train alone"),
+        ("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2", "of MVAPICH2's mpirun_rsh"),
+        ("SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2", "of SkyPilot"),
+        ("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2", "of Flux"),
+        ("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2", "of LSF's jsrun"),
+        ("RAY_RAYLET_PID=7 RAY_JOB_ID=01000000", "RAY_RAYLET_PID is set in workers of Ray"),
+        ('TF_CONFIG={"sparseCluster":{"worker":{"1":"a:1"}}}', "it has 'sparseCluster', and no"),
+    ],
+)
+def test_no_process_of_a_launcher_that_is_not_followed_trains_alone(environ, said):
+    """Each trained alone, said "rank 0 of 1", and ended with exit code 0."""
+    told = dict(one.split("=", 1) for one in environ.split())
+    with pytest.raises(ClusterError) as refused:
+        detect(told)
+    assert said in str(refused.value)
+    assert "TF_CONFIG" in told or detect({**told, "DTK_ALONE": "1"}).size == 1
+    assert "TF_CONFIG" in told or detect({**told, **open_mpi(1, 2)}).size == 2
+
+
+@pytest.mark.parametrize(
+    "environ", ["RANK=0", "RANK=0 WORLD_SIZE=1", "RANK=", "RANK=high", "WORLD_SIZE=1"]
+)
+def test_numbers_of_one_process_do_not_matter(environ):
+    assert detect(dict(one.split("=") for one in environ.split())).kind == "single"
+
+
+def test_room_in_slurm_for_others_is_told():
+    allocated = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert "start with `srun ...`" in unfollowed.idle_tasks(allocated)
+    for more in ({"SLURM_STEP_ID": "0"}, {"SLURM_NTASKS": "1"}, {"DTK_ALONE": "1"}):
+        assert unfollowed.idle_tasks(allocated | more) is None
