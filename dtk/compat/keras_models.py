@@ -84,8 +84,9 @@ def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterato
     """Yield the losses or metrics given to `compile`: names looked up, functions unwrapped."""
     for given in keras.tree.flatten(identifiers):
         found = get(given) if isinstance(given, str | dict) else given
-        fn = getattr(found, "fn", None) or getattr(found, "_fn", None)
-        yield found if fn is None or not is_from_keras(found) else fn
+        # A script's own class may call anything so, such as its count of false negatives.
+        wrapped = (getattr(found, name, None) for name in ("fn", "_fn") if is_from_keras(found))
+        yield next((fn for fn in wrapped if fn is not None), found)
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
