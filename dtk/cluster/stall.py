@@ -42,8 +42,8 @@ from dtk.cluster.usage import STOPPED, Usage
 # Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
 ALONE = 12
 ADVICE = (
-    "every rank must run to the end of the script. Look for sys.exit, os._exit, or data that ends "
-    "earlier on one rank."
+    "every rank must run to the end of the script. Look for a call that only the others make, such "
+    "as evaluate on rank 0 alone, for sys.exit, os._exit, or data that ends earlier on one rank."
 )
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 _LEFT = 60.0  # seconds that ranks wait, idle, for one whose script is over: it never comes
@@ -420,7 +420,7 @@ def describe(stall: Stall, ranks: Sequence[RankStatus]) -> str:
     lines += describe_missing(stall, ranks)
     for rank in (ranks[index] for index in stall.waiting):
         lines.append(f"{rank.name} waits {rank.where}.")
-        if not stall.missing:
+        if all(ranks[index].left for index in stall.missing):
             lines += _stack(rank)
     return "\n".join([*lines, ""])
 

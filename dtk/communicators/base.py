@@ -817,9 +817,16 @@ class Communicator(abc.ABC):
             )
             raise CommunicatorError(at_rank(self.rank, told))
         self._met += 1
-        with tf.device(self.device):
-            mine = tf.constant([self._met, zlib.crc32(name.encode())], tf.int64)
-            told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
+        try:
+            with tf.device(self.device):
+                mine = tf.constant([self._met, zlib.crc32(name.encode())], tf.int64)
+                told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
+        except (CommunicatorError, tf.errors.OpError) as error:
+            error.add_note(
+                f"rank {self.rank} waited for the others in {_a(name)}, at {script_line()}: each "
+                "rank must call fit, evaluate, predict and what saves, not rank 0 alone"
+            )
+            raise
         elsewhere = np.flatnonzero((told_by_ranks != told_by_ranks[self.rank]).any(axis=1))
         if elsewhere.size:
             progress.refused()

@@ -24,9 +24,9 @@ _MARK = "_dtk_part"
 # Keras variables.
 
 
-def stored(variable: keras.Variable) -> tf.Variable:
-    """Return the TensorFlow variable behind a Keras variable, in any scope."""
-    return variable._value
+def stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """Return the TensorFlow variable behind a Keras variable, in any scope; or that given."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def is_alone(variable: keras.Variable) -> bool:

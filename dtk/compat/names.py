@@ -47,6 +47,8 @@ strategies of several devices:
     tensorflow.python.distribute.mirrored_strategy.MirroredStrategy  _collective_key_base
     tensorflow.python.distribute.distribute_lib.StrategyExtendedV2  _replica_ctx_all_reduce
     tensorflow.python.framework.auto_control_deps_utils  register_read_only_resource_op
+        get_read_write_resource_inputs
+    tensorflow.python.framework.func_graph  FuncGraph._watched_variables
 the wait for a silent task:
     tensorflow.python.eager.context.Context  configure_coordination_service
     tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2  CoordinatedJob

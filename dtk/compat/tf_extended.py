@@ -447,6 +447,24 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         return distributed
 
 
+def variables_only_read() -> list[tf.Variable]:
+    """Return the variables that the traced graph has read so far, and does not assign."""
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    assigned = {
+        id(resource)
+        for op in graph.get_operations()
+        for resource in auto_control_deps_utils.get_read_write_resource_inputs(op)[1]
+    }
+    read = {id(variable.handle): variable for variable in graph._watched_variables}
+    return [
+        read[id(given)]
+        for given, inside in graph.captures
+        if id(given) in read and id(inside) not in assigned
+    ]
+
+
 def _reduce_components(
     reduce_op: tf.distribute.ReduceOp, value: Tree, extended: tf.distribute.StrategyExtended
 ) -> tf.Tensor | tf.IndexedSlices:

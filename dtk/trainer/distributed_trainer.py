@@ -24,6 +24,7 @@ from dtk.compat import (
     keras_models,
     keras_optimizers,
     keras_variables,
+    tf_extended,
     tf_replicas,
 )
 from dtk.input import digests, slicing
@@ -57,6 +58,9 @@ class DistributedTrainer(ModelState):
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._digests: dict[str, tf.Variable] = {}
+        # what train steps read that is not the model's, such as what a callback sets
+        self._only_read: list[tf.Variable] = []
+        self._reads = False  # whether the steps of any rank read such variables
 
     def compiled(self) -> None:
         """Forget what was learned about the model's steps; `compile` has just run."""
@@ -161,7 +165,10 @@ class DistributedTrainer(ModelState):
                 self.recorder.note_arrival(batch)
             with strategy.sequence(sequence):
                 kinds, tried = self.kinds_of(name), name in self.tried
-                return replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
+                logs = replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
+            if name == "train":
+                self._note_reads()
+            return logs
 
         # Keras is patched where replicas trace the step, whenever that is: patches for each step
         # took a fifth of a small model's.
@@ -246,6 +253,24 @@ class DistributedTrainer(ModelState):
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> step_trial.Trial:
         """Make the trial of a step on a few rows, see `self_test`."""
         return step_trial.Trial(self, step_function, batch)
+
+    def _note_reads(self) -> None:
+        """Note what the step being traced reads that no other comparison looks at."""
+        if tf.executing_eagerly() or self.strategy.world.size == 1:
+            return
+        parts = [v for one in shared_optimizer.sharded_of(self.model) for v in one.parts.values()]
+        known = map(keras_variables.stored, [*step_trial.changed_by_training(self.model), *parts])
+        kept = {id(v) for one in known for v in keras_variables.components(one)}
+        found = [v for v in tf_extended.variables_only_read() if id(v) not in kept]
+        self._only_read = [v for v in found if v.shape.is_fully_defined()]
+
+    def check_same_reads(self, when: str, ask: bool = False) -> None:
+        """Raise on every rank when steps read other values on one of them.
+
+        Whether any rank's steps read such variables is asked after the first step.
+        """
+        if self.strategy.world.size > 1 and self.same_data and (ask or self._reads):
+            self._reads = shared_weights.check_same_reads(self, self._only_read, when)
 
     def check_same_reading(self, name: str, when: str) -> None:
         """Raise on every rank when ranks have read different batches."""

@@ -394,6 +394,7 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.feed.show_learned_steps()
         self.trainer.new_epoch(epoch)
         self.trainer.feed.shuffle(epoch)
+        self.trainer.check_same_reads(f"before epoch {epoch + 1}")
         self.trainer.recorder.begin_epoch(epoch, self.params["epochs"])
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -407,8 +408,10 @@ class RankChecks(keras.callbacks.Callback):
         if not self._steps and not self.trainer.has_local_steps:
             self._check("after the first step")
         self._steps += 1
-        if self._steps & (self._steps - 1) == 0 and self._steps > 1:
-            self.trainer.check_same_reading("train", f"after step {self._steps}")
+        if self._steps & (self._steps - 1) == 0:
+            self.trainer.check_same_reads(f"after step {self._steps}", ask=self._steps == 1)
+            if self._steps > 1:
+                self.trainer.check_same_reading("train", f"after step {self._steps}")
         if self._every_batch:
             self._agree_on_stopping()
         elif not (self._alone or self.trainer.stop_agreed):
@@ -424,6 +427,7 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer.strategy.meet(f"epoch {epoch + 1} ends")
         self.trainer.flush()
         self.trainer.check_same_reading("train", f"after epoch {epoch + 1}")
+        self.trainer.check_same_reads(f"after epoch {epoch + 1}")
         self.trainer.settle_counts()
         self._check(f"after epoch {epoch + 1}")
         self._agree_on_stopping()

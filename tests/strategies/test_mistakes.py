@@ -692,6 +692,121 @@ def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
 
 
+class Annealed(keras.Model):
+    """Weighs a term of its loss by a variable that is not the model's."""
+
+    weight = None
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            loss = tf.reduce_mean(tf.square(p)) * self.weight.held[0]
+            loss += self.compute_loss(x, y, p)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+class Anneal(keras.callbacks.Callback):
+    """Sets the variable in the second epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = (tf.Variable(0.0, trainable=False, name="beta"),)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.held[0].assign(0.3 * epoch)
+
+
+def annealed(strategy, everywhere):
+    x, y = cases.rows(16)
+    callback = Anneal()
+    with strategy.scope():
+        inputs = keras.Input((8, 8, 1))
+        outputs = keras.layers.Dense(10)(keras.layers.Flatten()(inputs))
+        model = Annealed(inputs, outputs)
+        model.weight = callback
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    called = [callback] if everywhere or strategy.rank == 0 else []
+    return model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=called).history["loss"]
+
+
+@mistake(
+    "DisagreementError",
+    "rank {rank}: before epoch 2, variable 'beta:0', which steps of model 'annealed",
+    "differs between workers: 0.3",
+    "A callback that sets it must run on every rank",
+)
+def a_variable_that_a_callback_of_rank_0_sets(strategy):
+    annealed(strategy, everywhere=False)
+
+
+def a_variable_that_callbacks_of_all_ranks_set():
+    return annealed(bodies.strategy(), everywhere=True)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_variable_may_be_set_on_every_rank(pool):
+    one, other = pool.run(a_variable_that_callbacks_of_all_ranks_set)
+    assert one == other and len(one) == 3
+
+
+@mistake(
+    "DisagreementError",
+    "ranks disagree on the kernel_regularizer.config.l2 of layer",
+    "(Dense) of model 'sequential",
+    "dtk.search runs one study for all ranks",
+)
+def another_regularizer_on_rank_1(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        decay = keras.regularizers.L2(0.1 * (1 + strategy.rank))
+        layers = [keras.layers.Flatten(), keras.layers.Dense(10, kernel_regularizer=decay)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
+@mistake("DisagreementError", "label_smoothing given to compile of model", "rank 1 has 0.1")
+def another_loss_on_rank_1(strategy):
+    x, y = cases.rows(16)
+    loss = keras.losses.CategoricalCrossentropy(True, label_smoothing=0.1 * strategy.rank)
+    tiny(strategy, loss=loss).fit(x, np.eye(10)[y], verbose=0)
+
+
+@mistake(
+    "DisagreementError",
+    "ranks disagree on the vocabulary.txt of layer",
+    "(StringLookup) of model",
+    "adapt layers to the same rows",
+)
+def a_vocabulary_of_each_ranks_rows(strategy):
+    words = np.array([["a"], ["b"], ["c"], ["d"]] * 4)
+    with strategy.scope():
+        lookup = keras.layers.StringLookup(max_tokens=4)
+        lookup.adapt(np.array([["a", "b"], ["c", "d"]][strategy.rank]))
+        inputs = keras.Input((1,), dtype="string")
+        outputs = keras.layers.Dense(1)(keras.layers.Embedding(5, 2)(lookup(inputs)))
+        model = keras.Model(inputs, keras.layers.Flatten()(outputs))
+        model.compile("sgd", "mse")
+    model.fit(tf.constant(words), np.ones((16, 1)), verbose=0)
+
+
+@mistake("DisagreementError", "ranks disagree on the mean of layer", "(Normalization) of model")
+def moments_of_each_ranks_rows(strategy):
+    x, y = cases.rows(16)
+
+    def build():
+        scaling = keras.layers.Normalization()
+        scaling.adapt(x[:8] if strategy.rank else x[8:])
+        layers = [scaling, keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_every_rank_says_what_is_wrong(pool, name):

@@ -24,6 +24,7 @@ from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
+from dtk.trainer.ranks import settings
 from dtk.trainer.strategy import Strategy
 
 SAME_SCRIPT = "start the same script with the same arguments everywhere"
@@ -265,9 +266,10 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
     shapes, strategy = shapes_of(trainer, trainer.shared_variables()), trainer.strategy
     if strategy.model_communicator.size == 1:
         compare([*mine, *shapes], strategy.world, SAME_SCRIPT if trainer.same_data else _SAME_STEPS)
-        return
-    compare(mine, strategy.world)
-    compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
+    else:
+        compare(mine, strategy.world)
+        compare(shapes, strategy.communicator)  # ranks of one model may hold different variables
+    compare(settings.settings_of(trainer.model), strategy.communicator, settings.SAME_SETTINGS)
 
 
 def shapes_of(
