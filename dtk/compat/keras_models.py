@@ -47,8 +47,9 @@ _MISFITS = (
 # The name or config of a loss or metric, as `compile` accepts it.
 _Identifier: TypeAlias = str | dict[str, object]
 
-# Keras's losses that are not means over rows.
-_OF_ALL_ROWS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+# Keras's losses that are not means over rows: made of sums over all rows, or of pairs of rows.
+_OF_ALL_ROWS = (keras.losses.dice, keras.losses.tversky)
+_OF_PAIRS = (keras.losses.circle,)
 # Operations of functional models that compute each element from elements of the same row.
 _BY_ELEMENT = {
     *("Absolute", "Add", "Cast", "Divide", "Exp", "Gelu", "Multiply", "Negative", "Power", "Relu"),
@@ -80,39 +81,68 @@ def is_from_keras(function: object) -> bool:
     return str(module).partition(".")[0] == "keras"
 
 
-def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> Iterator[_Found]:
-    """Yield the losses or metrics given to `compile`: names looked up, functions unwrapped."""
-    for given in keras.tree.flatten(identifiers):
-        found = get(given) if isinstance(given, str | dict) else given
-        # A script's own class may call anything so, such as its count of false negatives.
-        wrapped = (getattr(found, name, None) for name in ("fn", "_fn") if is_from_keras(found))
-        yield next((fn for fn in wrapped if fn is not None), found)
+def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> list[_Found]:
+    """Return the losses or metrics given to `compile`, names looked up."""
+    given = [one for one in keras.tree.flatten(identifiers) if one is not None]
+    return [get(one) if isinstance(one, str | dict) else one for one in given]
+
+
+def _unwrapped(given: _Found) -> _Found:
+    """Return the function that Keras has wrapped in a loss or metric."""
+    # A script's own class may call anything so, such as its count of false negatives.
+    wrapped = [getattr(given, name, None) for name in ("fn", "_fn") if is_from_keras(given)]
+    return next((function for function in wrapped if function is not None), given)
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     """Return the losses given to `compile` that are not Keras's own, or not means over rows."""
     compiled = model._compile_loss
     given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
-    tried = [loss for loss in given if loss is not None]
-    return [loss for loss in tried if not is_from_keras(loss) or loss in _OF_ALL_ROWS]
+    return [_unwrapped(loss) for loss in given if is_foreign_loss(loss)]
+
+
+def is_foreign_loss(loss: keras.Loss | Function[tf.Tensor]) -> bool:
+    """Return whether a loss is not Keras's own, or not a mean over rows."""
+    function = _unwrapped(loss)
+    return not is_from_keras(function) or function in _OF_ALL_ROWS or compares_rows(loss)
+
+
+def compares_rows(loss: keras.Loss | Function[tf.Tensor]) -> bool:
+    """Return whether a loss is Keras's own, and computes along the batch."""
+    return _unwrapped(loss) in _OF_PAIRS or is_along_batch(loss)
+
+
+def is_along_batch(given: object) -> bool:
+    """Return whether a layer, loss or metric of Keras's is told to compute along the batch."""
+    layer = given if isinstance(given, keras.Layer) else None
+    settings = getattr(given, "_fn_kwargs", {}) if layer is None else layer.get_config()
+    named = [value for key, value in settings.items() if key.endswith(("axis", "axes"))]
+    axes = [axis for value in named for axis in keras.tree.flatten(value)]
+    # Outputs of losses and metrics nearly always have two axes.
+    return 0 in axes or layer is None and -2 in axes
 
 
 def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:
-    """Return the metrics of a model that are not Keras's own."""
+    """Return the metrics of a model that are not Keras's own, or are along the batch."""
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     # Strings are Keras's own; names such as "accuracy" stand for several metrics.
     given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
     held = [metric for metric in metrics_of(model) if metric is not compiled]
-    return [m for m in [*_given(given, keras.metrics.get), *held] if not is_from_keras(m)]
+    found = [*_given(given, keras.metrics.get), *held]
+    return [_unwrapped(metric) for metric in found if _is_foreign_metric(metric)]
+
+
+def _is_foreign_metric(metric: keras.Metric | Function[tf.Tensor]) -> bool:
+    return not is_from_keras(_unwrapped(metric)) or is_along_batch(metric)
 
 
 def foreign_counters(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics of a model with a class or function that is not Keras's own."""
+    """Return the metrics of a model that are not Keras's own, or are along the batch."""
     compiled = model._compile_metrics
     inside = compiled.metrics if compiled is not None and compiled.built else []
     metrics = {id(metric): metric for metric in [*metrics_of(model), *inside]}.values()
-    return [m for m in metrics if not is_from_keras(m) or not is_from_keras(getattr(m, "_fn", m))]
+    return [metric for metric in metrics if _is_foreign_metric(metric)]
 
 
 def computes_own_loss(model: keras.Model) -> bool:
@@ -292,9 +322,7 @@ def set_trainer(model: keras.Model, trainer: object) -> None:
     model._dtk_trainer = trainer
 
 
-def patch_model(
-    model: keras.Model, build: Function[None], **methods: Function[object]
-) -> None:
+def patch_model(model: keras.Model, build: Function[None], **methods: Function[object]) -> None:
     """Replace methods of a model, and how Keras builds it from data before its first step."""
     model._maybe_symbolic_build = build
     for name, method in methods.items():

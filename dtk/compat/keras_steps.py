@@ -1,6 +1,7 @@
 """What a step calls while it is traced, patched as long as a context lasts, or for good.
 
 scale_loss_for_distribution and its like    patch_losses
+keras.Loss.__call__                         patch_loss_calls
 assign of variables, _moments: for good      patch_steps
 update_state of keras.metrics.Mean and Sum  patch_means
 result, update_state of a model's metrics   patch_metrics
@@ -20,11 +21,12 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import masking
 from keras.src.losses import loss as keras_losses
 from keras.src.losses import losses
 from tensorflow.python.autograph.core import ag_ctx
@@ -40,6 +42,8 @@ _LIBRARIES = ("dtk", "keras", "tensorflow")
 # The values with respect to which a tape differentiates, kept on it: variable's id -> tensor.
 _WATCHED = "_dtk_watched"
 Values: TypeAlias = Mapping[int, tf.Tensor]
+
+_Value = TypeVar("_Value")
 
 # Computes gradients from target, sources and output gradients; in a list, if the sources are one.
 Gradient: TypeAlias = Callable[[Tree, Tree, Tree], list[Tree]]
@@ -61,6 +65,23 @@ def patch_losses(
         unscale_loss_for_distribution=unscale,
         reduce_weighted_values=weigh,
     )
+
+
+def patch_loss_calls(call: Function[tf.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which `call(loss, y_true, y_pred, weight, original=...)` calls losses."""
+    return patch_around(keras.losses.Loss, __call__=call)
+
+
+def mask_of(tensor: object) -> tf.Tensor | None:
+    """Return the mask that a layer has given a tensor."""
+    return masking.get_keras_mask(tensor)
+
+
+def with_mask(tensor: _Value, mask: tf.Tensor | None) -> _Value:
+    """Give a tensor a mask."""
+    if mask is not None:
+        masking.set_keras_mask(tensor, mask)
+    return tensor
 
 
 def masked_weight(

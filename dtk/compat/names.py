@@ -124,7 +124,9 @@ models:
         _get_metrics_result_or_logs _resolve_auto_jit_compile
     keras.src.trainers.compile_utils  CompileLoss._user_loss CompileMetrics._user_metrics
         CompileMetrics._user_weighted_metrics
-    keras.metrics.MeanMetricWrapper  _fn
+    keras.src.backend.common.masking  get_keras_mask set_keras_mask
+    keras.src.losses.losses.LossFunctionWrapper  _fn_kwargs
+    keras.metrics.MeanMetricWrapper  _fn _fn_kwargs
 what `fit` reads:
     keras.Model  _loss_tracker
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches

@@ -33,7 +33,7 @@ from dtk.layers.spatial import (
     SplitRows,
 )
 from dtk.layers.sync_batch_norm import convert_sync_batchnorm
-from dtk.trainer.replica.step_metrics import gather_over_batch, sum_over_batch
+from dtk.trainer.replica.whole_batch import gather_over_batch, sum_over_batch
 
 __all__ = [
     "ChannelParallelConv1D",

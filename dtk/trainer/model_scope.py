@@ -19,7 +19,7 @@ from dtk.nests import Function, Tree
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.replica import compiled_step
+from dtk.trainer.replica import compiled_step, whole_batch
 from dtk.trainer.strategy import Loop, Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -35,10 +35,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     """Give a compiled model the strategy's step functions; compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
-        told = (
-            f"model {model.name!r} was compiled under another strategy; build a new one for "
-            "this"
-        )
+        told = f"model {model.name!r} was compiled under another strategy; build a new one for this"
         raise ValueError(at_rank(strategy.rank, told))
     strategy.take_variables(model.variables)
     trainer = before or strategy.make_trainer(model)
@@ -50,7 +47,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
         return before
     keras_models.set_trainer(model, trainer)
     methods: dict[str, Function[object]] = {
-        "compute_loss": traced_step.checking_loss(model),
+        "compute_loss": whole_batch.checking_loss(model),
         "compile": _in_scope(model, strategy),
     }
     if trainer.takes_over:

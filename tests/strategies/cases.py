@@ -511,9 +511,12 @@ def overlap(y_true, y_pred):
 def likeness(y_true, y_pred):
     """A contrastive loss: rows of a class should point to one side."""
     own = tf.math.l2_normalize(y_pred, 1)
-    every = dtk.layers.gather_over_batch(own)
+    every, first = dtk.layers.gather_over_batch(own)
     classes = keras.ops.argmax(y_true, 1)
-    alike = classes[:, None] == dtk.layers.gather_over_batch(classes)
+    of_all, _ = dtk.layers.gather_over_batch(classes)
+    alike = classes[:, None] == of_all
+    mine = tf.cast(of_all[first : first + tf.shape(classes)[0]] == classes, own.dtype)
+    tf.debugging.assert_equal(mine, tf.ones_like(mine), "the order is that of ranks")
     logits = keras.ops.log_softmax(keras.ops.matmul(own, keras.ops.transpose(every)))
     return -keras.ops.sum(keras.ops.cast(alike, logits.dtype) * logits, 1)
 
@@ -551,9 +554,108 @@ def losses_of_the_whole_batch(strategy):
     return found
 
 
+def per_positive(y_true, y_pred):
+    """A focal loss, divided by the positives of the batch; the first rows have none."""
+    positive = tf.cast(y_true, y_pred.dtype)[:, :1] * tf.ones_like(y_pred[:, :1])
+    loss = tf.square(y_pred[:, :1] - positive) * (1.0 + 3.0 * positive)
+    return tf.reduce_sum(loss) / tf.maximum(tf.reduce_sum(positive), 1.0)
+
+
+def per_positive_or_zero(y_true, y_pred):
+    """A quotient of two sums, which both are 0 in the first rows."""
+    positive = tf.cast(y_true, y_pred.dtype)[:, :1]
+    loss = tf.square(y_pred[:, :1] - 2.0) * positive
+    return tf.math.divide_no_nan(tf.reduce_sum(loss), tf.reduce_sum(positive))
+
+
+class PerPositive(keras.losses.Loss):
+    """One value for each row, from a number of the whole batch."""
+
+    def call(self, y_true, y_pred):
+        positive = tf.cast(y_true, y_pred.dtype)[:, 0]
+        return tf.square(y_pred[:, 0] - 2.0) * positive / (tf.reduce_max(positive) + 1.0)
+
+
+def root_mean_square(y_true, y_pred):
+    return tf.sqrt(tf.reduce_mean(tf.square(y_pred - tf.cast(y_true, y_pred.dtype))))
+
+
+def of_chosen(y_true, y_pred):
+    """A mean over rows that a mask chooses: all of the first ones."""
+    chosen = tf.boolean_mask(tf.square(y_pred[:, 0]), y_true[:, 0] < 0.5)
+    return tf.reduce_mean(chosen)
+
+
+class OwnComputeLoss(keras.Model):
+    """Counts a metric in its loss, and adds a penalty."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counted = keras.metrics.Sum(name="counted")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.counted.update_state(y)
+        return per_positive(y, y_pred) + 0.01 * tf.reduce_sum(tf.square(self.weights[0]))
+
+
+class OwnStepOfLosses(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+WHOLE_LOSSES = {
+    "positives": per_positive,
+    "zeros": per_positive_or_zero,
+    "rows": PerPositive(),
+    "root": root_mean_square,
+    "chosen": of_chosen,
+    "cosine": keras.losses.CosineSimilarity(axis=0),
+    "circle": keras.losses.Circle(),
+    "step": root_mean_square,
+    "method": None,
+    "weighed": per_positive,
+}
+
+
+def losses_computed_on_the_batch(strategy, dtype="float32"):
+    """No rows of the first batch are positive, nor of the last one, which has one row."""
+    x, _ = rows(33)
+    y = np.zeros((33, 1), "float32")
+    y[[12, 18, 19, 20, 30]] = 1.0
+    found = {}
+    kinds = {"step": OwnStepOfLosses, "method": OwnComputeLoss}
+    for name, loss in WHOLE_LOSSES.items():
+        of_name = kinds.get(name, keras.Model)
+
+        def build(kind=of_name):
+            keras.utils.set_random_seed(5)
+            x = keras.Input((8, 8, 1))
+            flat = keras.layers.Flatten()(x)
+            return kind(x, keras.layers.Dense(2, "tanh", dtype=dtype)(flat))
+
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        along = [keras.metrics.PearsonCorrelation(axis=0)] if name == "cosine" else None
+        model = compiled(strategy, build, loss=loss, metrics=along, optimizer=optimizer)
+        weights = 1.0 + np.arange(33) % 3 if name == "weighed" else None
+        labels = y[:, 0] if name == "circle" else y
+        history = model.fit(x, labels, 8, 2, 0, shuffle=False, sample_weight=weights)
+        found |= {f"{name} {key}": value for key, value in outcome(model, history).items()}
+    return found
+
+
+@case
+def losses_that_do_not_add_up(strategy):
+    return losses_computed_on_the_batch(strategy)
+
+
 class Centering(keras.layers.Layer):
     def call(self, x):
-        return x - keras.ops.mean(dtk.layers.gather_over_batch(x), 0)
+        return x - keras.ops.mean(dtk.layers.gather_over_batch(x)[0], 0)
 
 
 @case
@@ -563,7 +665,9 @@ def a_layer_of_the_whole_batch(strategy):
 
     def build():
         keras.utils.set_random_seed(5)
-        layers = [keras.layers.Flatten(), keras.layers.Dense(8), Centering()]
+        # Centering takes a bias away: its gradient would be rounding.
+        dense = keras.layers.Dense(8, use_bias=False)
+        layers = [keras.layers.Flatten(), dense, Centering()]
         return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(10)])
 
     model = compiled(strategy, build, loss=crossentropy())

@@ -75,7 +75,7 @@ def hashes(model):
 
 
 def gathering(y, p):
-    everybody = dtk.layers.gather_over_batch(p)
+    everybody, _ = dtk.layers.gather_over_batch(p)
     return tf.reduce_mean(tf.square(p - y), 1) + 0.0 * tf.reduce_sum(everybody)
 
 

@@ -502,14 +502,37 @@ def a_loss_between_rows(strategy):
     cases.compiled(strategy, InBatch).fit(x, y, batch_size=8, verbose=0)
 
 
-@mistake("NotDistributedError", "tried because of loss circle", "by dtk.layers.sum_over_batch")
-def a_loss_of_keras_that_compares_rows(strategy):
+@mistake(
+    "NotDistributedError",
+    "layer softmax along axis 0",
+    "rows, first = dtk.layers.gather_over_batch(x)",
+)
+def a_layer_of_keras_along_the_batch(strategy):
     x, y = cases.rows(16)
 
     def build():
-        return keras.Sequential([*cases.small().layers, keras.layers.UnitNormalization()])
+        layers = [keras.layers.Softmax(axis=0, name="softmax"), keras.layers.Dense(10)]
+        return keras.Sequential([*cases.small().layers, *layers])
 
-    cases.compiled(strategy, build, loss=keras.losses.Circle()).fit(x, y % 2, verbose=0)
+    cases.compiled(strategy, build).fit(x, y, verbose=0)
+
+
+@mistake(
+    "NotDistributedError",
+    "loss 'wide' is not made of means or sums over rows, as its graph shows",
+    "gathered up to 268 MB a step (loss 'wide': 384 MB)",
+    "sum_over_batch",
+)
+def outputs_too_large_to_gather(strategy):
+    def wide(y_true, y_pred):
+        return tf.sqrt(tf.reduce_mean(tf.square(y_true - y_pred)))
+
+    def build():
+        width = keras.layers.UpSampling1D(6_000_000)
+        return keras.Sequential([keras.Input((1, 1)), keras.layers.Dense(1), width])
+
+    model = cases.compiled(strategy, build, loss=wide)
+    model.fit(np.ones((8, 1, 1)), np.zeros((8, 6_000_000, 1), "float32"), 8, verbose=0)
 
 
 @mistake("ValueError", "jit_compile=True", "sums over replicas in a function with")

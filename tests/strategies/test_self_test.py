@@ -115,7 +115,7 @@ def test_what_it_prints(world, backend, size):
     (_, _, said), (_, _, other) = results
     assert said.startswith("dtk: self-test of model 'sequential")
     assert "(loss summed): 5 rows as a whole and in 2 parts agree to" in said
-    assert "loss 0 is a sum (" in said and said.endswith(" s)\n")
+    assert "loss 'summed' 0 is a sum (" in said and said.endswith(" s)\n")
     assert other == ""
 
 

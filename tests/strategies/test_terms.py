@@ -161,3 +161,61 @@ def test_other_words_are_refused(monkeypatch):
     monkeypatch.setenv("DTK_SELF_TEST", "maybe")
     with pytest.raises(ValueError, match="self_test='maybe'; expected True, False or 'auto'"):
         self_test.is_wanted("auto")
+
+
+def focal(y, p):
+    return tf.reduce_sum(tf.square(y - p) * y)
+
+
+def shown_to_add_up():
+    yield "a mean", lambda y, p: tf.reduce_mean(tf.square(y - p))
+    yield "a mean of means", lambda y, p: tf.reduce_mean(tf.reduce_mean(tf.abs(y - p), -1))
+    yield "a sum", lambda y, p: tf.reduce_sum(tf.abs(y - p))
+    yield "a sum by the rows", lambda y, p: focal(y, p) / tf.cast(tf.shape(y)[0], tf.float32)
+    yield "one for each row", lambda y, p: tf.reduce_mean(tf.square(y - p), -1)
+    yield "sums over rows first", lambda y, p: tf.reduce_mean(tf.reduce_sum(y * p, 0))
+    yield "a quotient", lambda y, p: focal(y, p) / tf.reduce_sum(y)
+    yield "a quotient or zero", lambda y, p: tf.math.divide_no_nan(focal(y, p), tf.reduce_sum(y))
+    yield "several", lambda y, p: 0.5 * focal(y, p) + 2.0 * tf.reduce_mean(tf.abs(p)) - 1.0
+    yield "a sum of chosen", lambda y, p: tf.reduce_sum(tf.boolean_mask(p, y > 0))
+    yield "row by row", lambda y, p: tf.reduce_mean(tf.reduce_max(p, -1) / tf.norm(y, axis=-1))
+
+
+def not_shown():
+    yield "positives, or one", lambda y, p: focal(y, p) / tf.maximum(tf.reduce_sum(y), 1.0)
+    yield "positives and one", lambda y, p: focal(y, p) / (tf.reduce_sum(y) + 1.0)
+    yield "weights that sum to one", lambda y, p: tf.reduce_sum(y / tf.reduce_sum(y) * p)
+    yield "by the largest", lambda y, p: tf.reduce_mean(p / tf.reduce_max(y), -1)
+    yield "a root", lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))
+    yield "a mean by a mean", lambda y, p: tf.reduce_mean(y * p) / tf.reduce_mean(y)
+    yield "a mean of chosen", lambda y, p: tf.reduce_mean(tf.boolean_mask(p, y > 0))
+    yield "a branch", lambda y, p: tf.cond(tf.reduce_sum(y) > 1, lambda: focal(y, p), lambda: 0.0)
+    yield "by class", lambda y, p: tf.reduce_mean(tf.reduce_sum(y * p, 0) / tf.reduce_sum(p, 0))
+    yield "a largest", lambda y, p: tf.reduce_max(tf.abs(y - p))
+    yield "pairs of rows", lambda y, p: tf.reduce_mean(tf.nn.relu(p @ tf.transpose(y)), -1)
+    yield "centred", lambda y, p: tf.reduce_mean(tf.square(p - tf.reduce_mean(p, 0)))
+
+
+def shown(loss):
+    """What the graph of a step shows of a loss."""
+    rows = tf.TensorSpec([None, 3])
+
+    @tf.function(input_signature=[rows, rows], autograph=False)
+    def step(y, p):
+        inputs = [tf.nn.relu(y), tf.nn.sigmoid(p - tf.reduce_mean(p, 0))]
+        graph = tf.compat.v1.get_default_graph()
+        found.append(row_dependence.adds_up(loss(*inputs), inputs, graph))
+
+    found = []
+    step.get_concrete_function()
+    return found[0]
+
+
+@pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in shown_to_add_up()])
+def test_a_loss_that_adds_up_is_not_gathered(loss):
+    assert shown(loss)
+
+
+@pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in not_shown()])
+def test_a_loss_of_the_whole_batch_is_seen_whatever_its_rows_are(loss):
+    assert not shown(loss)

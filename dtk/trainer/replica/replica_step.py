@@ -34,7 +34,7 @@ from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
 from dtk.trainer.gradients.shared_optimizer import Variables
-from dtk.trainer.replica import compiled_step, step_metrics
+from dtk.trainer.replica import compiled_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction, Strategy
 from dtk.trainer.tracing import lookups, traced_step
 
@@ -46,9 +46,10 @@ def patched(model: keras.Model, gathered: Sequence[keras.Metric]) -> Iterator[No
         traced_step.in_shares(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
-        keras_steps.patch_sums_of_losses(step_metrics.summed_by_losses),
+        whole_batch.losses_of_all_rows(),
+        keras_steps.patch_sums_of_losses(whole_batch.summed_by_losses),
         lookups.in_place(),
-        step_metrics.counted_on_all_rows(gathered),
+        whole_batch.counted_on_all_rows(gathered),
     ):
         yield
 
@@ -101,13 +102,13 @@ def begin_step(
     with tf.device(placement.host()):
         mine = batch.counts[index]
         known = slicing.is_known(batch.rows)
-        rows = batch.rows if known else _or_end(step_metrics.sum_over_replicas(mine))
+        rows = batch.rows if known else _or_end(whole_batch.sum_over_replicas(mine))
         share = tf.math.divide_no_nan(tf.cast(mine, tf.float64), tf.cast(rows, tf.float64))
         rows, present = tf.cast(rows, tf.int64), mine > 0
     step = traced_step.Step(
         share=share,
         model=model,
-        world_sum=step_metrics.sum_over_replicas,
+        world_sum=whole_batch.sum_over_replicas,
         rows=rows,
         kinds=kinds,
         own=traced_step.takes_own_step(step_function, model),
@@ -278,7 +279,7 @@ def _replacements(
 
 def _everywhere(flag: tf.Tensor) -> tf.Tensor:
     """True where `flag` is true on every replica."""
-    return step_metrics.sum_over_replicas(tf.cast(tf.logical_not(flag), tf.int32)) == 0
+    return whole_batch.sum_over_replicas(tf.cast(tf.logical_not(flag), tf.int32)) == 0
 
 
 # Prediction: every rank gets every row, in order.
@@ -344,8 +345,14 @@ def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
     given, made = tf.maximum(rows, 1), slicing.count_rows(output)
     fits = tf.debugging.Assert(
         made % given == 0,
-        ["predict: a worker's", given, "rows give an output of", made, "rows; they must give one "
-         "row each, or several, since workers' outputs are joined in the order of their rows"],
+        [
+            "predict: a worker's",
+            given,
+            "rows give an output of",
+            made,
+            "rows; they must give one "
+            "row each, or several, since workers' outputs are joined in the order of their rows",
+        ],
     )
     with tf.control_dependencies([] if fits is None else [fits]):
         return output[: made // given * rows]  # none of a padding row

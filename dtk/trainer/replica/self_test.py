@@ -1,12 +1,14 @@
 """Test that a step's parts add up to the step: compute a few rows by one replica, and by all.
 
-Losses and metrics must be means or sums over rows, or the parts of several replicas do not add up
-to the result of one process. Nearly all of Keras's losses, metrics and layers add up. The others
-and a script's own are tried before the first update: a few rows of the first batch go through the
-step as a whole and as the parts of all replicas. Nothing is applied, and every variable gets its
-old value back.
+A step must be made of means or sums over rows, or the parts of several replicas do not add up to
+the result of one process. Nearly all of Keras's losses, metrics and layers add up. The others and a
+script's own are tried before the first update: a few rows of the first batch go through the step as
+a whole and as the parts of all replicas. Nothing is applied, and every variable gets its old value
+back.
 
-    terms        shows which losses are sums or ratios, to be counted as such (see `loss_terms`)
+    terms        show which losses are sums or ratios, to be counted as such (see `loss_terms`)
+    losses       whose graph does not show sums over rows, or whose parts differ, are computed on
+                 the rows of all replicas (see `whole_batch`)
     gradients    must agree, or NotDistributedError; for slices, which optimizers such as Adam
                  square one by one, the sums of their squares must agree, too
     state        that a step assigns must agree, or NotDistributedError
@@ -41,19 +43,29 @@ from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.step_trial import Outcome, Trial
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
-from dtk.trainer.tracing.loss_terms import RATIO, SUM
+from dtk.trainer.tracing.loss_terms import BATCH, RATIO, SUM
 
 # Number of other weights at which a step is tried before it is refused.
 _OTHER_WEIGHTS = 3
 # Up to this number of draws, every combination of layouts is tried.
 _DRAWS = 4
 _LARGE = 1e6
+# Bytes of outputs and targets that are gathered for a loss in each step; more are refused.
+MOST_GATHERED = 256 << 20
 
 # What to change, by what differs.
 _LOSSES = (
-    "Losses must be means or sums over rows, or made of sums by dtk.layers.sum_over_batch; behind "
-    "parameter servers, Dice and Tversky need axis=, for one value per row. No row's outputs may "
-    "depend on other rows, but for a loss that compares rows by dtk.layers.gather_over_batch"
+    "Losses given to compile, and compute_loss, are computed on the rows of all workers where they "
+    "do not add up. Any other number must be a mean or a sum over rows, or made of sums by "
+    "dtk.layers.sum_over_batch, and rows be compared by dtk.layers.gather_over_batch. Behind "
+    "parameter servers, with local steps or jit_compile=True nothing is gathered: there Dice and "
+    "Tversky need axis=, for one value per row"
+)
+_ALONG = "along axis 0"
+_ALONG_BATCH = (
+    "A layer along axis 0 needs the rows of all workers. In place of it, call a layer of your own "
+    "whose call(self, x) is: rows, first = dtk.layers.gather_over_batch(x); "
+    "return self.layer(rows)[first : first + keras.ops.shape(x)[0]]"
 )
 _STATE = (
     "Replicas average what they assign, so it must be a mean over rows, or made of sums by "
@@ -120,6 +132,16 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial)
     if verdict.found.wrong:
+        if any(reason.endswith(_ALONG) for reason in reasons):
+            verdict = verdict._replace(found=verdict.found._replace(cure=_ALONG_BATCH))
+        large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
+        if large:
+            sizes = ", ".join(f"{name}: {_amount(trial.losses[name])}" for name in large)
+            too_large = (
+                f"Outputs and targets are gathered up to {_amount(MOST_GATHERED)} a step ({sizes})"
+            )
+            cure = f"{too_large}. {verdict.found.cure}"
+            verdict = verdict._replace(found=verdict.found._replace(cure=cure))
         told = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
@@ -131,8 +153,16 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     verdict = _with_counts(trial, verdict)
     for note in verdict.notes:
         tell(strategy, f"warning: model {model.name!r}: {note}")
+    for name in (name for name, kind in verdict.kinds.items() if kind == BATCH):
+        tell(
+            strategy,
+            f"model {model.name!r}: {name} is of the whole batch: {_amount(trial.losses[name])} "
+            "of outputs and targets are gathered in each step, and every worker computes it as "
+            "one process does",
+        )
     if strategy.is_chief:
-        found = "".join(f"; {name} is a {kind}" for name, kind in verdict.kinds.items())
+        kinds = {name: kind for name, kind in verdict.kinds.items() if kind != BATCH}
+        found = "".join(f"; {name} is a {kind}" for name, kind in kinds.items())
         print(
             f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
             f"a whole and in {len(trial.parts)} parts agree to "
@@ -214,14 +244,37 @@ def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
 
 
 def _compute(trial: Trial) -> Verdict:
-    """Compute both ways, then the parts again with the kinds that were found."""
-    whole, parts = trial.whole(), trial.replicas({})
+    """Compute both ways; the losses that do not add up, on the rows of all replicas."""
+    whole = trial.whole()
+    agreed = trial.strategy.world.broadcast_object
+    fitting = [name for name, size in trial.losses.items() if size <= MOST_GATHERED]
+    doubtful = agreed(trial.doubtful)
+    if large := [name for name in doubtful if name not in fitting]:
+        wrong = f"{large[0]} is not made of means or sums over rows, as its graph shows"
+        return Verdict({}, Difference(np.nan, wrong), [])
+    # If the graph leaves a doubt, or the parts differ. A script's loss may read more than its
+    # arguments; then it is what it adds up to.
+    ways = [*dict.fromkeys(map(tuple, (doubtful, agreed(fitting), ())))]
+    first = verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
+    while verdict.found.wrong and ways:
+        verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
+    return first if verdict.found.wrong else verdict
+
+
+def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdict:
+    """Compute the parts, then again with the kinds that were found, and compare."""
+    parts = trial.replicas(batch)
     shares = np.array(trial.parts) / trial.rows
     tolerance = _tolerance(trial.model)
     agreed = trial.strategy.world.broadcast_object
-    kinds, unclear, odd = agreed(_kinds_of(whole, parts, shares, tolerance, trial.sums))
+    # Losses of the whole batch have no terms in the parts.
+    inside = tuple(f"{name} " for name in batch)
+    terms = {name: term for name, term in whole.terms.items() if not name.startswith(inside)}
+    found_kinds = _kinds_of(whole._replace(terms=terms), parts, shares, tolerance, trial.sums)
+    kinds, unclear, odd = agreed(found_kinds)
     if kinds:
-        parts = trial.replicas(kinds)
+        parts = trial.replicas(kinds | batch)
+    kinds |= batch
     found = agreed(_compare(whole, parts, tolerance))
     if found.wrong and unclear:
         guess = kinds | dict.fromkeys(unclear, SUM)
@@ -249,6 +302,15 @@ def _compare_magnified(
         return found
     wrong = f"with gradients {_LARGE:,.0f} times as large, {large.wrong}"
     return Difference(large.size, wrong, _CLIPPING)
+
+
+def _amount(size: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
 
 
 # Judging.
@@ -284,11 +346,11 @@ def _kinds_of(
         each, above, below = (values[present, i] for i in range(3))
         mean, total = (shares[present] * each).sum(), each.sum()
         scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
-        if not np.isfinite([value, *each]).all():
-            unclear.append(name)
-        elif _is_ratio(of_whole, above, below, tolerance):
-            # Even if a mean fits: a mask may keep all of so few rows.
+        if _is_ratio(of_whole, above, below, tolerance):
+            # Even if a mean fits: a mask may keep all of so few rows, or none.
             kinds[name] = RATIO
+        elif not np.isfinite([value, *each]).all():
+            unclear.append(name)
         elif _close(mean, value, scale, tolerance):
             if _close(total, value, scale, tolerance):
                 if name in sums:
@@ -309,11 +371,11 @@ def _kinds_of(
 def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> bool:
     """Return whether a term is a quotient of two sums over rows."""
     _, numerator, denominator = whole
-    if not np.isfinite(whole).all() or not denominator:
+    if not np.isfinite([numerator, denominator, *above, *below]).all():
         return False
     above_scale = max(np.abs([numerator, *above]).max(), 1e-30)
     return _close(above.sum(), numerator, above_scale, tolerance) and _close(
-        below.sum(), denominator, abs(denominator), tolerance
+        below.sum(), denominator, max(abs(denominator), 1e-30), tolerance
     )
 
 
@@ -423,6 +485,8 @@ def reasons(model: keras.Model, step_name: str) -> list[str]:
     found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
     found += [f"layer {name}" for name in sorted(layers)]
+    own_layers = filter(_is_along_batch, keras_models.layers_of(model))
+    found += [f"layer {layer.name} {_ALONG}" for layer in own_layers]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
     found += [f"activation {name}" for name in sorted({*map(_called, own)})]
     found += [f"operation {name}" for name in keras_models.combining_operations(model)]
@@ -451,6 +515,10 @@ def _is_foreign(layer: keras.Layer) -> bool:
         return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)
+
+
+def _is_along_batch(layer: keras.Layer) -> bool:
+    return keras_models.is_from_keras(type(layer)) and keras_models.is_along_batch(layer)
 
 
 def _own_activations(layer: keras.Layer) -> Iterator[object]:

@@ -2,7 +2,6 @@
 
 * Metric state is summed over ranks before any result is computed, so a step logs the results of the
   global batch.
-* Metrics that cannot be summed are counted by one replica, on the rows of all.
 * Non-trainable state that a step assigns (moving statistics) is averaged, weighted by share. In a
   script's own loop it is when an optimizer is applied.
 * A replica without rows computes with a padding row, which its metrics forget.
@@ -13,28 +12,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_steps, tf_replicas
-from dtk.errors import UncompilableError
+from dtk.compat import keras_models, tf_replicas
 from dtk.nests import Function, Tree
 from dtk.patches import temporarily
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica.whole_batch import sum_over_replicas, sum_with_gradient
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
-
-_Summed = TypeVar("_Summed", bound=Tree)
-
-
-def sum_over_replicas(value: _Summed) -> _Summed:
-    """Sum tensors over the replicas, in a replica context."""
-    if not tf.nest.flatten(value):
-        return value
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 def _sum_state(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -295,59 +284,6 @@ def of_all_replicas(step: traced_step.Step, logs: Tree) -> Tree:
     )
 
 
-# Metrics that cannot be summed over replicas: one replica counts the rows of all.
-
-
-def counted_on_all_rows(metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
-    """Return a context in which traced steps gather the rows of these metrics."""
-    return keras_steps.patch_metrics(metrics, "update_state", _count_all_rows)
-
-
-def _count_all_rows(
-    metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
-) -> object:
-    step = traced_step.current()
-    # No communication in a branch or loop: perhaps not all replicas enter it.
-    if step is None or tf.compat.v1.get_default_graph() is not step.graph:
-        return original(*args, **kwargs)
-    if step.present is None:
-        raise UncompilableError(f"metric {metric.name!r} counts rows of all workers")
-    # The first replica counts as one process would; the others' counts stay zero.
-    leaves = tf.nest.flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    whole = iter(_rows_of_all(tensors)[0])
-    leaves = [next(whole) if tf.is_tensor(leaf) else leaf for leaf in leaves]
-    if tf_replicas.replica_index():
-        return None
-    args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
-    with traced_step.tracing(None), tf_replicas.alone():
-        return original(*args, **kwargs)
-
-
-def _rows_of_all(
-    tensors: Sequence[tf.Tensor],
-    join: Callable[[list[tf.Tensor]], list[tf.Tensor]] = sum_over_replicas,
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Gather rows in the order of replicas; returns them, and the number of the first own one.
-
-    Each replica pads its rows with zeros, and a sum joins them.
-    """
-    index, size = tf_replicas.replica_index(), tf.distribute.get_strategy().num_replicas_in_sync
-    mine = tf_replicas.if_present(tf.shape(tensors[0])[0])
-    counts = sum_over_replicas(mine * tf.one_hot(index, size, dtype=tf.int32))
-    before, after = tf.reduce_sum(counts[:index]), tf.reduce_sum(counts[index + 1 :])
-
-    def placed(tensor: tf.Tensor) -> tf.Tensor:
-        known = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
-        ends = [[before, after], *([0, 0] for _ in range(tensor.shape.rank - 1))]
-        return tf.pad(known[:mine], ends)
-
-    with tf_replicas.counted_if(None):
-        whole = join([placed(tensor) for tensor in tensors])
-    rows = [tf.cast(rows, tensor.dtype) for rows, tensor in zip(whole, tensors, strict=True)]
-    return rows, before
-
-
 # Moments: mean and variance over the rows of all replicas, by one message in each direction.
 #
 # For a synchronized normalization Keras sums three tensors over the replicas: the inputs, their
@@ -400,7 +336,7 @@ def moments_of_all_replicas(
     replicas = replica.num_replicas_in_sync  # 1 in a trial of the whole step, on any rank
     index = tf_replicas.replica_index() % replicas
     row = tf.concat(own, 0)[None]
-    rows = _sum_with_gradient(tf.pad(row, [[index, replicas - 1 - index], [0, 0]]))
+    rows = sum_with_gradient(tf.pad(row, [[index, replicas - 1 - index], [0, 0]]))
     means, squares, counts = tf.split(rows, [length, length, own[2].shape[0]], axis=1)
     total = tf.reduce_sum(counts, 0)
     shares = tf.math.divide_no_nan(counts, total)
@@ -432,114 +368,3 @@ def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
             "of one process with the whole batch. BatchNormalization(synchronized=True), or model "
             "= dtk.layers.convert_sync_batchnorm(model) before fit, is over all rows",
         )
-
-
-def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
-    """Sum a tensor over the parts of a batch that workers and devices compute.
-
-    For a loss or metric that is one number of all rows, such as a quotient of sums: with it, N
-    workers compute the number of one process, and its gradient. It sends one message in each
-    direction, in which every replica must take part: call it outside `tf.cond` and `tf.while_loop`.
-
-    Args:
-        value: Sums over the rows at hand, floating-point, of any shape; alike on all workers.
-
-    Returns:
-        The sum over the rows of the whole batch, in the shape of `value`. Where one process
-        computes all rows, `value` itself.
-
-    Raises:
-        ValueError: Within `jit_compile=True`, since XLA can compile no communication.
-
-    Example:
-        >>> import dtk, keras
-        >>> def dice(y_true, y_pred):
-        ...     both = dtk.layers.sum_over_batch(keras.ops.sum(y_true * y_pred))
-        ...     either = dtk.layers.sum_over_batch(keras.ops.sum(y_true + y_pred))
-        ...     return 1 - 2 * both / either
-        >>> float(dice(keras.ops.ones((4, 1)), keras.ops.ones((4, 1))))
-        0.0
-    """
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
-        return value
-    return _sum_with_gradient(value)
-
-
-def gather_over_batch(value: tf.Tensor) -> tf.Tensor:
-    """Gather the rows of a tensor from the parts of a batch that workers and devices compute.
-
-    For a loss that compares rows with each other, such as a contrastive one: with it, N workers
-    compute the numbers of one process, and their gradients. Compare the rows at hand with all rows,
-    for one value per row; `keras.losses.circle` takes all rows as its references. It sends two
-    messages forward and one backward, in which every replica must take part: call it outside
-    `tf.cond` and `tf.while_loop`. Rows that are looked up are gathered after the lookup.
-
-    Args:
-        value: Rows at hand, numbers or booleans, `[rows, ...]`; other sizes alike on all workers.
-
-    Returns:
-        The rows of the whole batch, `[rows of all, ...]`: those at hand first, then the next
-        worker's, and so on around. The order differs by worker, so what a step assigns must not
-        depend on it. Where one process computes all rows, `value` itself.
-
-    Raises:
-        ValueError: Not a dense tensor of rows; several workers behind parameter servers, which
-            compute by turns; or `jit_compile=True`, since XLA can compile no communication.
-
-    Example:
-        >>> import dtk, keras
-        >>> def contrastive(one, other):
-        ...     others = dtk.layers.gather_over_batch(other)
-        ...     likeness = keras.ops.matmul(one, keras.ops.transpose(others))
-        ...     own = keras.ops.arange(keras.ops.shape(one)[0])  # where each row's partner is
-        ...     return keras.losses.sparse_categorical_crossentropy(own, likeness, from_logits=True)
-        >>> [round(float(loss), 4) for loss in contrastive(keras.ops.eye(2), keras.ops.eye(2))]
-        [0.3133, 0.3133]
-    """
-    unfit = isinstance(value, keras.KerasTensor | tf.RaggedTensor | tf.SparseTensor)
-    if unfit or not (value := tf.convert_to_tensor(value)).shape.rank:
-        raise ValueError(
-            f"gather_over_batch was given {value}; expected a dense tensor [rows, ...], in a loss, "
-            "a step, or the call of a layer"
-        )
-    replica, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
-    if replica is None or tf_replicas.is_whole():
-        return value
-    if replica.num_replicas_in_sync == 1:
-        if isinstance(strategy, Strategy) and strategy.size > 1:
-            raise ValueError(
-                f"gather_over_batch: {strategy.size} workers behind parameter servers compute by "
-                "turns, and have no common batch; dtk.strategies.AllReduceStrategy() has one"
-            )
-        return value
-    (rows,), first = _rows_of_all([value], lambda parts: [_sum_with_gradient(*parts)])
-    return tf.roll(rows, -first, 0)
-
-
-def summed_by_losses(
-    x: tf.Tensor,
-    axis: int | Sequence[int] | None = None,
-    keepdims: bool = False,
-    *,
-    original: Function[tf.Tensor],
-) -> tf.Tensor:
-    """Sum as Keras's losses do; sums of everything (Dice, Tversky) are over all replicas."""
-    value = original(x, axis, keepdims)
-    return sum_over_batch(value) if axis is None else value
-
-
-@tf.custom_gradient
-def _sum_with_gradient(
-    value: tf.Tensor,
-) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Sum a tensor over the replicas; weigh its gradient as the tape's target will be weighed."""
-
-    def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        step = traced_step.current()
-        if step is None or not step.weighed_later:
-            return _sum_with_gradient(upstream)
-        share = tf.cast(step.share, upstream.dtype)
-        return tf.math.divide_no_nan(_sum_with_gradient(step.weighed(upstream)), share)
-
-    return sum_over_replicas(value), gradient

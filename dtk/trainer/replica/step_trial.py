@@ -26,7 +26,7 @@ from dtk.input import slicing
 from dtk.nests import Array, Leaf, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.replica import metric_trial, replica_step, step_metrics
+from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import lookups, traced_step
 from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
@@ -79,9 +79,7 @@ class Snapshot:
 
     def keep(self, variable: keras.Variable | tf.Variable) -> None:
         """Keep the value of one more variable; a value kept before stays."""
-        if isinstance(variable, keras.Variable):
-            variable = keras_variables.stored(variable)
-        for copy in keras_variables.components(variable):
+        for copy in keras_variables.components(keras_variables.stored(variable)):
             self._kept.setdefault(id(copy), (copy, copy.numpy()))
 
     def restore(self) -> None:
@@ -116,6 +114,8 @@ class Trial:
         batch = batch._replace(parts=parts)
         self._few = _first_rows(batch, self._ranks(batch))
         # Ragged and sparse tensors are sent as the tensors that they consist of.
+        here = sum(map(int, batch.counts))
+        self.batch_rows = sum(self.strategy.communicator.allgather_object(here))
         mine = [
             (int(count), [None if t is None else np.asarray(t) for t in _tensors_of(part)])
             for part, count in zip(self._few.parts, self._few.counts, strict=True)
@@ -134,6 +134,9 @@ class Trial:
         self.draws: list[int] = []
         self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.counted: list[metric_trial.Call] = []
+        # losses that may be computed on the rows of all replicas, and the bytes of these in a step
+        self.losses: dict[str, int] = {}
+        self.doubtful: list[str] = []  # those of which the graph does not show that they add up
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
@@ -178,7 +181,8 @@ class Trial:
             self._global_numbers(),
             traced_step.magnifying(self.model, self._factor),
             keras_steps.patch_moments(self._moments),
-            keras_steps.patch_sums_of_losses(step_metrics.summed_by_losses),
+            whole_batch.losses_of_all_rows(),
+            keras_steps.patch_sums_of_losses(whole_batch.summed_by_losses),
             random_draws.by_row(self.layouts, self.of_python) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
@@ -202,6 +206,8 @@ class Trial:
         arrays = keras.tree.map_structure(np.asarray, found)
         if "calls" in arrays:
             self.counted = self._calls.arrays(arrays.pop("calls"))
+            times = self.batch_rows / self.rows
+            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes").items()}
         return Outcome(**arrays)
 
     def _move_weights(self) -> None:
@@ -249,12 +255,16 @@ class Trial:
                 own=traced_step.takes_own_step(self.step_function, self.model),
                 tried=True,
                 noted=traced_step.NotedGradients(),
+                notes_losses=True,
             )
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(self._whole_data))
                 found = self._observed(step, logs, assigned)
                 self.sums = logged_sums(step)
-                return found | {"calls": self._calls.tensors()}
+                losses = step.losses if self.gathers else {}
+                self.doubtful = [name for name, call in losses.items() if not call.adds_up]
+                sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
+                return found | {"calls": self._calls.tensors(), "sizes": sizes}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[keras.Variable]], Found]:
         strategy, model = self.strategy, self.model
@@ -283,7 +293,7 @@ class Trial:
 
             gathered = self.trainer.gathered
             assigned.extend(v for metric in gathered for v in metric.variables)  # outside the step
-            with step_metrics.counted_on_all_rows(gathered):
+            with whole_batch.counted_on_all_rows(gathered):
                 found = strategy.run(one, args=(self._few,))
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
@@ -294,7 +304,7 @@ class Trial:
 
     @property
     def gathers(self) -> bool:
-        """Whether replicas may gather the rows of metrics in each step."""
+        """Whether replicas may gather rows of losses and metrics in each step."""
         compiled = self.model.jit_compile and not keras_models.is_auto_jit(self.model)
         return not (compiled or self.trainer.has_local_steps)
 
@@ -338,7 +348,7 @@ class Trial:
 
 def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     # As a list: names may differ by rank, and with them their order in a dict.
-    return dict(zip(values, step_metrics.sum_over_replicas([*values.values()]), strict=True))
+    return dict(zip(values, whole_batch.sum_over_replicas([*values.values()]), strict=True))
 
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
@@ -420,6 +430,10 @@ def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
         parts.append(slicing.rows_of(part, 0, max(rows, 1)))
         counts.append(tf.constant(rows, tf.int64))
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
+
+
+def _bytes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.size(tensor, tf.int64) * tensor.dtype.size for tensor in tensors])
 
 
 def _tensors_of(part: Tree) -> list[tf.Tensor | None]:

@@ -8,7 +8,7 @@ both ways; the scalars are recorded here as *terms*, by name, and it finds the k
     mean     sum_w share_w v_w  =  v        unchanged
     sum      sum_w v_w          =  v        divided by the share
     ratio    v_w = a_w / b_w, both of them sums, such as a mean over unmasked entries:
-             multiplied by b_w / (share_w sum_w b_w)
+             replaced by a_w / (share_w sum_w b_w)
 
 If a loss is a sum of terms of different kinds, its graph is followed back to the scalars that enter
 it linearly; without a graph (`run_eagerly`) the loss is one term.
@@ -22,6 +22,8 @@ from typing import NamedTuple, TypeAlias
 import tensorflow as tf
 
 MEAN, SUM, RATIO = "mean", "sum", "ratio"
+# A loss that does not add up over rows: `whole_batch` computes it on the rows of all replicas.
+BATCH = "loss of the whole batch"
 
 # The factor of a term in the scalar that it is a part of.
 Coefficient: TypeAlias = "float | tf.Tensor"
@@ -61,36 +63,41 @@ class Terms:
 
     def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
         """Convert a scalar to a mean over rows, by the kinds of its terms."""
-        corrections = self.corrections(where, value)
-        for coefficient, term, factor in corrections:
-            value = value + coefficient * (tf.math.multiply_no_nan(term, factor) - term)
-        # An unchanged scalar may be examined again as a part of another.
-        return self.known(value) if corrections else value
+        parts = self.parts(where, value)
+        if parts is None:  # an unchanged scalar may be examined again as a part of another
+            return value
+        return self.known(tf.add_n([_times(scalar, factor) for factor, scalar in parts]))
 
-    def corrections(
-        self, where: str, value: tf.Tensor
-    ) -> list[tuple[Coefficient, tf.Tensor, tf.Tensor]]:
-        """Find the terms of a scalar that are not means, and the factors that make them means."""
+    def parts(self, where: str, value: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
+        """Return scalars with the factors by which they sum to a mean; None if `value` is one."""
         call = self._calls[where] = self._calls.get(where, -1) + 1
-        found = []
+        parts, changed = [], False
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
-            if scalar.ref() in self._known:
-                continue
-            name = f"{where} {call}" + (f" term {i}" if i else "")
-            self.found[name] = term = Term(scalar, *_quotient(scalar))
-            kind = self._kinds.get(name, MEAN)
-            if kind != MEAN:
-                found.append((coefficient, scalar, self._factor(kind, term)))
-        return found
+            if scalar.ref() not in self._known:
+                name = f"{where} {call}" + (f" term {i}" if i else "")
+                self.found[name] = term = Term(scalar, *_quotient(scalar))
+                kind = self._kinds.get(name, MEAN)
+                if kind != MEAN:
+                    changed = True
+                    factor, scalar = self._mean_of(kind, term)
+                    coefficient = _product(coefficient, factor)
+            parts.append((coefficient, scalar))
+        return parts if changed else None
 
-    def _factor(self, kind: str, term: Term) -> tf.Tensor:
-        one = tf.ones([], term.value.dtype)
+    def _mean_of(self, kind: str, term: Term) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return a factor and a scalar, of which the product is a mean over rows."""
         share = tf.cast(self._share, term.value.dtype)
         if kind == SUM:
-            return tf.math.divide_no_nan(one, share)
-        assert term.denominator is not None
-        mine = tf.stop_gradient(term.denominator)
-        return tf.math.divide_no_nan(mine, share * self._world_sum(mine))
+            return tf.math.divide_no_nan(tf.ones_like(share), share), term.value
+        # The quotient itself is 0 / 0 where a mask leaves none of this replica's rows.
+        assert term.numerator is not None and term.denominator is not None
+        whole = share * self._world_sum(tf.stop_gradient(term.denominator))
+        return tf.math.divide_no_nan(tf.ones_like(share), whole), term.numerator
+
+
+def _times(scalar: tf.Tensor, factor: Coefficient) -> tf.Tensor:
+    # A mean over no rows is not a number, and counts as zero.
+    return tf.math.multiply_no_nan(scalar, tf.cast(factor, scalar.dtype))
 
 
 def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficient, tf.Tensor]]:
@@ -171,9 +178,14 @@ def depends_on_data(tensor: tf.Tensor, by_shape: bool = True) -> bool:
     return any(one.op.type in inputs and one.dtype != tf.resource for one in sources)
 
 
-def computed_from(tensors: Iterable[tf.Tensor], without: Sequence[str] = ()) -> Iterator[tf.Tensor]:
-    """Yield tensors and all that they are computed from, but through no op of some types."""
-    seen: set[Hashable] = set()
+def computed_from(
+    tensors: Iterable[tf.Tensor], without: Sequence[str] = (), ends: Iterable[Hashable] = ()
+) -> Iterator[tf.Tensor]:
+    """Yield tensors and all that they are computed from, but through no op of some types.
+
+    Nor through `ends`, the references of tensors, which are not yielded.
+    """
+    seen = set(ends)
     left = list(tensors)
     while left:
         one = left.pop()

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from dtk.trainer.tracing.loss_terms import computed_from
+from dtk.trainer.tracing.loss_terms import computed_from, depends_on_data, linear_terms
 
 # The size of an axis: the same on all replicas, a multiple of the batch's rows, or unknown.
 EQUAL, OF_ROWS, UNKNOWN = "equal", "of rows", "unknown"
@@ -119,6 +119,66 @@ def are_chosen(values: tf.Tensor, inside: tf.Graph) -> bool:
         return False
     sizes = RowDependence(inside, exact=True).sizes(values)
     return sizes is None or sizes[0] == UNKNOWN
+
+
+def adds_up(values: tf.Tensor, inputs: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
+    """Return whether a graph shows that a loss is made of sums over rows of its inputs.
+
+    Its values, if they are not one for each row, must be sums over rows, or a quotient of two; and
+    no row may be computed from a number of the whole batch, such as its count of positives. That
+    rows are not compared with each other is not shown here, but by trying it.
+    """
+    known = RowDependence(inside, exact=True)
+    ends = {one.ref() for one in inputs}
+    if values.shape.rank != 0:
+        return _is_by_row(values, ends, known)
+    return all(_is_sum(term, ends, known) for _, term in linear_terms(values, set()))
+
+
+def _is_sum(
+    scalar: tf.Tensor, ends: set[Hashable], known: RowDependence, strictly: bool = False
+) -> bool:
+    """Return whether a scalar is a sum over rows; or, unless strictly, a mean or a quotient."""
+    op = scalar.op
+    if known.is_equal(scalar):
+        return not strictly
+    if op.type in ("Sum", "Mean"):
+        rows = op.inputs[0]
+        if op.type == "Mean" and strictly:
+            return False
+        sizes = known.sizes(rows)
+        if sizes is None or op.type == "Mean" and UNKNOWN in sizes:
+            return False  # a mean over rows that a mask has chosen
+        if set(sizes) <= {EQUAL}:
+            return _is_sum(rows, ends, known, strictly)
+        return _is_by_row(rows, ends, known)
+    if op.type in ("Identity", "Cast", "Reshape", "Squeeze", "Neg"):
+        return _is_sum(op.inputs[0], ends, known, strictly)
+    if op.type in ("Mul", "RealDiv", "DivNoNan"):
+        one, other = op.inputs
+        by_shape = depends_on_data(other) and op.type != "Mul" and strictly
+        if not depends_on_data(other, by_shape=False) and not by_shape:
+            return _is_sum(one, ends, known, strictly)
+        if op.type == "Mul":
+            return not depends_on_data(one, by_shape=False) and _is_sum(
+                other, ends, known, strictly
+            )
+        of_scalars = one.shape.rank == other.shape.rank == 0 and not strictly
+        return of_scalars and all(_is_sum(part, ends, known, True) for part in (one, other))
+    return False
+
+
+def _is_by_row(rows: tf.Tensor, ends: set[Hashable], known: RowDependence) -> bool:
+    """Return whether rows are computed without a number of the whole batch, or pairs of rows."""
+    for one in computed_from([rows], ("Shape", "Size", "Rank"), ends):
+        sizes = None if one.dtype in (tf.resource, tf.variant) else known.sizes(one)
+        if sizes is not None and sizes.count(OF_ROWS) > 1:
+            return False
+        if sizes is None or not set(sizes) <= {EQUAL} or known.is_equal(one):
+            continue
+        if depends_on_data(one, by_shape=False):
+            return False
+    return True
 
 
 class _Inferred:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -73,6 +72,15 @@ class NotedGradients:
 
 
 @dataclasses.dataclass(eq=False)
+class LossCall:
+    """A loss that a step has computed."""
+
+    tensors: list[tf.Tensor]  # outputs, targets and weights
+    adds_up: bool  # whether it is made of sums over rows, as far as is known
+    is_cured: bool = False  # whether it calls `sum_over_batch` or `gather_over_batch`
+
+
+@dataclasses.dataclass(eq=False)
 class Step:
     """One replica's step being traced."""
 
@@ -85,6 +93,7 @@ class Step:
     present: tf.Tensor | None = None  # whether this replica has rows
     tried: bool = False  # whether `self_test` has compared it with one process's step
     noted: NotedGradients | None = None
+    notes_losses: bool = False
     # Computes a metric's result from the state of all replicas; see `step_metrics.WorldState`.
     result_of: Callable[[Callable[[], Tree]], Tree] | None = None
 
@@ -98,14 +107,26 @@ class Step:
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.origins: dict[Hashable, tuple[str, bool]] = {}
         self.inside_loss = self.weighed_later = False
+        self.loss = "loss"  # the name of the one being computed
+        self.losses: dict[str, LossCall] = {}
 
     def take(self, inside: Step) -> None:
         """Take over the assignments and reductions of a part that has weighed its gradients."""
+        self.take_assignments(inside)
+        self.reductions += inside.reductions
+        self.own = True
+
+    def take_assignments(self, inside: Step) -> None:
+        """Take over the assignments of a part that has computed the rows of all replicas."""
         self.assigned |= inside.assigned
         self.assigned_at |= {k: self.assignments + n for k, n in inside.assigned_at.items()}
         self.assignments += inside.assignments
-        self.reductions += inside.reductions
-        self.own = True
+
+    def note_loss(self, values: tf.Tensor) -> None:
+        """Note whether the graph shows that the loss being computed adds up over rows."""
+        call = self.losses.get(self.loss)
+        if call is not None and call.adds_up and not call.is_cured and not tf.executing_eagerly():
+            call.adds_up = row_dependence.adds_up(values, call.tensors, self.graph)
 
     def note_read(self, rows: tf.Tensor) -> None:
         """Count bytes of rows read, except in a loop or branch: its tensors cannot leave it."""
@@ -210,9 +231,10 @@ def _weigh(
     if reduction in (None, "none"):
         return result
     values = tf.convert_to_tensor(values)
+    step.note_loss(values)
     if values.shape.rank == 0:
         # The loss function has reduced its rows itself, in an unknown way.
-        return step.terms.made_mean("loss", result)
+        return step.terms.made_mean(step.loss, result)
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
         return step.terms.known(tf.math.divide_no_nan(result, share))
@@ -241,21 +263,6 @@ def _are_chosen(values: tf.Tensor, step: Step) -> bool:
     return row_dependence.are_chosen(values, step.graph)
 
 
-def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
-    """Make a `compute_loss` that keeps the rule even if the model overrides it."""
-    compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
-
-    @functools.wraps(compute_loss)
-    def checked(*args: object, **kwargs: object) -> tf.Tensor | None:
-        loss, step = compute_loss(*args, **kwargs), current()
-        if step is None or loss is None:
-            return loss
-        loss = tf.convert_to_tensor(loss)
-        return step.terms.made_mean("compute_loss", loss) if overridden else step.terms.known(loss)
-
-    return checked
-
-
 def _differentiate(
     gradient: keras_steps.Gradient,
     values: keras_steps.Values,
@@ -274,16 +281,12 @@ def _differentiate(
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
-        seed = tf.ones_like(value)
-        for coefficient, term, factor in step.terms.corrections("gradient", total):
-            changed = True
-            if term is total:
-                seed *= tf.cast(factor, seed.dtype)
-            else:
-                targets.append(term)
-                seeds.append(tf.cast(coefficient, term.dtype) * (factor - 1))
-        targets.append(value)
-        seeds.append(seed)
+        parts = step.terms.parts("gradient", total)
+        changed = changed or parts is not None
+        for factor, scalar in parts or [(1.0, total)]:
+            of_tape = value if scalar is total else scalar
+            targets.append(of_tape)
+            seeds.append(tf.cast(factor, of_tape.dtype) * tf.ones_like(of_tape))
     if changed:
         target, output_gradients = targets, seeds
     with temporarily(step, weighed_later=True):
