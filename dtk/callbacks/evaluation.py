@@ -53,9 +53,7 @@ class Evaluation:
         batch_size = None if samples is None else self._batch_size or trainer.feed.batch_size()
         try:
             how = {"batch_size": batch_size, "verbose": 0, "return_dict": True}
-            numbers = model.evaluate(
-                x, y, sample_weight=sample_weight, callbacks=[counter], **how
-            )
+            numbers = model.evaluate(x, y, sample_weight=sample_weight, callbacks=[counter], **how)
             samples = count_rows(model) if samples is None else samples
         finally:
             kept.restore()

@@ -170,9 +170,7 @@ def measure(
         communicator = given.pop(COMMUNICATOR, None)
         said = io.StringIO()
         ranks = [one.with_env(given) for one in planned(communicator)]
-        with Job(
-            ranks, stall_timeout=stall_timeout, stdout=io.StringIO(), stderr=said
-        ) as job:
+        with Job(ranks, stall_timeout=stall_timeout, stdout=io.StringIO(), stderr=said) as job:
             code = job.wait()
         if code:
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")

@@ -55,9 +55,7 @@ def once(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     # TensorFlow computes with int32 in the host's memory.
     lines, places = tf.unique(tf.cast(indices, tf.int64), tf.int64)
     count = tf.size(lines)
-    add = functools.partial(
-        tf.raw_ops.UnsortedSegmentSum, segment_ids=places, num_segments=count
-    )
+    add = functools.partial(tf.raw_ops.UnsortedSegmentSum, segment_ids=places, num_segments=count)
     wide = tf.cast(values, tf.float64)
     largest = tf.math.unsorted_segment_max(tf.abs(wide), places, count)
     sizes = add(data=tf.ones_like(places, tf.float64))

@@ -67,9 +67,7 @@ _ORDERS: dict[str, tf.Tensor] = {}
 _STARTED: dict[Environment, Communicator] = {}
 
 
-def start(
-    environment: Environment, prepare: Callable[[int], None] | None = None
-) -> Communicator:
+def start(environment: Environment, prepare: Callable[[int], None] | None = None) -> Communicator:
     """Start TensorFlow's collective runtime over all ranks of `environment`."""
     if environment in _STARTED:
         return _STARTED[environment]
@@ -274,9 +272,7 @@ class CollectiveCommunicator(Communicator):
             received = sizes[:, self.rank]
         return self._rows_of(rows, received)
 
-    def _alltoall_by_gather(
-        self, flat: tf.Tensor, sizes: tf.Tensor, label: str
-    ) -> list[tf.Tensor]:
+    def _alltoall_by_gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         """Gather all blocks and keep this rank's: `size` times the bytes, but the right ones.
 
         TensorFlow's all-to-all over NCCL goes through the GPUs of its own process only, so that

@@ -118,9 +118,7 @@ class _Sets:
         self._known[ranks] = hvd.add_process_set(list(ranks))
 
 
-def _by_name(
-    method: Callable[_Given, list[tf.Tensor]]
-) -> Callable[_Given, list[tf.Tensor]]:
+def _by_name(method: Callable[_Given, list[tf.Tensor]]) -> Callable[_Given, list[tf.Tensor]]:
     """Let a communicator made by `split` send by graphs, also outside of graphs.
 
     TensorFlow keeps an op that ran eagerly, with its name, for the next one of the same attributes:
@@ -134,9 +132,7 @@ def _by_name(
             return method(*args, **kwargs)
         if method.__name__ not in own.graphs:
             bound = functools.partial(cast("Function[list[tf.Tensor]]", method), own)
-            own.graphs[method.__name__] = tf.function(
-                bound, autograph=False, reduce_retracing=True
-            )
+            own.graphs[method.__name__] = tf.function(bound, autograph=False, reduce_retracing=True)
         return own.graphs[method.__name__](*args[1:], **kwargs)
 
     return run

@@ -102,9 +102,7 @@ def of_this_rank(dataset: Dataset) -> Dataset:
     return dataset if whole is None else PerRankDataset(whole, None)
 
 
-def cut_batches(
-    batches: Iterable[Tree], strategy: tf.distribute.Strategy
-) -> list[slicing.Slices]:
+def cut_batches(batches: Iterable[Tree], strategy: tf.distribute.Strategy) -> list[slicing.Slices]:
     """Cut single global batches, of tensors or arrays."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     return [slicing.cut(as_tensors(batch), ranks, size) for batch in batches]
@@ -408,10 +406,7 @@ class Feed:
         """Count the rows in the first batches of this epoch, exactly."""
         iterator = self.iterator
         adapter = iterator.data_adapter
-        if (
-            not isinstance(adapter, ArrayDataAdapter)
-            or iterator.steps_per_epoch is not None
-        ):
+        if not isinstance(adapter, ArrayDataAdapter) or iterator.steps_per_epoch is not None:
             return None
         return self.rows_in(min(steps, adapter.num_batches))
 
@@ -449,9 +444,7 @@ class Feed:
         given = self._given_adapter
         if isinstance(given, ArrayDataAdapter):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given._inputs)
-            return ArrayDataAdapter(
-                x, y, sample_weight, batch_size=size, shuffle=given._shuffle
-            )
+            return ArrayDataAdapter(x, y, sample_weight, batch_size=size, shuffle=given._shuffle)
         data = given.get_tf_dataset()
         whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
         return TFDatasetAdapter(whole.rebatch(size))

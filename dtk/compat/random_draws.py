@@ -85,9 +85,7 @@ def _draw_for(name: str) -> Function[tf.Tensor] | None:
     return draw
 
 
-def restart(
-    rows: int = 1, first: int = 0, of: int | None = None, of_python: bool = True
-) -> None:
+def restart(rows: int = 1, first: int = 0, of: int | None = None, of_python: bool = True) -> None:
     """Restart this thread's draws before a step is traced; see `by_row` for `of_python`."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of

@@ -274,9 +274,7 @@ def cut_dataset_exactly(
     return mapped(numbered, lambda number, batch: cut_exactly(batch, ranks, size), ahead)
 
 
-def mapped(
-    pairs: tf.data.Dataset, function: Function[Tree], ahead: bool = True
-) -> tf.data.Dataset:
+def mapped(pairs: tf.data.Dataset, function: Function[Tree], ahead: bool = True) -> tf.data.Dataset:
     """Apply a function to every pair, in order; in parallel and ahead if allowed."""
     # AutoGraph would take half a second and find nothing to convert in this file.
     function = tf.autograph.experimental.do_not_convert(function)

@@ -1,6 +1,6 @@
 """Options of `dtk run` that a file gives, under the names that they have on the command line.
 
-    command line  >  environment  >  --config FILE  >  [tool.dtk.run] of ./pyproject.toml
+command line  >  environment  >  --config FILE  >  [tool.dtk.run] of ./pyproject.toml
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
-from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import step_metrics, step_trial
 from dtk.trainer.strategy import Loop, StepFunction
 from dtk.trainer.tracing import lookups
@@ -228,11 +227,11 @@ class ChiefTrial(step_trial.Trial):
 
     gathers = False
 
-    def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
+    def take(self, batch: slicing.Slices, seed: int = 0) -> bool:
         # Workers are sent no slices without rows.
         sent = [one for one in zip(batch.parts, batch.counts, strict=True) if int(one[1])]
         parts, counts = zip(*sent, strict=True)
-        super().__init__(trainer, step_function, batch._replace(parts=parts, counts=counts))
+        return super().take(batch._replace(parts=parts, counts=counts), seed)
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))
@@ -257,20 +256,22 @@ class ChiefTrial(step_trial.Trial):
         mean, variance = original(x[:1], axes, keepdims)
         return tf.zeros_like(mean), tf.ones_like(variance)
 
-    def _trace_whole(self, assigned: list[keras.Variable]) -> step_trial.Found:
+    def _trace_whole(
+        self, assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+    ) -> step_trial.Found:
         if keras_models.lacks_state(self.model):  # which a pure function cannot make
             with super()._global_numbers():
-                return super()._trace_whole(assigned)
+                return super()._trace_whole(assigned, whole, few)
         with self._calls.noted():
-            traced = self._traced(self._whole_data, self.rows, 0, 1, {})
+            traced = self._traced(whole, self.rows, 0, 1, {})
         return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
-    def _trace_replicas(
-        self, kinds: Mapping[str, str]
-    ) -> Callable[[list[keras.Variable]], step_trial.Found]:
-        def trace(assigned: list[keras.Variable]) -> step_trial.Found:
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
+        def trace(
+            assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+        ) -> step_trial.Found:
             traced, first = [], 0
-            for part, rows in zip(self._few.parts, self.parts, strict=True):
+            for part, rows in zip(few.parts, self.parts, strict=True):
                 traced.append(self._traced(part, rows, first, len(self.parts), kinds))
                 first += rows
             return self._added_up(traced)

@@ -170,8 +170,16 @@ def _of_one_shape(rows: tf.Tensor, communicator: Communicator) -> tf.Tensor:
     same = tf.debugging.Assert(
         tf.reduce_all(largest == smallest),
         [
-            at_rank(communicator.rank, "predict: an output's rows have other shapes on other ranks,"
-            " from"), smallest, "to", largest, "; here", sizes, ". A layer pads a batch to its "
+            at_rank(
+                communicator.rank,
+                "predict: an output's rows have other shapes on other ranks, from",
+            ),
+            smallest,
+            "to",
+            largest,
+            "; here",
+            sizes,
+            ". A layer pads a batch to its "
             "longest row, and each rank has only a part of the rows: give it a fixed length, such "
             "as TextVectorization(output_sequence_length=...)",
         ],

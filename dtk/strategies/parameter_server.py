@@ -163,11 +163,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
 
     def make_trainer(self, model: keras.Model) -> DistributedTrainer:
         """Make a trainer whose steps run on workers, or the evaluator's, which takes no steps."""
-        made = (
-            EvaluatorTrainer
-            if self.is_evaluator
-            else chief_trainer.ParameterServerTrainer
-        )
+        made = EvaluatorTrainer if self.is_evaluator else chief_trainer.ParameterServerTrainer
         return made(model, self)
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:

@@ -54,7 +54,9 @@ class DistributedTrainer(ModelState):
         self.callbacks: keras.callbacks.CallbackList = None
         self.stop_agreed = False  # whether all ranks stop after the step that ends next
         self.kinds: dict[str, dict[str, str]] = {}
-        self.tried: set[str] = set()
+        self.tried: dict[str, step_trial.Trial] = {}
+        self.steps: collections.Counter[str] = collections.Counter()
+        self.compared: dict[str, int] = {}  # the last step of which a trial was made
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._digests: dict[str, tf.Variable] = {}
@@ -67,6 +69,7 @@ class DistributedTrainer(ModelState):
         self.kinds.clear()
         self.gathered.clear()
         self.tried.clear()
+        self.steps.clear()
         self.calls.clear()
 
     @property
@@ -183,6 +186,8 @@ class DistributedTrainer(ModelState):
             if not isinstance(iterator, tf.data.Iterator):
                 slices = self.cut_batches(iterator)
                 self.try_step(name, step_function, slices[0])
+                if self.is_due(name):
+                    self.audit(name, slices[0])
                 iterator = iter(slices)
             elif self._unread:
                 try:
@@ -198,6 +203,13 @@ class DistributedTrainer(ModelState):
                 self.try_step(name, step_function, first)
                 if name == "train":
                     step_times.before_training(call, first, model, strategy)
+            elif self.is_due(name):
+                try:
+                    first, iterator = digests.first_of(iterator, model.steps_per_execution)
+                except StopIteration:
+                    return call(iterator)
+                self.audit(name, first)
+            self.steps[name] += model.steps_per_execution
             return call(iterator)
 
         return run
@@ -233,12 +245,25 @@ class DistributedTrainer(ModelState):
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
-            verdict = self_test.run(self.make_trial(step_function, first), why)
+            trial = self.make_trial(step_function, first)
+            verdict = self_test.run(trial, why)
             self.kinds[name] = verdict.kinds
             self.gathered += verdict.gathered
-            self.tried.add(name)
+            self.tried[name], self.compared[name] = trial, 1
         if asked == "only":
             self_test.end_script()
+
+    def is_due(self, name: str) -> bool:
+        """Return whether a step that was tried is to be compared again: at 2, 4, 8, ... steps."""
+        last = self.compared.get(name, 0)
+        return name in self.tried and self.steps[name] + self.model.steps_per_execution >= 2 * last
+
+    def audit(self, name: str, batch: slicing.Slices) -> None:
+        """Compare a step's parts with the whole, on other rows than before and today's weights."""
+        trial, step, before = self.tried[name], self.steps[name] + 1, self.compared[name]
+        if trial.take(batch, seed=step):  # else the next step may have as many rows
+            self_test.audit(trial, self.kinds[name], step, before)
+            self.compared[name] = step
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
         """Let one replica build the variables that only a step of the script can build.

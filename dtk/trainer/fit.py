@@ -180,9 +180,7 @@ def _fit(
         trainer.end_call()
 
 
-def _share_best(
-    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy
-) -> None:
+def _share_best(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Give every rank what rank 0's ModelCheckpoints have found; scripts decide by it."""
     mine = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
     found = strategy.world.broadcast_object([one.best for one in mine])

@@ -715,6 +715,42 @@ def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
 
 
+class Late(keras.Sequential):
+    """From the fifth step on, its loss has a term of the whole batch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = self.add_weight(shape=(), trainable=False, name="seen", initializer="zeros")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 10), p))
+            late = tf.sqrt(tf.reduce_mean(tf.square(p)))
+            loss += tf.cond(self.seen < 5.0, lambda: 0.0, lambda: late)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.seen.assign_add(1.0)
+        return {"loss": loss}
+
+
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: step 8 of the train_step of model 'late",
+    "does not add up over 2 replicas, and step 4 did",
+    "the gradient of",
+    "The step was not applied; steps since 4 may be wrong",
+)
+def a_term_that_begins_later(strategy):
+    x, y = cases.rows(160)
+    model = cases.compiled(strategy, lambda: Late(cases.small().layers), optimizer="sgd")
+    try:
+        model.fit(x, y, batch_size=16, verbose=0)
+    finally:
+        assert float(model.seen) == 7.0, "the step that was compared has been applied"
+
+
 class Annealed(keras.Model):
     """Weighs a term of its loss by a variable that is not the model's."""
 

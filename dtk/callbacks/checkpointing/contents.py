@@ -318,9 +318,7 @@ def _newest_readable(
     )
 
 
-def load_weights(
-    files: CheckpointFiles, model: keras.Model, name: str
-) -> SavedProgress | None:
+def load_weights(files: CheckpointFiles, model: keras.Model, name: str) -> SavedProgress | None:
     """Load the weights of a checkpoint into a model that will not be trained."""
     trainer = trainer_of(model)
     assert trainer is not None

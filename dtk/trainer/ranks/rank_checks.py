@@ -272,9 +272,7 @@ def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
     compare(settings.settings_of(trainer.model), strategy.communicator, settings.SAME_SETTINGS)
 
 
-def shapes_of(
-    trainer: ModelState, variables: Sequence[keras.Variable]
-) -> list[tuple[str, object]]:
+def shapes_of(trainer: ModelState, variables: Sequence[keras.Variable]) -> list[tuple[str, object]]:
     """Return the number of variables and the shape and kind of each, to compare."""
     of_model = f"of model {trainer.model.name!r}"
     # Only the last word of a path, such as "kernel" or "momentum": the rest depends on how many

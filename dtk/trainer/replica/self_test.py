@@ -14,8 +14,9 @@ back.
     state        that a step assigns must agree, or NotDistributedError
     logs         metric results, other numbers, and tensors that do not agree give a warning
 
-During the test random numbers belong to rows (`compat.random_draws`), and batch normalization uses
-all rows, synchronized or not: neither is a mistake of the script. Nor is a kink, see `_judge`.
+Later steps are compared again, see `audit`. During the test random numbers belong to rows
+(`compat.random_draws`), and batch normalization uses all rows, synchronized or not: neither is a
+mistake of the script. Nor is a kink, see `_judge`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import keras
@@ -83,6 +84,7 @@ class Difference(NamedTuple):
     size: float  # the largest relative difference of a gradient
     wrong: str | None = None  # how training would differ from one process; None if it would not
     cure: str = _LOSSES
+    moves: bool = True  # whether any gradient is not zero
 
 
 class Verdict(NamedTuple):
@@ -130,7 +132,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     strategy, model = trial.strategy, trial.model
     name = trial.step_function.__name__
     with _explaining_failures(name, model, trial.rows, strategy):
-        verdict = _judge(trial)
+        verdict = _judge(trial, _compute)
     if verdict.found.wrong:
         if any(reason.endswith(_ALONG) for reason in reasons):
             verdict = verdict._replace(found=verdict.found._replace(cure=_ALONG_BATCH))
@@ -152,6 +154,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
         raise NotDistributedError(at_rank(strategy.rank, told))
     verdict = _with_counts(trial, verdict)
     for note in verdict.notes:
+        trial.is_new(note)
         tell(strategy, f"warning: model {model.name!r}: {note}")
     for name in (name for name, kind in verdict.kinds.items() if kind == BATCH):
         tell(
@@ -163,6 +166,8 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     if strategy.is_chief:
         kinds = {name: kind for name, kind in verdict.kinds.items() if kind != BATCH}
         found = "".join(f"; {name} is a {kind}" for name, kind in kinds.items())
+        if name == "train_step" and not verdict.found.moves:
+            found += "; all gradients are zero, which shows nothing: later steps are tried again"
         print(
             f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
             f"a whole and in {len(trial.parts)} parts agree to "
@@ -171,7 +176,41 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     return verdict
 
 
-def _judge(trial: Trial) -> Verdict:
+def audit(trial: Trial, kinds: dict[str, str], step: int, before: int) -> None:
+    """Compare a later step's parts with the whole, before it is applied. All ranks call it.
+
+    A term may begin late, and rows differ: what added up need not do so for ever.
+
+    Args:
+        trial: Of the step's rows.
+        kinds: Of its terms, as they were found.
+        step: Its number, from 1.
+        before: The number of the last step that was compared.
+    """
+    model, name = trial.model, trial.step_function.__name__
+    verdict = _judge(trial, lambda trial: _confirm(trial, kinds))
+    if verdict.found.wrong:
+        told = (
+            f"step {step} of the {name} of model {model.name!r} does not add up over "
+            f"{len(trial.parts)} replicas, and step {before} did: {trial.rows} rows computed by "
+            f"one, and as parts of {trial.parts} rows: {verdict.found.wrong}. "
+            f"{verdict.found.cure}. The step was not applied"
+            f"{'' if step == before + 1 else f'; steps since {before} may be wrong'}. "
+            "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
+        )
+        raise NotDistributedError(at_rank(trial.strategy.rank, told))
+    for note in verdict.notes:
+        if trial.is_new(note):
+            tell(trial.strategy, f"warning: step {step} of model {model.name!r}: {note}")
+
+
+def _confirm(trial: Trial, kinds: dict[str, str]) -> Verdict:
+    """Compute both ways with kinds that are known."""
+    whole, parts, tolerance = trial.whole(), trial.replicas(kinds), _tolerance(trial.model)
+    return Verdict(kinds, _compare(whole, parts, tolerance), _notes(whole, parts, tolerance))
+
+
+def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
     """Compute both ways until they agree: with each layout of random numbers, at other weights.
 
     At a kink, such as a ReLU's, rounding decides which gradient is computed. That happens at some
@@ -179,11 +218,11 @@ def _judge(trial: Trial) -> Verdict:
     """
     # All ranks follow rank 0's verdict, since rounding may differ by rank.
     agreed = trial.strategy.world.broadcast_object
-    best, layouts = agreed(_compute(trial)), {}
-    trial.of_python = bool(best.found.wrong)
+    best, layouts = agreed(compute(trial)), trial.layouts
+    trial.of_python = trial.of_python or bool(best.found.wrong)
     for others in _layouts(trial.draws) if best.found.wrong else ():
         trial.layouts = others
-        verdict = agreed(_compute(trial))
+        verdict = agreed(compute(trial))
         if not (best.found.size <= verdict.found.size):
             best, layouts = verdict, others
         if not best.found.wrong:
@@ -192,7 +231,7 @@ def _judge(trial: Trial) -> Verdict:
     far: list[Verdict] = []
     for seed in range(1, 1 + _OTHER_WEIGHTS) if best.found.wrong else ():
         with trial.moved(seed):
-            far.append(agreed(_compute(trial)))
+            far.append(agreed(compute(trial)))
         if not far[-1].found.wrong:
             return far[-1]
     return _undecided(trial, best, far) if best.found.wrong else best
@@ -422,7 +461,10 @@ def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> Difference:
                 "them (keras.optimizers.SGD without clipping makes no difference; "
                 "run_eagerly=True hides how indices are computed)",
             )
-    return Difference(difference, *((*state, _STATE) if state else ()))
+    moves = any(sizes.values()) or not sizes
+    if state:
+        return Difference(difference, state[0], _STATE, moves)
+    return Difference(difference, moves=moves)
 
 
 def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
@@ -584,7 +626,8 @@ def _explaining_failures(
         raise NotDistributedError(at_rank(strategy.rank, told)) from error
     except tf.errors.InvalidArgumentError as error:
         said, _, node = error.message.partition("[[")
-        said = re.sub(r"\{\{.*?\}\}", "", said).strip()
+        # Before it may stand where the op was made.
+        said = re.sub(r"\{\{.*?\}\}", "", said).strip().rpartition("\n\n")[2]
         if not _OF_SHAPES.search(said):
             tried = f"the {name} of model {model.name!r} was tried on {rows} rows"
             error.add_note(at_rank(strategy.rank, tried))

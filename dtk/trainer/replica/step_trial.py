@@ -37,6 +37,9 @@ _ROWS = 2
 # How far `Trial.moved` moves weights, relative to their size.
 _FAR = 1e-2
 
+# Traces a step, given a list for the variables that it assigns, and rows: of all, and of replicas.
+Trace: TypeAlias = "Callable[[list[keras.Variable], Tree, slicing.Slices], Found]"
+
 # What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
 Found: TypeAlias = dict[str, Tree]
 
@@ -110,25 +113,6 @@ class Trial:
         self.trainer = trainer
         self.model, self.strategy = trainer.model, trainer.strategy
         self.step_function = step_function
-        parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
-        batch = batch._replace(parts=parts)
-        self._few = _first_rows(batch, self._ranks(batch))
-        # Ragged and sparse tensors are sent as the tensors that they consist of.
-        here = sum(map(int, batch.counts))
-        self.batch_rows = sum(self.strategy.communicator.allgather_object(here))
-        mine = [
-            (int(count), [None if t is None else np.asarray(t) for t in _tensors_of(part)])
-            for part, count in zip(self._few.parts, self._few.counts, strict=True)
-        ]
-        gathered = self.strategy.communicator.allgather_object(mine)
-        pieces = [piece for of_rank in gathered for piece in of_rank]
-        self.parts = [count for count, _ in pieces]
-        self.rows = sum(self.parts)
-        self._few = self._few._replace(rows=tf.constant(self.rows, tf.int64))
-        like = slicing.spec_of(self._few.parts[0])
-        self._whole_data = tf.nest.map_structure(
-            _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
-        )
         self.layouts: Mapping[int, str] = {}
         self.of_python = False  # whether NumPy's and Python's draws belong to rows, too
         self.draws: list[int] = []
@@ -144,6 +128,56 @@ class Trial:
         self._concrete: dict[
             str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
         ] = {}
+        self._specs: list[tf.TensorSpec] = []
+        self._told: set[str] = set()
+        self.parts: list[int] = []
+        self.take(batch)
+
+    def take(self, batch: slicing.Slices, seed: int = 0) -> bool:
+        """Take some rows of a batch: the first ones, or others by a seed. All ranks call it.
+
+        Returns False, and keeps the rows before, if replicas have other numbers of rows than then.
+        """
+        parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
+        few = _some_rows(batch._replace(parts=parts), self._ranks(batch), seed)
+        # Ragged and sparse tensors are sent as the tensors that they consist of.
+        mine = [
+            (int(count), [None if t is None else np.asarray(t) for t in _tensors_of(part)])
+            for part, count in zip(few.parts, few.counts, strict=True)
+        ]
+        here = sum(map(int, batch.counts))
+        gathered = self.strategy.communicator.allgather_object((here, mine))
+        pieces = [piece for _, of_rank in gathered for piece in of_rank]
+        counts = [count for count, _ in pieces]
+        if self.parts and self.parts != counts:
+            return False
+        self.parts, self.rows = counts, sum(counts)
+        self.batch_rows = sum(rows for rows, _ in gathered)
+        few = few._replace(rows=tf.constant(self.rows, tf.int64))
+        like = slicing.spec_of(few.parts[0])
+        whole = tf.nest.map_structure(
+            _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
+        )
+        self._given = whole, few
+        self._tensors = [t for t in _tensors_of(self._given) if t is not None]
+        specs = [_spec_of(*both) for both in itertools.zip_longest(self._tensors, self._specs)]
+        if specs != self._specs:  # such as longer texts
+            self._specs = specs
+            self._concrete.clear()
+        return True
+
+    def _with_tensors(self, tensors: Sequence[tf.Tensor]) -> tuple[Tree, slicing.Slices]:
+        """Return the rows that were taken, of these tensors."""
+        given = iter(tensors)
+        leaves = [None if leaf is None else next(given) for leaf in _tensors_of(self._given)]
+        return tf.nest.pack_sequence_as(self._given, leaves, expand_composites=True)
+
+    def is_new(self, note: str) -> bool:
+        """Return whether nothing was noted yet about what a note begins with."""
+        about = note.partition(" ")[0]
+        is_new = about not in self._told
+        self._told.add(about)
+        return is_new
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
@@ -172,7 +206,7 @@ class Trial:
         """Compute the step by all replicas; each computes its part."""
         return self._compute(f"parts {sorted(kinds.items())}", self._trace_replicas(kinds))
 
-    def _compute(self, way: str, trace: Callable[[list[keras.Variable]], Found]) -> Outcome:
+    def _compute(self, way: str, trace: Trace) -> Outcome:
         """Compute a step one way, then restore every variable that it changed."""
         assigned: list[keras.Variable] = []
         made = Snapshot([])
@@ -189,17 +223,22 @@ class Trial:
             if self.model.run_eagerly:
                 before = Snapshot(changed_by_training(self.model))
                 self._move_weights()
-                found = trace(assigned)
+                found = trace(assigned, *self._given)
             else:
                 way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
                 if way not in self._concrete:
-                    function = tf.function(lambda: trace(assigned), autograph=False)
+
+                    def step(*tensors: tf.Tensor) -> Found:
+                        whole, few = self._with_tensors(tensors)
+                        return trace(assigned, whole, few)
+
+                    function = tf.function(step, autograph=False, input_signature=self._specs)
                     self._concrete[way] = function.get_concrete_function(), assigned
                 concrete, assigned = self._concrete[way]
                 moved = self.model.trainable_variables if self._moves else []
                 before = Snapshot([*self._changed_by(assigned, concrete), *moved])
                 self._move_weights()
-                found = concrete()
+                found = concrete(*self._tensors)
         before.restore()
         made.restore()
         self.draws = [*dict.fromkeys(drawn)] or self.draws  # no draws if it was traced before
@@ -207,7 +246,7 @@ class Trial:
         if "calls" in arrays:
             self.counted = self._calls.arrays(arrays.pop("calls"))
             times = self.batch_rows / self.rows
-            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes").items()}
+            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes", {}).items()}
         return Outcome(**arrays)
 
     def _move_weights(self) -> None:
@@ -243,7 +282,10 @@ class Trial:
         }
         return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
 
-    def _trace_whole(self, assigned: list[keras.Variable]) -> Found:
+    def _trace_whole(
+        self, assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+    ) -> Found:
+        del few
         with tf_replicas.as_one_replica(self.strategy):
             random_draws.restart(self.rows, 0, self.rows, self.of_python)
             rows = tf.constant(self.rows, tf.int64)
@@ -258,7 +300,7 @@ class Trial:
                 notes_losses=True,
             )
             with traced_step.tracing(step), self._calls.noted():
-                logs = self.step_function(slicing.forget_rows(self._whole_data))
+                logs = self.step_function(slicing.forget_rows(whole))
                 found = self._observed(step, logs, assigned)
                 self.sums = logged_sums(step)
                 losses = step.losses if self.gathers else {}
@@ -266,12 +308,14 @@ class Trial:
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
                 return found | {"calls": self._calls.tensors(), "sizes": sizes}
 
-    def _trace_replicas(self, kinds: Mapping[str, str]) -> Callable[[list[keras.Variable]], Found]:
+    def _trace_replicas(self, kinds: Mapping[str, str]) -> Trace:
         strategy, model = self.strategy, self.model
         sequence = strategy.new_sequence("self_test")
         starts = np.cumsum([0, *self.parts])
 
-        def trace(assigned: list[keras.Variable]) -> Found:
+        def trace(assigned: list[keras.Variable], whole: Tree, few: slicing.Slices) -> Found:
+            del whole
+
             @tf.autograph.experimental.do_not_convert
             def one(batch: slicing.Slices) -> Found:
                 with strategy.sequence(sequence):
@@ -294,7 +338,7 @@ class Trial:
             gathered = self.trainer.gathered
             assigned.extend(v for metric in gathered for v in metric.variables)  # outside the step
             with whole_batch.counted_on_all_rows(gathered):
-                found = strategy.run(one, args=(self._few,))
+                found = strategy.run(one, args=(few,))
             first = keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], found
             )
@@ -422,14 +466,23 @@ def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
 # The rows.
 
 
-def _first_rows(batch: slicing.Slices, ranks: Sequence[int]) -> slicing.Slices:
-    """Take the first rows of each of this process's slices; a padding row stays one."""
+def _some_rows(batch: slicing.Slices, ranks: Sequence[int], seed: int) -> slicing.Slices:
+    """Take some rows of each of this process's slices; a padding row stays one."""
     parts, counts = [], []
     for rank, part, count in zip(ranks, batch.parts, batch.counts, strict=True):
         rows = min(int(count), _ROWS + (rank == 0))
-        parts.append(slicing.rows_of(part, 0, max(rows, 1)))
+        first = int(np.random.default_rng((seed, rank)).integers(int(count) - rows + 1)) * (
+            seed > 0
+        )
+        parts.append(slicing.rows_of(part, first, first + max(rows, 1)))
         counts.append(tf.constant(rows, tf.int64))
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
+
+
+def _spec_of(tensor: tf.Tensor, before: tf.TensorSpec | None) -> tf.TensorSpec:
+    """Return the specification of a tensor, and of those before it."""
+    spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+    return spec if before is None else spec.most_specific_compatible_type(before)
 
 
 def _bytes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
