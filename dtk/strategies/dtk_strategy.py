@@ -18,7 +18,7 @@ from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import Strategy, surroundings
-from dtk.trainer.tracing import lookups
+from dtk.trainer.tracing import lookups, own_loops
 
 _Made = TypeVar("_Made")
 
@@ -81,8 +81,17 @@ class DtkStrategy(Strategy):
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         model_scope.check_distributed(fn, self)
-        with surroundings(fn, otherwise=_of_own_loops):
+        with surroundings(fn, otherwise=self._of_own_loops):
             return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
+
+    @contextlib.contextmanager
+    def _of_own_loops(self) -> Iterator[None]:
+        """Return the context of replicas in a script's own loop."""
+        with (
+            keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
+            own_loops.watched(self) if self.num_replicas_in_sync > 1 else contextlib.nullcontext(),
+        ):
+            yield
 
     def _of_replica(self, fn: Function[_Made]) -> Function[_Made]:
         """Return the function that each replica runs in place of a script's."""
@@ -124,11 +133,6 @@ class DtkStrategy(Strategy):
             model: The model.
         """
         return distributed_trainer.DistributedTrainer(model, self)
-
-
-def _of_own_loops() -> contextlib.AbstractContextManager[None]:
-    """Return the context of replicas in a script's own loop."""
-    return keras_steps.patch_moments(step_metrics.moments_of_all_replicas)
 
 
 @contextlib.contextmanager

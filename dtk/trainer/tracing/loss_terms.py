@@ -110,7 +110,7 @@ def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficie
         if not left:
             return found
         coefficient, tensor = left.pop()
-        parts = None if tensor.ref() in known else _parts_of(tensor)
+        parts = None if tensor.ref() in known else parts_of(tensor)
         if parts is None:
             found.append((coefficient, tensor))
         else:
@@ -124,7 +124,7 @@ def _product(one: Coefficient, other: Coefficient) -> Coefficient:
     return tf.cast(one, other.dtype) * other
 
 
-def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
+def parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
     """Return the scalars that an op adds up, with their coefficients; None for other ops."""
     op = tensor.op
     inputs = list(op.inputs)

@@ -1,0 +1,114 @@
+"""What a script's own loop differentiates, where it shows that the replicas' gradients sum wrongly.
+
+Gradients are summed over the replicas. So each replica must add its part of the global batch's
+loss: a sum over its rows by the rows of all, as `tf.nn.compute_average_loss` makes it. The graph of
+a tape's target shows three others:
+
+    mean(of own rows)          as many times too large as there are replicas
+    sum(...) / sum(own mask)   a mean over rows that count; 0 / 0 where none does
+    penalty without rows       counted by every replica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import numpy as np
+import tensorflow as tf
+
+from dtk.compat import keras_steps, tf_replicas
+from dtk.errors import script_line
+from dtk.nests import Tree
+from dtk.trainer.strategy import Strategy, tell
+from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing.loss_terms import Coefficient, computed_from, depends_on_data, parts_of
+from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
+
+# Ops by which a replica may have the sums of others.
+_MAY_SUM = ("Collective", "PyFunc", "EagerPyFunc", "Horovod", "Nccl")
+_said: set[str] = set()  # the lines of scripts that were warned of
+_AVERAGE = "tf.nn.compute_average_loss(one loss for each row, global_batch_size=...)"
+
+
+def watched(strategy: Strategy) -> AbstractContextManager[None]:
+    """Return a context in which a replica's tapes are looked at, where it is traced."""
+
+    def differentiate(
+        gradient: keras_steps.Gradient,
+        values: keras_steps.Values,
+        target: Tree,
+        sources: Tree,
+        output_gradients: Tree,
+    ) -> Tree:
+        del values
+        of_weights = any(hasattr(source, "assign") for source in tf.nest.flatten(sources))
+        if of_weights and output_gradients is None and not tf.executing_eagerly():
+            for found in filter(None, map(_mistake_in, tf.nest.flatten(target))):
+                line = script_line()
+                if line not in _said and tf_replicas.replica_index() == 0:
+                    _said.add(line)
+                    _warn(strategy, line, found)
+        return gradient(target, sources, output_gradients)
+
+    return keras_steps.patch_tapes(differentiate)
+
+
+def _warn(strategy: Strategy, line: str, found: str) -> None:
+    replicas = strategy.num_replicas_in_sync
+    tell(
+        strategy,
+        f"warning: {line} differentiates {found}. Gradients are summed over {replicas} replicas, "
+        "so this differs from one process",
+    )
+
+
+def _mistake_in(target: tf.Tensor) -> str | None:
+    """Return what in a tape's target each replica counts as if there were no other."""
+    in_fit = traced_step.current() is not None
+    if in_fit or not tf.is_symbolic_tensor(target) or target.shape.rank != 0:
+        return None
+    known = RowDependence(None)
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    for factors, scalar in _terms(target):
+        values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
+        if any(value is None or np.isclose(value * replicas, 1.0) for value in values):
+            continue  # it may be divided by the number of replicas
+        op = scalar.op
+        if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
+            return f"a mean over a replica's own rows. Write {_AVERAGE}"
+        if op.type in ("RealDiv", "DivNoNan") and _is_of_own_rows(op.inputs[1]):
+            return (
+                "a sum over a replica's own rows, divided by another one of them, which is 0 / 0 "
+                "where a mask leaves none. Divide by the sum of all replicas: strategy.reduce, or "
+                "tf.distribute.get_replica_context().all_reduce"
+            )
+        if tf.get_static_value(scalar) is None and known.is_equal(scalar):
+            return (
+                "a penalty without rows, which every replica adds. Write "
+                "tf.nn.scale_regularization_loss(penalty)"
+            )
+    return None
+
+
+def _terms(target: tf.Tensor) -> Iterator[tuple[list[Coefficient], tf.Tensor]]:
+    """Yield the scalars that a scalar is a linear combination of, each with all its factors."""
+    left: list[tuple[list[Coefficient], tf.Tensor]] = [([], target)]
+    while left:
+        factors, scalar = left.pop()
+        parts = parts_of(scalar)
+        if parts is None:
+            yield factors, scalar
+        else:
+            left += [([*factors, factor], part) for factor, part in parts]
+
+
+def _is_of_own_rows(denominator: tf.Tensor) -> bool:
+    """Return whether a denominator is computed from a replica's rows alone."""
+    if not depends_on_data(denominator, by_shape=False):
+        return False
+    return not any(
+        one.op.type.startswith(_MAY_SUM) or (one.op.type == "Placeholder" and one.shape.rank == 0)
+        for one in computed_from([denominator])
+        if one.dtype != tf.resource
+    )

@@ -1,0 +1,94 @@
+"""A loop of one's own is told where its loss counts other than one process's."""
+
+import contextlib
+import io
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies import bodies
+
+BATCH = 8
+
+
+def penalty(model):
+    return tf.reduce_sum(model.trainable_variables[0] ** 2)
+
+
+def kept(x, losses):
+    return tf.cast(x[:, 0] > 0, losses.dtype)
+
+
+def everywhere(value):
+    return tf.distribute.get_replica_context().all_reduce("sum", value)
+
+
+def average(losses):
+    return tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+
+
+# Given losses for each row, the rows, and the model.
+WRONG = {
+    "a mean over": lambda losses, x, model: tf.reduce_mean(losses),
+    "a mean over a replica's": lambda losses, x, model: 0.3 * tf.reduce_mean(losses) + 1.0,
+    "a penalty": lambda losses, x, model: average(losses) + 0.1 * penalty(model),
+    "0 / 0": lambda losses, x, model: (
+        tf.reduce_sum(losses * kept(x, losses)) / tf.reduce_sum(kept(x, losses))
+    ),
+}
+RIGHT = {
+    "average": lambda losses, x, model: average(losses),
+    "average of own": lambda losses, x, model: tf.nn.compute_average_loss(losses),
+    "divided": lambda losses, x, model: tf.reduce_mean(losses) / 2.0,
+    "scaled": lambda losses, x, model: (
+        average(losses) + tf.nn.scale_regularization_loss(penalty(model)) + 1.0
+    ),
+    "of all": lambda losses, x, model: (
+        tf.reduce_sum(losses * kept(x, losses)) / everywhere(tf.reduce_sum(kept(x, losses)))
+    ),
+}
+
+
+def said_of(loss, name):
+    """Take a step in a loop whose line is `name`; return what dtk says."""
+    strategy = bodies.strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def differentiated(tape, target):
+        code = compile("tape.gradient(target, weights)", name, "eval")
+        return eval(code, {"tape": tape, "target": target, "weights": model.trainable_variables})
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.mean_squared_error(x[:, :1], model(x, training=True))
+            target = loss(losses, x, model)
+        gradients = differentiated(tape, target)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    rows = np.random.default_rng(0).normal(size=(BATCH, 3)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
+    run = tf.function(lambda x: strategy.run(step, (x,)))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for x in strategy.experimental_distribute_dataset(data):
+            run(x)
+    return said.getvalue()
+
+
+def said_of_all():
+    return {name: said_of(loss, f"{name}.py") for name, loss in (WRONG | RIGHT).items()}
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_is_told_what_to_write(pool):
+    said, of_other = pool.run(said_of_all)
+    for name in WRONG:
+        assert said[name].startswith(f"dtk: warning: {name}.py:1 differentiates a"), said[name]
+        assert name in said[name]
+    assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
+    assert set(of_other.values()) == {""}, "rank 0 alone says it"
