@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
@@ -337,8 +338,31 @@ class DistributedTrainer(ModelState):
         """Make the model's predict function: every rank gets every row, in order."""
         model = self.model
         if model.predict_function is None or force:
-            model.predict_function = replica_step.make_predict_function(model, self.strategy)
+            predict = replica_step.make_predict_function(model, self.strategy)
+            model.predict_function = self._checked_predict(predict)
         return model.predict_function
+
+    def _checked_predict(
+        self, predict: Callable[[list[Tree]], Tree]
+    ) -> Callable[[list[Tree]], Tree]:
+        """Let the first batch show, once it has built the model, that rows are independent."""
+        model, strategy = self.model, self.strategy
+        one_model = strategy.num_replicas_in_sync > 1 and strategy.model_communicator.size == 1
+        unchecked = one_model and bool(self_test.is_wanted(strategy.self_test))
+
+        @functools.wraps(predict)
+        def checked(batches: list[Tree]) -> Tree:
+            nonlocal unchecked
+            outputs = predict(batches)
+            if unchecked and self_test.reasons_to_try_predict(model):
+                data = keras.tree.map_structure(
+                    lambda leaf: strategy.experimental_local_results(leaf)[0], batches[0]
+                )
+                self_test.check_predict(model, data, strategy)
+            unchecked = False
+            return outputs
+
+        return checked
 
     def predict_on_batch(self, x: Tree) -> Tree:
         """Predict a global batch, in place of `Model.predict_on_batch`."""

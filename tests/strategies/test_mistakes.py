@@ -715,6 +715,46 @@ def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
 
 
+class Ranked(keras.Sequential):
+    """Divides by the largest prediction, as if all rows were here."""
+
+    def predict_step(self, data):
+        outputs = super().predict_step(data)
+        return {"part": outputs / tf.reduce_max(tf.abs(outputs))}
+
+
+@mistake(
+    "NotDistributedError",
+    "rank {rank}: what the predict_step of model 'ranked",
+    "depends on the other rows",
+    "dtk.layers.gather_over_batch",
+    "undistributed()",
+)
+def predictions_that_depend_on_other_rows(strategy):
+    x, _ = cases.rows(16)
+    cases.compiled(strategy, lambda: Ranked(cases.small().layers)).predict(x, 8, verbose=0)
+
+
+class Sampled(keras.Sequential):
+    """Draws for each row, and ranks classes."""
+
+    def predict_step(self, data):
+        outputs = super().predict_step(data)
+        noise = keras.random.normal(tf.shape(outputs)) + tf.random.uniform(tf.shape(outputs))
+        return tf.argsort(outputs, 1), outputs + noise
+
+
+def sampled():
+    x, _ = cases.rows(16)
+    model = cases.compiled(bodies.strategy(), lambda: Sampled(cases.small().layers))
+    return [np.shape(one) for one in model.predict(x, 8, verbose=0)]
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_predictions_may_draw_for_their_rows(pool):
+    assert pool.run(sampled) == [[(16, 10), (16, 10)]] * 2
+
+
 class Late(keras.Sequential):
     """From the fifth step on, its loss has a term of the whole batch."""
 

@@ -36,12 +36,19 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.cluster.variables import SELF_TEST, TIME_STEPS
-from dtk.compat import keras_models, keras_optimizers, random_draws
+from dtk.compat import (
+    keras_models,
+    keras_optimizers,
+    keras_steps,
+    random_draws,
+    tf_replicas,
+)
 from dtk.errors import NotDistributedError, at_rank
-from dtk.nests import Array
+from dtk.input import slicing
+from dtk.nests import Array, Tree
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import metric_trial
-from dtk.trainer.replica.step_trial import Outcome, Trial
+from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
+from dtk.trainer.replica.step_trial import Outcome, Snapshot, Trial
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import BATCH, RATIO, SUM
@@ -208,6 +215,71 @@ def _confirm(trial: Trial, kinds: dict[str, str]) -> Verdict:
     """Compute both ways with kinds that are known."""
     whole, parts, tolerance = trial.whole(), trial.replicas(kinds), _tolerance(trial.model)
     return Verdict(kinds, _compare(whole, parts, tolerance), _notes(whole, parts, tolerance))
+
+
+def check_predict(model: keras.Model, data: Tree, strategy: Strategy) -> None:
+    """Raise on all ranks if what a model predicts of a row depends on other rows.
+
+    Args:
+        model: Built by its first prediction.
+        data: This process's rows of a batch, which are predicted again, together and in two parts.
+        strategy: Of all ranks.
+    """
+    rows = min(int(slicing.count_rows(data)), 5)
+    found = None
+    if rows > 1:
+        few = slicing.rows_of(replica_step.without_optionals(data), 0, rows)
+        found = _difference_of_predictions(model, few, rows, strategy)
+    told = next(filter(None, strategy.world.allgather_object(found)), None)
+    if told is not None:
+        told = (
+            f"what the predict_step of model {model.name!r} gives for a row depends on the other "
+            f"rows, of which each of {strategy.num_replicas_in_sync} replicas has its own: {told}. "
+            "Gather them by dtk.layers.gather_over_batch, or predict on each rank by itself, "
+            "inside `with dtk.strategies.undistributed():`"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, told))
+
+
+def _difference_of_predictions(
+    model: keras.Model, few: Tree, rows: int, strategy: Strategy
+) -> str | None:
+    """Predict rows together and in two parts; return how the predictions differ, if they do."""
+    before = Snapshot([*model.variables, *step_metrics.metric_variables(model)])
+    half = rows - rows // 2
+
+    def predicted(begin: int, end: int) -> list[Array]:
+        random_draws.restart(end - begin, begin, rows, True)
+        outputs = model.predict_step(slicing.rows_of(few, begin, end))
+        before.restore()
+        return [np.asarray(one) for one in tf.nest.flatten(outputs, expand_composites=True)]
+
+    def differing(one: Sequence[Array], other: Sequence[Array]) -> str | None:
+        for value, its in zip(one, other, strict=True):
+            if not _same_outputs(value, its, _tolerance(model)):
+                return f"{value.ravel()[:1]} with {rows} rows, and {its.ravel()[:1]} with a part"
+        return None
+
+    alone = tf_replicas.as_one_replica(strategy)
+    by_row = random_draws.by_row({}, True)
+    with alone, by_row, keras_steps.all_synchronized(model), whole_batch.noting_calls() as calls:
+        whole, again = predicted(0, rows), predicted(0, rows)
+        # It asks for other rows by itself, or draws in a way that no seed tells.
+        if calls or differing(whole, again) is not None:
+            return None
+        parts = zip(predicted(0, half), predicted(half, rows), strict=True)
+        return differing(
+            whole, [np.concatenate(both) if both[0].ndim else both[0] for both in parts]
+        )
+
+
+def _same_outputs(one: Array, other: Array, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind == "f":
+        scale = tolerance * max(1.0, np.abs(one[np.isfinite(one)]).max(initial=0.0))
+        return np.allclose(other, one, tolerance, scale, equal_nan=True)
+    return np.mean(one != other) < 0.1  # rounding decides ties, as of argmax
 
 
 def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
@@ -518,21 +590,25 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
 
 def reasons(model: keras.Model, step_name: str) -> list[str]:
     """Return the parts of a model's step that are not Keras's own and so must be tried."""
-    found = []
-    if not keras_models.is_from_keras(getattr(type(model), step_name)):
-        found.append(f"{step_name} of {type(model).__name__}")
+    found = reasons_to_try_predict(model, step_name)
     if not keras_models.computes_own_loss(model):
         found.append(f"compute_loss of {type(model).__name__}")
     found += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
     found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
+    return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
+
+
+def reasons_to_try_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]:
+    """Return a model's step and layers that are not Keras's own, or compute along the batch."""
+    own_step = not keras_models.is_from_keras(getattr(type(model), step_name))
+    found = [f"{step_name} of {type(model).__name__}"] if own_step else []
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
     found += [f"layer {name}" for name in sorted(layers)]
-    own_layers = filter(_is_along_batch, keras_models.layers_of(model))
-    found += [f"layer {layer.name} {_ALONG}" for layer in own_layers]
+    along = filter(_is_along_batch, keras_models.layers_of(model))
+    found += [f"layer {layer.name} {_ALONG}" for layer in along]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
     found += [f"activation {name}" for name in sorted({*map(_called, own)})]
-    found += [f"operation {name}" for name in keras_models.combining_operations(model)]
-    return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
+    return found + [f"operation {name}" for name in keras_models.combining_operations(model)]
 
 
 def _looks_up_eagerly(model: keras.Model) -> bool:

@@ -14,8 +14,10 @@ itself, in layers and steps of its own, is `sum_over_batch` and `gather_over_bat
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -238,7 +240,7 @@ def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
         >>> float(dice(keras.ops.ones((4, 1)), keras.ops.ones((4, 1))))
         0.0
     """
-    _note_cure()
+    _note_call("sum_over_batch")
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
         return value
@@ -281,7 +283,7 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
             f"gather_over_batch was given {value}; expected a dense tensor [rows, ...], in a loss, "
             "a step, or the call of a layer"
         )
-    _note_cure()
+    _note_call("gather_over_batch")
     replica, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     if replica is None or tf_replicas.is_whole():
         return value, 0
@@ -296,8 +298,25 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
     return rows, first
 
 
-def _note_cure() -> None:
-    """Note that the loss being computed adds up over replicas by itself."""
+class _Noted(threading.local):
+    calls: list[str] | None = None
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def noting_calls() -> Iterator[list[str]]:
+    """Return a context that lists the calls by which this thread's script asks for other rows."""
+    calls: list[str] = []
+    with temporarily(_noted, calls=calls):
+        yield calls
+
+
+def _note_call(name: str) -> None:
+    """Note that a script asks for other rows; the loss being computed then adds up by itself."""
+    if _noted.calls is not None:
+        _noted.calls.append(name)
     step = traced_step.current()
     if step is not None and step.loss in step.losses:
         step.losses[step.loss].is_cured = True
