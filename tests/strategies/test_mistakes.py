@@ -715,6 +715,35 @@ def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
 
 
+class Sharpness(keras.Sequential):
+    """Moves weights along the gradient of its rows before it differentiates (SAM)."""
+
+    def train_step(self, data):
+        x, y = data
+        for last in (False, True):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            if not last:
+                moves = [0.05 * g / (tf.linalg.global_norm(gradients) + 1e-12) for g in gradients]
+                for variable, move in zip(self.trainable_variables, moves, strict=True):
+                    variable.assign_add(move)
+        for variable, move in zip(self.trainable_variables, moves, strict=True):
+            variable.assign_sub(move)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@mistake(
+    "NotDistributedError",
+    "The step itself moves weights, by gradients of a replica's own rows",
+    "[sums(g * rows) / sums(rows) for g in gradients]",
+)
+def weights_that_a_step_moves(strategy):
+    x, y = cases.rows(16)
+    cases.compiled(strategy, lambda: Sharpness(cases.small().layers)).fit(x, y, 8, verbose=0)
+
+
 class Ranked(keras.Sequential):
     """Divides by the largest prediction, as if all rows were here."""
 

@@ -77,7 +77,13 @@ _ALONG_BATCH = (
 )
 _STATE = (
     "Replicas average what they assign, so it must be a mean over rows, or made of sums by "
-    "dtk.layers.sum_over_batch; a largest value of a batch is neither"
+    "dtk.layers.sum_over_batch; a largest value of a batch is neither. Rows that are kept, as in a "
+    "queue, must be those of all workers, by dtk.layers.gather_over_batch"
+)
+_MOVING = (
+    "The step itself moves weights, by gradients of a replica's own rows; average them first, with "
+    "sums = dtk.layers.sum_over_batch and rows = tf.cast(tf.shape(x)[0], tf.float32), for data x: "
+    "gradients = [sums(g * rows) / sums(rows) for g in gradients]"
 )
 _CLIPPING = (
     "Does the step clip gradients before an optimizer takes them? Give the optimizer clipnorm=, "
@@ -141,6 +147,8 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial, _compute)
     if verdict.found.wrong:
+        if trial.moves_weights:
+            verdict = verdict._replace(found=verdict.found._replace(cure=_MOVING))
         if any(reason.endswith(_ALONG) for reason in reasons):
             verdict = verdict._replace(found=verdict.found._replace(cure=_ALONG_BATCH))
         large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
@@ -696,8 +704,9 @@ def _explaining_failures(
         told = (
             f"the {name} of model {model.name!r} applies gradients in a branch or a loop of the "
             "graph (tf.cond, tf.while_loop, an `if` on a tensor), where the test of its parts "
-            "cannot see them. Call apply in the step itself, or train untested, with "
-            "self_test=False (or DTK_SELF_TEST=0)"
+            "cannot see them. To accumulate gradients, give the optimizer "
+            "gradient_accumulation_steps=; else call apply in the step itself, or train untested, "
+            "with self_test=False (or DTK_SELF_TEST=0)"
         )
         raise NotDistributedError(at_rank(strategy.rank, told)) from error
     except tf.errors.InvalidArgumentError as error:

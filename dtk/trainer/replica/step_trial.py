@@ -117,6 +117,7 @@ class Trial:
         self.of_python = False  # whether NumPy's and Python's draws belong to rows, too
         self.draws: list[int] = []
         self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
+        self.moves_weights = False  # whether the step assigns them besides its optimizer
         self.counted: list[metric_trial.Call] = []
         # losses that may be computed on the rows of all replicas, and the bytes of these in a step
         self.losses: dict[str, int] = {}
@@ -303,6 +304,8 @@ class Trial:
                 logs = self.step_function(slicing.forget_rows(whole))
                 found = self._observed(step, logs, assigned)
                 self.sums = logged_sums(step)
+                weights = {id(v) for v in self.model.trainable_variables}
+                self.moves_weights = not weights.isdisjoint(step.assigned)
                 losses = step.losses if self.gathers else {}
                 self.doubtful = [name for name, call in losses.items() if not call.adds_up]
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
@@ -482,7 +485,7 @@ def _some_rows(batch: slicing.Slices, ranks: Sequence[int], seed: int) -> slicin
 def _spec_of(tensor: tf.Tensor, before: tf.TensorSpec | None) -> tf.TensorSpec:
     """Return the specification of a tensor, and of those before it."""
     spec = tf.TensorSpec(tensor.shape, tensor.dtype)
-    return spec if before is None else spec.most_specific_compatible_type(before)
+    return spec if before is None else spec.most_specific_common_supertype([before])
 
 
 def _bytes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
