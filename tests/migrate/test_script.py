@@ -118,6 +118,13 @@ def test_plain_keras():
     assert '\n    model.compile("sgd", "mse")\nmodel.fit(x, x[:, :1], batch_size=4)' in text
 
 
+def test_a_fit_of_the_scripts_own_stays():
+    """Its third argument was taken for a batch size."""
+    lines = ["class Trainer:", "    def fit(self, x, y, xv):", "        m.fit(x, y, 16)"]
+    after, _ = migrated(hvd(*lines, "t = Trainer()", "t.fit(x, y, x[:8])"))
+    assert "t.fit(x, y, x[:8])" in after and "m.fit(x, y, 16 * strategy.size)" in after
+
+
 def test_the_strategy_is_made_before_its_scope():
     """Lines of one place came in the order of a set, another with each seed of hashes."""
     for length in range(9):
@@ -354,6 +361,7 @@ def test_what_else_counts_epochs_is_marked(given, counted):
         ["if not hvd.rank():", "    m.evaluate(x)"],
         ["if verbose and hvd.rank() == 0:", "    m.evaluate(x)"],
         ["chief = hvd.rank() == 0", "if chief:", "    m.evaluate(x)"],
+        ["self.rank = hvd.rank()", "if self.rank == 0:", "    m.evaluate(x)"],
         ["if hvd.rank() > 0:", "    pass", "else:", "    m.evaluate(x)"],
         ["score = m.evaluate(x) if hvd.local_rank() == 0 else None"],
         ["if hvd.rank() != 0:", "    raise SystemExit", "m.evaluate(x)"],

@@ -109,8 +109,8 @@ class _Horovod:
 
     def is_of_rank(self, test: cst.CSTNode) -> bool:
         """Whether an expression, or what it names, asks for the rank."""
-        names = self.source.find(cst.Name, test)
-        shown = [test, *(one for name in names for one in self.source.assignments(name.value))]
+        named = [*self.source.find(cst.Name, test), *self.source.find(cst.Attribute, test)]
+        shown = [test, *(one for name in named for one in self.source.assignments(code(name)))]
         calls = [call for one in shown for call in self.source.find(cst.Call, one)]
         return any(self.name(call).endswith("rank") for call in calls)
 
@@ -400,6 +400,8 @@ class _Horovod:
     def _fit(self, call: cst.Call) -> None:
         """Make the batch of `fit` global, and its epochs passes; mark what is not shown."""
         source, rows, x = self.source, argument(call, "batch_size", 2), argument(call, "x", 0)
+        if self._is_of_script(call):
+            return
         if rows is not None or argument(call, "y", 1) is not None:
             self._times_size(call, rows)
         elif not _BATCHES & source.dataset(x):
@@ -419,6 +421,15 @@ class _Horovod:
                 told = "where each rank read all rows, an epoch was that many passes; it is one now"
                 told += "".join(f", also for `{one}`" for one in counted)
                 source.mark(call, told, "batches-and-epochs")
+
+    def _is_of_script(self, call: cst.Call) -> bool:
+        """Return whether the script shows that a method is a class's of its own."""
+        assert isinstance(call.func, cst.Attribute)
+        made = self.source.resolved(call.func.value)
+        name = code(made.func) if isinstance(made, cst.Call) else ""
+        classes = [one for one in self.source.find(cst.ClassDef) if one.name.value == name]
+        methods = [one.name.value for c in classes for one in self.source.find(cst.FunctionDef, c)]
+        return call.func.attr.value in methods
 
     def _rest(self) -> None:
         """Mark names that are left, and remove imports that nothing needs."""

@@ -92,9 +92,9 @@ class Source:
         for node in [one for one in self._nodes if isinstance(one, targets)]:
             name, value = assigned(self._parents[node])
             target = node.name if isinstance(node, cst.Param) else node.target
-            for each in self.find(cst.Name, target):  # None is a value that is not shown
-                shown = value if name == each.value else None
-                self._values.setdefault(each.value, []).append(shown)
+            named = [*self.find(cst.Name, target), *self.find(cst.Attribute, target)]
+            for each in map(code, named):  # None is a value that is not shown
+                self._values.setdefault(each, []).append(value if name == each else None)
 
     # Questions.
 
