@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from dtk.cluster import Host, progress, recording
+from dtk.cluster.detect import check_not_launched
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import (
@@ -48,7 +49,11 @@ _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
     """,
 )
 @click.option(
-    "-n", "--workers", type=int, help="Processes to start. Default: the slots of the hosts."
+    "-n",
+    "-np",  # as with mpirun
+    "--workers",
+    type=int,
+    help="Processes to start. Default: the slots of the hosts.",
 )
 @click.option(
     "--ps",
@@ -166,6 +171,7 @@ def run(
     """
     screen.hold_standard_descriptors()
     command = command_of(script, module, args)
+    check_not_launched(os.environ)
     if not 0.0 <= timeout_grace <= 3600.0:
         raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
     if not 1.0 <= save_grace <= 1e6:

@@ -87,6 +87,17 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     return tf_config.to_environment(config) if launched is None else _agree(launched, config)
 
 
+def check_not_launched(environ: Mapping[str, str]) -> None:
+    """Raise where another launcher has started several of this process, which is to start a job."""
+    found = _launched(environ)
+    if found is not None and found.size > 1:
+        raise ClusterError(
+            f"{found.reason}: each of {found.size} processes would start a job of its own. Start "
+            "`dtk run` once, or the script itself by that launcher, as in `mpirun -n "
+            f"{found.size} python train.py`"
+        )
+
+
 def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     """Return whether a rank has started this process by multiprocessing, with its variables."""
     process = sys.modules.get("multiprocessing.process")  # which it has imported

@@ -120,7 +120,7 @@ def _parse_entry(content: str, where: str) -> Host:
     word, *settings = content.split() or [""]
     match = _WORD.fullmatch(word)
     if match is None:
-        raise ClusterError(f"{where}: {content!r} is not a host; {expected}")
+        raise ClusterError(f"{where}: {content!r} is not a host; {_meant(word) or expected}")
     slots = match["slots"]
     for setting in settings:
         pair = _SETTING.fullmatch(setting)
@@ -137,6 +137,18 @@ def _parse_entry(content: str, where: str) -> Host:
             f"{where}: {content!r} has {slots!r} slots, expected a number of 1 or more"
         )
     return Host(match["name"], int(slots))
+
+
+def _meant(word: str) -> str:
+    """Return what to write for a word of another tool's; empty if it is none."""
+    if "@" in word:
+        user, _, name = word.partition("@")
+        return f"write {name}, and `User {user}` for it in ~/.ssh/config"
+    if "[" in word:
+        return f"write one name each, as `scontrol show hostnames {word}` prints them"
+    if "::" in word or word.count(":") > 4:
+        return "for an IPv6 address, write a name that /etc/hosts or ~/.ssh/config gives it"
+    return ""
 
 
 def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:

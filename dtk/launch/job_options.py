@@ -33,7 +33,7 @@ communicator = click.option(
     help="What moves the bytes: " + ", ".join(COMMUNICATORS) + ".",
 )
 hosts = click.option(
-    "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
+    "-H", "--hosts", metavar="H1:N,H2:N", help="Hosts and how many processes each takes."
 )
 hostfile = job_file.path_option("--hostfile", help="The same, one `host slots=n` per line.")
 remote_shell = click.option(

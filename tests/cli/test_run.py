@@ -152,6 +152,9 @@ MISTAKES = {
     "no number": ([SCRIPT], "the number of processes is not given; add -n"),
     "not a number": (["-n", "two", SCRIPT], "see `dtk run --help`"),
     "bad hosts": (["--hosts", "a:x", SCRIPT], "'a:x' is not a host; expected"),
+    "a user": (["-H", "me@a:2", SCRIPT], "write a:2, and `User me` for it in ~/.ssh/config"),
+    "names of Slurm": (["-np", "2", "-H", "n[1-2]", SCRIPT], "`scontrol show hostnames n[1-2]`"),
+    "IPv6": (["--hosts", "::1", SCRIPT], "for an IPv6 address, write a name"),
     "no hostfile": (["--hostfile", "nope", SCRIPT], "cannot read hostfile nope: No such file"),
     "both": (["--hosts", "a", "--hostfile", "f", SCRIPT], "--hosts and --hostfile were both given"),
     "grace": (
@@ -197,6 +200,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, script):
     path = script("print('must not run')")
     said = refused(*[path if argument == SCRIPT else argument for argument in arguments])
     assert said.startswith("dtk run: ") and message in said
+
+
+def test_a_job_in_each_rank_of_mpirun_is_refused(script, monkeypatch):
+    """Four processes would train in two jobs, each of which is told that it is the whole."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    said = refused("-n", "2", script("print('must not run')"))
+    assert "each of 2 processes would start a job of its own" in said
 
 
 def test_horovod_that_is_not_installed_names_the_cure(script, monkeypatch):
