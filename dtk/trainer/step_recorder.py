@@ -16,7 +16,7 @@ from dtk.nests import Logs
 from dtk.trainer.strategy import Strategy
 
 _MOST = 40  # metrics that are told of, so that the message stays short
-_COUNTED = ("bytes", "communicating", "between", "input")
+_COUNTED = ("bytes", "communicating", "between", "input", "samples")
 
 
 class StepRecorder:
@@ -30,6 +30,7 @@ class StepRecorder:
         self._logs: Logs | None = None
         self._base = time.time()
         self._arrived: tf.Variable | None = None
+        self._rows: tf.Variable | None = None  # of the batches that have arrived
         self._is_traced = False
 
     def begin(self, batch: int = 0) -> None:
@@ -81,9 +82,12 @@ class StepRecorder:
         if not asked or determinism.is_asked_for() or len(self._strategy.local_ranks()) > 1:
             return
         self._is_traced = True  # before it arrives: so the first time is no waiting
-        if self._arrived is None:
+        if self._arrived is None or self._rows is None:
             with tf.init_scope():
                 self._arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+                self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
+        if slicing.is_known(batch.rows):
+            self._rows.assign_add(batch.rows)
         with tf.control_dependencies(tf.nest.flatten(batch.counts)):
             self._arrived.assign_add(tf.timestamp() - self._base)
 
@@ -101,10 +105,11 @@ class StepRecorder:
         else:  # what was added up are the times at which batches arrived
             waited = counted[-1] + recorder.untold * self._base - recorder.begun
             facts["input"] = round(min(max(0.0, waited), recorder.seconds), 6)
-        if self._ended:
-            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
-            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
-                facts["samples"] = rows[1] - rows[0]
+        rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
+        if self._ended and rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
+            facts["samples"] = rows[1] - rows[0]
+        elif not facts["samples"]:
+            del facts["samples"]
         if self._strategy.is_chief:
             loss = (self._logs or {}).get("loss")
             facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}
@@ -125,6 +130,7 @@ class StepRecorder:
             sum(group.seconds_communicating for group in groups),
             0.0 if self._model.run_eagerly else between,
             0.0 if self._arrived is None else float(self._arrived.numpy()),
+            0 if self._rows is None else int(self._rows.numpy()),
         ]
 
     def _settings(self) -> dict[str, object]:

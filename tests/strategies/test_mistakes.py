@@ -922,6 +922,25 @@ def a_vocabulary_of_each_ranks_rows(strategy):
     model.fit(tf.constant(words), np.ones((16, 1)), verbose=0)
 
 
+def vocabularies_alike():
+    """A lookup holds a tensor of words, of which NumPy has addresses in this process."""
+    strategy = bodies.strategy()
+    words = tf.constant([["a b"], ["c"], ["d a"], ["b"]] * 4)
+    with strategy.scope():
+        vectorize = keras.layers.TextVectorization(output_sequence_length=3)
+        vectorize.adapt(np.array(["a b", "c d"]))
+        layers = [vectorize, keras.layers.Embedding(8, 2), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input((1,), dtype="string"), *layers])
+        model.compile("sgd", "mse")
+    model.fit(words, np.ones((16, 6)), verbose=0)
+    return strategy.check_weights(model)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_the_same_vocabulary_is_no_difference(pool):
+    assert pool.run(vocabularies_alike) == [3, 3]
+
+
 @mistake("DisagreementError", "ranks disagree on the mean of layer", "(Normalization) of model")
 def moments_of_each_ranks_rows(strategy):
     x, y = cases.rows(16)

@@ -66,7 +66,9 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, np.ndarray | np.generic | tf.Tensor | tf.Variable):
         array = np.asarray(value)
-        return array.shape, hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
+        # Strings are objects, of which an array has the addresses.
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        return array.shape, hashlib.blake2b(content, digest_size=8).hexdigest()
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return getattr(value, "__name__", type(value).__name__)
