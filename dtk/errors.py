@@ -146,9 +146,9 @@ _MAKE = (
 )
 _READ = (
     "dtk: every rank runs the whole script, but rank 0 alone writes the files of callbacks and "
-    "model.save, and tempfile.mkdtemp() makes another directory on each. Read the file "
-    "`if strategy.is_chief:`, or give all ranks one path that they share: "
-    "path = strategy.communicator.broadcast_object(path)."
+    "model.save, and tempfile.mkdtemp() makes another directory on each. If rank 0 writes this "
+    "file, let all ranks wait for it, `strategy.communicator.barrier()`, and give them one path: "
+    "path = strategy.communicator.broadcast_object(path); or read it `if strategy.is_chief:`."
 )
 _WROTE = (
     "dtk: every rank runs the whole script, and another may be writing that file just now. Let "
