@@ -70,6 +70,7 @@ class DistributedTrainer(ModelState):
         self.kinds.clear()
         self.gathered.clear()
         self.tried.clear()
+        self.compared.clear()
         self.steps.clear()
         self.calls.clear()
 
@@ -158,6 +159,7 @@ class DistributedTrainer(ModelState):
     def make_step_function(self, step_function: StepFunction, name: str) -> Loop:
         """Make Keras's loop around one step, over cut batches."""
         model, strategy = self.model, self.strategy
+        self.compared.pop(name, None)  # what a trial has traced may be another function's
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -256,8 +258,8 @@ class DistributedTrainer(ModelState):
 
     def is_due(self, name: str) -> bool:
         """Return whether a step that was tried is to be compared again: at 2, 4, 8, ... steps."""
-        last = self.compared.get(name, 0)
-        return name in self.tried and self.steps[name] + self.model.steps_per_execution >= 2 * last
+        last, ahead = self.compared.get(name), self.model.steps_per_execution
+        return last is not None and self.steps[name] + ahead >= 2 * last
 
     def audit(self, name: str, batch: slicing.Slices) -> None:
         """Compare a step's parts with the whole, on other rows than before and today's weights."""

@@ -595,7 +595,8 @@ class OwnComputeLoss(keras.Model):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         self.counted.update_state(y)
-        return per_positive(y, y_pred) + 0.01 * tf.reduce_sum(tf.square(self.weights[0]))
+        loss = tf.cast(per_positive(y, y_pred), "float32")
+        return loss + 0.01 * tf.reduce_sum(tf.square(self.weights[0]))
 
 
 class OwnStepOfLosses(keras.Model):
@@ -651,6 +652,11 @@ def losses_computed_on_the_batch(strategy, dtype="float32"):
 @case
 def losses_that_do_not_add_up(strategy):
     return losses_computed_on_the_batch(strategy)
+
+
+@case
+def losses_that_do_not_add_up_in_float16(strategy):
+    return losses_computed_on_the_batch(strategy, "mixed_float16")
 
 
 class Centering(keras.layers.Layer):

@@ -16,7 +16,7 @@ from strategies.test_equivalence import run
 # The Adam steps of the first batches divide by tiny second moments and amplify rounding.
 TOLERANCE = 2e-5
 # What a float8 rounds up or down differs by 1/8.
-COARSE = {"layers in float8": 2e-3}
+COARSE = {"layers in float8": 2e-3, "losses that do not add up in float16": 2e-3}
 
 
 def plain(name):
