@@ -40,6 +40,7 @@ from dtk.communicators import aligned_slices, buckets, determinism, dtype_casts,
 from dtk.communicators.aligned_slices import AlignedSlices, with_values
 from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
+from dtk.communicators.meeting import Place, a, differing, rows_of, shape_of
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, Span
 from dtk.errors import CommunicatorError, at_rank, script_line
@@ -291,7 +292,8 @@ class Communicator(abc.ABC):
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
         digits = [aligned_slices.digits_of(list(aligned.values()))] if aligned else []
         messages = [self._reduction([*whole, *digits], op)] if dense else []
-        reduced = self._sequencer.run_together([*messages, *summed])
+        given = [*map(shape_of, whole), op]
+        reduced = self._sequencer.run_together([*messages, *summed], given=given)
         combined = reduced.pop(0) if dense else []
         for i, tensor in zip(dense, combined, strict=False):  # digits come last
             results[i] = tensor
@@ -353,7 +355,7 @@ class Communicator(abc.ABC):
         # The row numbers of a step are known long before the gradients of the rows.
         host = self.host or self
         with host.concurrent("rows"):
-            counts = self._count_rows(slices.indices)
+            counts = self._count_rows(slices.indices, [rows_of(slices.values), op])
             indices = host.allgather(slices.indices, counts)
         gathering = self._gathering(slices.values, counts)
 
@@ -433,11 +435,13 @@ class Communicator(abc.ABC):
         if routed is not None:
             return routed
         counts = [
-            self._count_rows(tensor) if of_one is None else of_one
+            self._count_rows(tensor, [rows_of(tensor)]) if of_one is None else of_one
             for tensor, of_one in zip(tensors, known, strict=True)
         ]
         messages = list(map(self._gathering, tensors, counts))
-        return self._sequencer.run_together(messages, name="all-gather")
+        return self._sequencer.run_together(
+            messages, name="all-gather", given=list(map(rows_of, tensors))
+        )
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
@@ -449,25 +453,29 @@ class Communicator(abc.ABC):
             lambda parts: rows.joined(parts, counts),
         )
 
-    def _count_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather")[:, 0]
+    def _count_rows(self, tensor: tf.Tensor, given: Sequence[str]) -> tf.Tensor:
+        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather", given)[:, 0]
 
     @_beside_its_messages
-    def sizes_of_ranks(self, mine: tf.Tensor, kind: str) -> tf.Tensor:
+    def sizes_of_ranks(self, mine: tf.Tensor, kind: str, given: Sequence[str] = ()) -> tf.Tensor:
         """Return every rank's small vector of counts.
 
         Args:
             mine: This rank's counts, int64, shape [n].
             kind: What is counted, for the message's name.
+            given: What all ranks must have given alike, see `meet`.
 
         Returns:
             The counts of all ranks, int64, shape [size, n].
         """
         if self.host is not None:
-            return self.host.sizes_of_ranks(mine, kind)
+            return self.host.sizes_of_ranks(mine, kind, given)
         label = self._label(f"{kind}/sizes")
         rows = self._sequencer.run(
-            [mine], lambda flat: self._gather_sizes(flat[0], label), name="sizes"
+            [mine],
+            lambda flat: self._gather_sizes(flat[0], label),
+            name=f"count of rows to {kind}",
+            given=given,
         )
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
 
@@ -538,6 +546,7 @@ class Communicator(abc.ABC):
         return self._sequencer.run_together(
             [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)],
             name="reduce-scatter",
+            given=[*map(shape_of, tensors), op],
         )
 
     def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
@@ -605,7 +614,7 @@ class Communicator(abc.ABC):
         if (card := self._card_for(value.dtype)) is not None:
             return card.alltoall(value, matrix)
         if matrix.shape.rank == 1:
-            matrix = self.sizes_of_ranks(matrix, "alltoall")
+            matrix = self.sizes_of_ranks(matrix, "alltoall", [rows_of(value)])
         rows = RowBlocks(value, self.moves)
         received = matrix[:, self.rank]
         words = rows.words(matrix)
@@ -614,6 +623,7 @@ class Communicator(abc.ABC):
             [rows.blocks(matrix[self.rank], self.size)],
             lambda flat: self._alltoall(flat[0], words, label),
             name="all-to-all",
+            given=[rows_of(value)],
         )
         return rows.joined(parts, received), tf.cast(received, tf.int32)
 
@@ -660,6 +670,7 @@ class Communicator(abc.ABC):
             [item for item, _ in encoded],
             lambda flat: self._broadcast(flat, root, label),
             name="broadcast",
+            given=[*map(shape_of, tensors), f"root {root}"],
         )
         decoded = [
             back(output)[: tf.size(bucket)]
@@ -793,50 +804,48 @@ class Communicator(abc.ABC):
         """
         self._thread = threading.current_thread()
 
-    def meet(self, name: str) -> None:
+    def meet(self, name: str, given: Sequence[str] = ()) -> None:
         """Raise on all ranks if some are in another collective, before any waits in one.
 
-        All collectives outside of graphs begin with it.
+        All collectives outside of graphs begin with it. Afterwards all ranks may call another one.
 
         Args:
             name: The kind of the collective.
+            given: What all ranks must give alike: shapes and types, then the op or root.
 
         Raises:
-            CommunicatorError: Some ranks are elsewhere; or this thread has no part in the
-                communicator's collectives.
+            CommunicatorError: Some ranks are in another collective or give something else; or this
+                thread has no part in the communicator's collectives.
         """
         if self.host is not None:
-            return self.host.meet(name)
+            return self.host.meet(name, given)
         thread = threading.current_thread()
         if self._thread not in (None, thread):
             told = (
-                f"{script_line()} is in {_a(name)} in the thread {thread.name!r}, and the thread "
+                f"{script_line()} is in {a(name)} in the thread {thread.name!r}, and the thread "
                 f"{self._thread.name!r} takes part in this communicator's collectives: their order "
                 "would differ by rank. Let that thread make a communicator for this one, by "
                 "communicator.split(0) on all ranks"
             )
             raise CommunicatorError(at_rank(self.rank, told))
         self._met += 1
+        number = self._met
         try:
             with tf.device(self.device):
-                mine = tf.constant([self._met, zlib.crc32(name.encode())], tf.int64)
+                mine = tf.constant([number, zlib.crc32(repr([name, *given]).encode())], tf.int64)
                 told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
         except (CommunicatorError, tf.errors.OpError) as error:
             error.add_note(
-                f"rank {self.rank} waited for the others in {_a(name)}, at {script_line()}: each "
+                f"rank {self.rank} waited for the others in {a(name)}, at {script_line()}: each "
                 "rank must call fit, evaluate, predict and what saves, not rank 0 alone"
             )
             raise
-        elsewhere = np.flatnonzero((told_by_ranks != told_by_ranks[self.rank]).any(axis=1))
-        if elsewhere.size:
+        if (told_by_ranks != told_by_ranks[0]).any():
             progress.refused()
-            told = (
-                f"{script_line()} is in {_a(name)}, number {self._met} outside of steps, and "
-                f"{_ranks(elsewhere)} elsewhere, in number {told_by_ranks[elsewhere[0], 0]}; each "
-                "rank says where. All must call the same collectives in the same order: look for "
-                "calls that only some ranks make, and for exceptions that only some catch"
-            )
-            raise CommunicatorError(at_rank(self.rank, told))
+            self._met = int(told_by_ranks[:, 0].max())  # which is the same on all ranks
+            where = f"number {number} outside of steps, at {script_line()}"
+            places = self.allgather_object(Place(name, list(given), where))
+            raise CommunicatorError(at_rank(self.rank, differing(places)))
         return None
 
     def _order_of_card(self) -> tf.Tensor | None:
@@ -990,15 +999,6 @@ class Communicator(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the communicator holds; safe to call twice."""
-
-
-def _a(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _ranks(numbers: Array) -> str:
-    listed = ", ".join(map(str, numbers.tolist()))
-    return f"rank {listed} is" if numbers.size == 1 else f"ranks {listed} are"
 
 
 def _written(value: object) -> tuple[bytes, Exception | None]:

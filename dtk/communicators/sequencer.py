@@ -57,7 +57,7 @@ class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds.
 
     Sequencers that share an `order` run theirs in one order. Outside of graphs, `meet` is called
-    with the name of each collective that all ranks take part in.
+    with the name of each collective that all ranks take part in, and what it is `given`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CollectiveSequencer:
         device: str | None = None,
         timed: bool = True,
         order: tf.Tensor | None = None,
-        meet: Callable[[str], None] = lambda name: None,
+        meet: Callable[[str, Sequence[str]], None] = lambda name, given: None,
     ) -> None:
         self._timed = timed
         self._meet = meet
@@ -124,6 +124,7 @@ class CollectiveSequencer:
         sends: bool = True,
         name: str = "all-reduce",
         of_pair: bool = False,
+        given: Sequence[str] = (),
     ) -> list[tf.Tensor]:
         """Run a collective, or a message `of_pair`, after every one before it."""
         if tf.executing_eagerly():
@@ -132,7 +133,7 @@ class CollectiveSequencer:
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
                 if not of_pair:
-                    self._meet(name)
+                    self._meet(name, given)
                 outputs = collective(list(inputs))
             self.eager_seconds += time.perf_counter() - start
             return outputs
@@ -190,7 +191,10 @@ class CollectiveSequencer:
         self._noted.append((names, handle))
 
     def run_together(
-        self, messages: Sequence[CollectiveMessage], name: str = "all-reduce"
+        self,
+        messages: Sequence[CollectiveMessage],
+        name: str = "all-reduce",
+        given: Sequence[str] = (),
     ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
         """Send messages side by side, each once its own values are ready.
 
@@ -211,7 +215,9 @@ class CollectiveSequencer:
                 begin = end
             return outputs
 
-        received = iter(self.run([t for m in messages for t in m.inputs], send, name=name))
+        received = iter(
+            self.run([t for m in messages for t in m.inputs], send, name=name, given=given)
+        )
         return [
             message.finish(list(itertools.islice(received, length)))
             for message, length in zip(messages, lengths, strict=True)

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
+from dtk.communicators.meeting import Place, differing
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 
@@ -32,17 +33,33 @@ def slid():
     else:
         said = refusal(lambda: comm.allgather_object("longer than a number"))
     comm.resynchronize()
-    return said, float(comm.allreduce(one))
+    return said, float(comm.allreduce(one)), refusal(lambda: comm.broadcast(one, comm.rank))
 
 
 @each
 def test_ranks_that_have_slid_say_so(pool):
     """MPI took one's bytes for another's, or both waited."""
-    (one, total), (other, same) = pool.run(slid)
+    (one, total, roots), (other, same, _) = pool.run(slid)
     assert total == same == 2.0
-    assert one.startswith("rank 0: ") and "test_meeting.py:" in one and "an all-reduce" in one
-    assert "rank 1 is elsewhere" in one
-    assert other.startswith("rank 1: ") and "an all-gather" in other and "rank 0 is" in other
+    assert one.startswith("rank 0: ") and other.startswith("rank 1: ")
+    for said in (one, other):  # of both ranks
+        assert "rank 0 is in an all-reduce (float32 (), sum), number " in said
+        assert "rank 1 is in an all-gather (rows of int64 ()), number " in said
+        assert said.count("test_meeting.py:") == 2
+    assert "rank 0 is in a broadcast (root 0)" in roots and "a broadcast (root 1)" in roots
+
+
+def test_of_many_values_those_that_differ_are_named():
+    alike = [f"float32 ({i},)" for i in range(9)]
+    others = [*alike[:7], "int32 (7,)", *alike[8:], "float32 (9,)"]
+    places = [Place("broadcast", given, "at 7") for given in (alike, others, alike)]
+    said = differing(places).partition(". ")[0]
+    assert said == (
+        "ranks disagree: ranks 0, 2 are in a broadcast (value 8: float32 (7,)), at 7; "
+        "rank 1 is in a broadcast (value 8: int32 (7,), value 10: float32 (9,)), at 7"
+    )
+    places = [Place("barrier", [], f"at {i}") for i in range(5)]
+    assert "rank 2 is in a barrier, at 2; and 2 more. All" in differing(places)
 
 
 def beside():
