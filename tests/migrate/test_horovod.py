@@ -283,7 +283,7 @@ def different(seeded):
         x = np.arange(40, dtype="float32")[:, None]
         seen.clear()
         model.fit(x, x, batch_size=8, verbose=0)
-        arrays = seen[-5:]
+        arrays = [rows for rows in seen if len(rows) == 8][-5:]  # not of the self-test
         numbers = hvd.allgather_object(np.random.permutation(20).tolist())
         data = tf.data.Dataset.range(20).shuffle(20)
         return arrays, numbers, [int(one) for one in data]
