@@ -93,7 +93,7 @@ def pseudo_connect(token: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     return connected(token, tf.convert_to_tensor(value))
 
 
-def _watched(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+def watched(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
     """Return the same tensor, made to depend on a variable that every tape watches.
 
     Otherwise, if a rank's value depends on no variable, its backward pass would leave out the
@@ -121,7 +121,7 @@ def allreduce(value: tf.Tensor, communicator: Communicator, op: str = "sum") -> 
         raise ValueError(
             at_rank(communicator.rank, f"allreduce with a gradient got op={op!r}; 'sum' or 'mean'")
         )
-    return _allreduce(_watched(value, communicator), communicator, op)
+    return _allreduce(watched(value, communicator), communicator, op)
 
 
 @unconverted
@@ -140,7 +140,7 @@ def allgather(value: tf.Tensor, communicator: Communicator, rows: _Rows | None =
     if value.shape.rank == 0:
         value = value[None]
     counts = _counts(value, communicator) if rows is None else rows
-    return _allgather(_watched(value, communicator), communicator, counts)
+    return _allgather(watched(value, communicator), communicator, counts)
 
 
 @unconverted
@@ -168,7 +168,7 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
     if op == "mean":
         value = value / communicator.size
     rows = even_sizes(value.shape[0], communicator.size)
-    return _reduce_rows(_watched(value, communicator), communicator, rows)
+    return _reduce_rows(watched(value, communicator), communicator, rows)
 
 
 @unconverted
@@ -195,7 +195,7 @@ def alltoall(
     matrix = checked_splits(value, splits, rank, size)
     if matrix.shape.rank == 1:
         matrix = communicator.allgather(matrix[None], [1] * size)
-    received = exchange(_watched(value, communicator), communicator, matrix)
+    received = exchange(watched(value, communicator), communicator, matrix)
     return received, tf.cast(matrix[:, rank], tf.int32)
 
 
@@ -211,7 +211,7 @@ def broadcast(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf
     Returns:
         The root's value, on every rank.
     """
-    return _broadcast(_watched(value, communicator), communicator, root)
+    return _broadcast(watched(value, communicator), communicator, root)
 
 
 @unconverted
@@ -226,7 +226,7 @@ def reduce(value: tf.Tensor, communicator: Communicator, root: int = 0) -> tf.Te
     Returns:
         The sum on `root`, zeros elsewhere.
     """
-    return _reduce(_watched(value, communicator), communicator, root)
+    return _reduce(watched(value, communicator), communicator, root)
 
 
 @unconverted
@@ -258,7 +258,7 @@ def scatter(
         )
     else:
         counts = list(rows)
-    mine = _watched(value if rank == root else value[:0], communicator)
+    mine = watched(value if rank == root else value[:0], communicator)
     received = exchange(mine, communicator, _from_root(counts, root, size))
     return tf.ensure_shape(received, [None if rows is None else rows[rank], *value.shape[1:]])
 
@@ -289,7 +289,7 @@ def gather(
     size, rank = communicator.size, communicator.rank
     counts = _counts(value, communicator) if rows is None else rows
     matrix = tf.transpose(_from_root(counts, root, size))
-    received = exchange(_watched(value, communicator), communicator, matrix)
+    received = exchange(watched(value, communicator), communicator, matrix)
     total = None if rows is None else sum(rows)
     return tf.ensure_shape(received, [total if rank == root else 0, *value.shape[1:]])
 
@@ -321,7 +321,7 @@ def send(value: tf.Tensor, communicator: Communicator, dest: int, tag: int = 0) 
                 loss = f(recv([8, 4], tf.float32, communicator, source=0))
                 gradients = tape.gradient(loss, f_weights)
     """
-    value = _watched(tf.convert_to_tensor(value), communicator)
+    value = watched(tf.convert_to_tensor(value), communicator)
     shape = value.shape if value.shape.is_fully_defined() else tf.shape(value)
     none = tf.reshape(value, [-1])[:0]  # empty, but depends on the value
 
@@ -365,7 +365,7 @@ def recv(
     Returns:
         The tensor.
     """
-    given = _watched(tf.zeros([]) if token is None else token, communicator)
+    given = watched(tf.zeros([]) if token is None else token, communicator)
 
     def backward(dy: tf.Tensor) -> tf.Tensor:
         communicator.send(dy, source, tag + _GRADIENT_TAG)

@@ -1,4 +1,4 @@
-"""The names of `horovod.keras` and `horovod.tensorflow.keras` 0.28.1, over a dtk strategy.
+"""The names of `horovod.keras` and `horovod.tensorflow` 0.28.1, over a dtk strategy.
 
     import dtk.migrate.horovod as hvd        # in place of: import horovod.tensorflow.keras as hvd
 
@@ -30,11 +30,19 @@ from dtk.migrate.horovod.collectives import (
     allgather,
     allgather_object,
     allreduce,
+    alltoall,
+    barrier,
     broadcast,
+    broadcast_,
     broadcast_global_variables,
     broadcast_object,
+    broadcast_object_fn,
     broadcast_variables,
     global_process_set,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
     reducescatter,
     remove_process_set,
 )
@@ -46,19 +54,25 @@ from dtk.migrate.horovod.job import (
     ddl_built,
     gloo_built,
     gloo_enabled,
+    gpu_available,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
+    local_rank_op,
     local_size,
+    local_size_op,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    process_set_included_op,
     rank,
+    rank_op,
     rocm_built,
     shutdown,
     size,
+    size_op,
     start_timeline,
     stop_timeline,
 )
@@ -67,6 +81,13 @@ from dtk.migrate.horovod.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     load_model,
+)
+from dtk.migrate.horovod.replaced import replaced
+
+SyncBatchNormalization = replaced(
+    "SyncBatchNormalization",
+    "write keras.layers.BatchNormalization(synchronized=True), whose statistics fit computes over "
+    "all ranks",
 )
 
 __all__ = [
@@ -80,13 +101,18 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
+    "barrier",
     "broadcast",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "callbacks",
     "ccl_built",
@@ -98,22 +124,39 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "size_op",
     "start_timeline",
     "stop_timeline",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(
+        f"hvd.{name} is not in dtk.migrate.horovod: see 'From Horovod, in dtk's own names' in "
+        "docs/migrating.md"
+    )

@@ -5,6 +5,8 @@ from dtk.migrate.horovod.replaced import replaced
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "TensorFlowKerasState",
+    "TensorFlowState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
@@ -16,6 +18,8 @@ _RESUME = (
 )
 CommitStateCallback = replaced("elastic.CommitStateCallback", _RESUME)
 KerasState = replaced("elastic.KerasState", _RESUME)
+TensorFlowKerasState = replaced("elastic.TensorFlowKerasState", _RESUME)
+TensorFlowState = replaced("elastic.TensorFlowState", _RESUME)
 UpdateBatchStateCallback = replaced("elastic.UpdateBatchStateCallback", _RESUME)
 UpdateEpochStateCallback = replaced("elastic.UpdateEpochStateCallback", _RESUME)
 run = replaced("elastic.run", _RESUME)

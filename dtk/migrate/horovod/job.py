@@ -232,6 +232,70 @@ def local_size() -> int:
     return strategy().world.local_size
 
 
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the rank of this process as a tensor.
+
+    Args:
+        name: Name of the tensor.
+    """
+    return tf.constant(rank(), name=name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the rank of this process among those of its host as a tensor.
+
+    Args:
+        name: Name of the tensor.
+    """
+    return tf.constant(local_rank(), name=name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the number of processes as a tensor.
+
+    Args:
+        process_set_id: Must be 0: all processes.
+        name: Name of the tensor.
+    """
+    _check_set(process_set_id)
+    return tf.constant(size(), name=name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return the number of processes on this host as a tensor.
+
+    Args:
+        name: Name of the tensor.
+    """
+    return tf.constant(local_size(), name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return 1 as a tensor: this process is one of all.
+
+    Args:
+        process_set_id: Must be 0: all processes.
+        name: Name of the tensor.
+    """
+    _check_set(process_set_id)
+    return tf.constant(1, name=name)
+
+
+def _check_set(number: int) -> None:
+    if number:
+        raise ReplacedError(f"process_set_id={number}: there is only hvd.global_process_set, 0")
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Return whether TensorFlow sees a GPU.
+
+    Args:
+        ext_base_name: Not needed.
+        verbose: Not needed.
+    """
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
 def _hosts() -> Counter[str]:
     """Count the ranks of each host, hosts in the order of their first rank."""
     return Counter(strategy().world.hosts)
