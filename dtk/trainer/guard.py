@@ -161,7 +161,8 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
         bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
         return _bound_now(optimizer, current) if bond is None else None
-    owner, alone = keras_optimizers.optimizer_owner(optimizer), is_alone()
+    owner = keras_optimizers.optimizer_owner(optimizer)
+    alone = is_alone() or strategy.loop_sums
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
             optimizer,

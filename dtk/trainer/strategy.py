@@ -102,6 +102,7 @@ class Strategy(tf.distribute.Strategy):
         shard_optimizer: Whether each process updates a part of the weights only, see
             `sharded_optimizer`.
         supports_jit: Whether XLA can compile steps under this strategy.
+        loop_sums: Whether the script's own loop sums its gradients and may apply optimizers.
     """
 
     communicator: Communicator
@@ -113,6 +114,7 @@ class Strategy(tf.distribute.Strategy):
     self_test: bool | str = "auto"
     shard_optimizer = False
     supports_jit = True
+    loop_sums = False
 
     def __init__(
         self,

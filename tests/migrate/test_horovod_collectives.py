@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import types
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import dtk.migrate.horovod as hvd
-from dtk.errors import CommunicatorError, ReplacedError
-from migrate.test_horovod import initialized
+from dtk.errors import CommunicatorError, NotDistributedError, ReplacedError
+from migrate.test_horovod import initialized, real
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 each = pytest.mark.worlds(("collective", 2), ("mpi-wheel", 2))
@@ -214,9 +219,68 @@ def test_values_are_horovods(pool):
         }
 
 
+def loop(in_graph):
+    """A loop as Horovod's examples have it: each rank's own rows, and weights from rank 0."""
+    with initialized():
+        rank, size = hvd.rank(), hvd.size()
+        keras.utils.set_random_seed(1 + rank)
+        table = keras.layers.Embedding(4, 2)
+        model = keras.Sequential([keras.Input((2,)), table, keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+        hvd.broadcast_variables(model.variables, root_rank=0)
+
+        def step(rows):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(rows, training=True) ** 2)
+            tape = hvd.DistributedGradientTape(tape)
+            found = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+
+        step = tf.function(step) if in_graph else step
+        rows = np.arange(8).reshape(4, 2) % 4
+        for _ in range(3):
+            step(tf.constant(rows[rank * 4 // size : (rank + 1) * 4 // size]))
+        return model.get_weights()
+
+
+@two_ranks
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_loop_with_a_tape_ends_as_one_process_with_all_rows(pool, in_graph):
+    alone = loop(in_graph)
+    for weights in pool.run(loop, in_graph):
+        for one, other in zip(weights, alone, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def without_a_tape():
+    with initialized():
+        variable, optimizer = tf.Variable([1.0]), keras.optimizers.SGD(0.1)
+        with pytest.raises(NotDistributedError, match=r"strategy\.run"):
+            optimizer.apply_gradients([(tf.ones([1]), variable)])
+
+
+@two_ranks
+def test_a_loop_that_sums_nothing_is_refused(pool):
+    pool.run(without_a_tape)
+
+
+def test_tapes_have_the_rest_of_keras_own():
+    with initialized():
+        x, y = tf.Variable(2.0), tf.Variable(1.0)
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = x * x
+        assert tape.watched_variables() == (x,)
+        found = tape.gradient(loss, {"x": x, "y": y})
+        assert float(found["x"]) == 4.0 and found["y"] is None
+        with pytest.raises(ReplacedError, match="process_set"):
+            hvd.DistributedGradientTape(tf.GradientTape(), process_set=object())
+
+
 def test_what_is_not_there_says_what_is():
     for name, cure in (
         ("SyncBatchNormalization", "synchronized=True"),
+        ("PartialDistributedGradientTape", "DistributedGradientTape"),
         ("join", "steps_per_epoch"),
     ):
         with pytest.raises(ReplacedError, match=cure):
@@ -234,3 +298,19 @@ def test_what_is_not_there_says_what_is():
             hvd.size_op(1)
         with pytest.raises(TypeError, match="devise_dense"):
             hvd.allreduce(1.0, devise_dense="")
+
+
+@real
+def test_every_name_of_horovod_tensorflow_is_there_or_says_what_is():
+    missing = []
+    for name, theirs in vars(importlib.import_module("horovod.tensorflow")).items():
+        if name.startswith("_") or isinstance(theirs, types.ModuleType):
+            continue
+        try:
+            getattr(hvd, name)
+        except AttributeError as error:
+            assert "docs/migrating.md" in str(error)
+            missing.append(name)
+    helpers = {"check_extension", "check_num_rank_power_of_2", "split_list", "version"}
+    more = {"handle_average_backwards_compatibility", "vars_to_refs", "refs_to_vars"}
+    assert set(missing) <= helpers | more | {"LocalGradientAggregationHelper"}

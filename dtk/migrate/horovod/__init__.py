@@ -46,6 +46,10 @@ from dtk.migrate.horovod.collectives import (
     reducescatter,
     remove_process_set,
 )
+from dtk.migrate.horovod.gradient_tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)
 from dtk.migrate.horovod.job import (
     ccl_built,
     cross_rank,
@@ -94,9 +98,11 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedGradientTape",
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
