@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
-from dtk.compat.keras_variables import VariablePart, copy_mark
+from dtk.compat.keras_variables import VariablePart, copy_mark, path_of
 from dtk.nests import Array, Function, Gradients, Tree
 from dtk.patches import patch_around, patch_for_good
 
@@ -117,8 +117,8 @@ def slots_by_variable(
     optimizer: keras.Optimizer,
 ) -> list[tuple[keras.Variable, keras.Variable, str]]:
     """Return (slot variable, trained variable, start of the slot's name) of an optimizer."""
-    trained = sorted(optimizer._trainable_variables, key=lambda v: -len(v.path))
-    named = [(v.path.replace("/", "_") + "_", v) for v in trained]
+    trained = sorted(optimizer._trainable_variables, key=lambda v: -len(path_of(v)))
+    named = [(path_of(v).replace("/", "_") + "_", v) for v in trained]
     return [
         next((slot, v, start) for start, v in named if slot.name.startswith(start))
         for slot in own_variables(optimizer)

@@ -29,6 +29,11 @@ def stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def path_of(variable: keras.Variable | tf.Variable) -> str:
+    """Return a variable's path; optimizers update plain TensorFlow variables too, with a name."""
+    return getattr(variable, "path", None) or variable.name.removesuffix(":0")
+
+
 def is_alone(variable: keras.Variable) -> bool:
     """Return whether a variable that is summed when read was created outside a scope."""
     return (

@@ -173,3 +173,63 @@ def test_a_loop_of_ones_own_keeps_its_state_as_fit_does(world, backend, size, de
             for expected, weight in zip(of_fit, weights, strict=True):
                 np.testing.assert_allclose(weight, expected, rtol=2e-6, atol=1e-6)
         assert reduced == [[1 + (2 + 3) - 2 + 10, 1 + 2.5 + 10, 1 + 2 + 10]] * 3
+
+
+class Scaled(keras.Model):
+    """A model whose step also trains two plain TensorFlow variables of one name."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.plain = [tf.Variable([1.0]), tf.Variable([0.5])]
+        self.other = keras.optimizers.Adam(0.1)
+
+    def call(self, x):
+        return self.dense(x) * self.plain[0] + self.plain[1]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        weights = self.trainable_variables
+        gradients, others = tape.gradient(loss, [weights, self.plain])
+        self.optimizer.apply(gradients, weights)
+        self.other.apply(others, self.plain)
+        return self.compute_metrics(x, y, None)
+
+
+def of_plain_variables(devices=None):
+    """What optimizers make of plain variables, in a script's loop and in steps of `fit`."""
+    plain = devices is None
+    strategy = tf.distribute.get_strategy() if plain else bodies.strategy(devices)
+    found = []
+    for optimizer in (keras.optimizers.SGD, keras.optimizers.Adam):
+        with strategy.scope():
+            optimizer = optimizer(0.5, global_clipnorm=1.0)
+            variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
+
+        def step(optimizer=optimizer, variables=variables):
+            scale = 1.0 if plain else 0.5
+            gradients = [scale * tf.ones([2]), scale * tf.constant([4.0])]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        tf.function(lambda step=step: strategy.run(step))()
+        found += [variable.numpy() for variable in variables]
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    for jit_compile in (False, True):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Scaled()
+            model.compile("sgd", "mse", jit_compile=jit_compile)
+        model.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=1, shuffle=False, verbose=0)
+        found += [*model.get_weights(), *(variable.numpy() for variable in model.plain)]
+    return found
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_optimizers_update_plain_variables_as_without_a_strategy(world, backend, size, devices):
+    """Optimizers of Keras update `tf.Variable`s, which have no path; dtk asked for it."""
+    expected = of_plain_variables()
+    for found in world(backend, size).run(of_plain_variables, devices):
+        for value, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-4)

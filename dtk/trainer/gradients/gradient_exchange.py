@@ -113,7 +113,7 @@ class GradientExchange:
         self, gradients: Gradients, variables: Sequence[keras.Variable], part: BatchPart | None
     ) -> Update:
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        paths = [variables[i].path for i in places]
+        paths = [keras_variables.path_of(variables[i]) for i in places]
         # What an exchange remembers belongs to the gradients that were there; blocks of local steps
         # average all weights.
         trained = list(variables) if self.local else [variables[i] for i in places]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dtk.compat import fused_kernels, keras_optimizers, keras_variables
 from dtk.compat.keras_optimizers import Apply
-from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, shard_of
+from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, path_of, shard_of
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
@@ -232,7 +232,7 @@ def note_applies(
 
 
 def _refuse_replaced(variables: Variables, strategy: Strategy) -> None:
-    replaced = [v.path for v in variables if keras_optimizers.is_replaced(v)]
+    replaced = [path_of(v) for v in variables if keras_optimizers.is_replaced(v)]
     if replaced:
         told = (
             f"workers send gradients, and {replaced[0]!r} is a variable that each step "
@@ -276,15 +276,15 @@ def check_parts(
         if reason is not None:
             raise ValueError(
                 f"optimizer {optimizer.name!r} ({type(member).__name__}) {reason}, but "
-                f"variable_partitioner= has cut {variable.path!r} into {len(parts)} parts on "
+                f"variable_partitioner= has cut {path_of(variable)!r} into {len(parts)} parts on "
                 "several servers. Make the strategy without variable_partitioner, or with one that "
                 "leaves this variable whole; or use an optimizer that takes each row for itself, "
                 "such as Adagrad or Adam"
             )
     if variable.constraint is not None and not _is_by_rows(variable.constraint, variable):
         raise ValueError(
-            f"the constraint {type(variable.constraint).__name__} of {variable.path!r} needs more "
-            f"than a row at a time, but variable_partitioner= has cut the variable into "
+            f"the constraint {type(variable.constraint).__name__} of {path_of(variable)!r} needs "
+            "more than a row at a time, but variable_partitioner= has cut the variable into "
             f"{len(parts)} parts on several servers. Use a constraint of each row (axis=1), or "
             "a partitioner that leaves this variable whole"
         )
@@ -300,7 +300,7 @@ def _check_shards(
         if reason is not None:
             told = (
                 f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) {reason}, but this "
-                f"rank holds only a part of {variable.path!r}. Use an optimizer that takes "
+                f"rank holds only a part of {path_of(variable)!r}. Use an optimizer that takes "
                 "each element for itself, such as SGD or Adam, or leave this layer whole"
             )
             raise ValueError(at_rank(strategy.rank, told))

@@ -279,7 +279,7 @@ class CompiledStep:
                 *(v for v in applied.optimizer.variables if not v.path.endswith("learning_rate")),
             ]
             handles = {
-                inside[id(copy.handle)]: v.path
+                inside[id(copy.handle)]: keras_variables.path_of(v)
                 for v in changed
                 for copy in keras_variables.components(keras_variables.stored(v))
                 if id(copy.handle) in inside

@@ -429,7 +429,8 @@ def _handed(
     for i, (optimizer, given, variables) in enumerate(applied):
         for gradient, variable in zip(given, variables, strict=True):
             if gradient is not None:
-                name = f"{variable.path} (update {i + 1})" if i else variable.path
+                path = keras_variables.path_of(variable)
+                name = f"{path} (update {i + 1})" if i else path
                 yield name, optimizer, gradient
 
 
