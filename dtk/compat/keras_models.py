@@ -332,8 +332,12 @@ def patch_model(model: keras.Model, build: Function[None], **methods: Function[o
 def lacks_state(model: keras.Model) -> bool:
     """Return whether a step would build layers or metrics."""
     metrics = model._compile_metrics
-    layers = model._flatten_layers(include_self=False)
-    return not all(part.built for part in layers) or not (metrics is None or metrics.built)
+    return lacks_layers(model) or not (metrics is None or metrics.built)
+
+
+def lacks_layers(model: keras.Model) -> bool:
+    """Return whether a step would build layers."""
+    return not all(layer.built for layer in model._flatten_layers(include_self=False))
 
 
 def is_built(model: keras.Model) -> bool:

@@ -341,30 +341,36 @@ class DistributedTrainer(ModelState):
         model = self.model
         if model.predict_function is None or force:
             predict = replica_step.make_predict_function(model, self.strategy)
-            model.predict_function = self._checked_predict(predict)
+            model.predict_function = self._with_first_prediction(predict)
         return model.predict_function
 
-    def _checked_predict(
+    def _with_first_prediction(
         self, predict: Callable[[list[Tree]], Tree]
     ) -> Callable[[list[Tree]], Tree]:
-        """Let the first batch show, once it has built the model, that rows are independent."""
+        """Let the first batch build layers, and show that rows are predicted independently."""
         model, strategy = self.model, self.strategy
         one_model = strategy.num_replicas_in_sync > 1 and strategy.model_communicator.size == 1
-        unchecked = one_model and bool(self_test.is_wanted(strategy.self_test))
+        checks = one_model and bool(self_test.is_wanted(strategy.self_test))
 
         @functools.wraps(predict)
-        def checked(batches: list[Tree]) -> Tree:
-            nonlocal unchecked
+        def first(batches: list[Tree]) -> Tree:
+            model.predict_function = predict
+            self._build_by_predicting(batches[0])
             outputs = predict(batches)
-            if unchecked and self_test.reasons_to_try_predict(model):
-                data = keras.tree.map_structure(
-                    lambda leaf: strategy.experimental_local_results(leaf)[0], batches[0]
+            if checks and self_test.reasons_to_try_predict(model):
+                mine = tf.nest.map_structure(
+                    lambda leaf: keras_variables.components(leaf)[0], batches[0]
                 )
-                self_test.check_predict(model, data, strategy)
-            unchecked = False
+                self_test.check_predict(model, mine, strategy)
             return outputs
 
-        return checked
+        return first
+
+    def _build_by_predicting(self, batch: Tree) -> None:
+        """Let one replica build the layers that only a prediction builds; see `build_by`."""
+        if keras_models.lacks_layers(self.model):
+            replica_step.build_by_predicting(self.model, batch, self.strategy)
+            shared_weights.agree_on_weights(self)
 
     def predict_on_batch(self, x: Tree) -> Tree:
         """Predict a global batch, in place of `Model.predict_on_batch`."""

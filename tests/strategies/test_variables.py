@@ -233,3 +233,31 @@ def test_optimizers_update_plain_variables_as_without_a_strategy(world, backend,
     for found in world(backend, size).run(of_plain_variables, devices):
         for value, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-4)
+
+
+def predicted_first(devices=None):
+    """Predictions of models that nothing has built before: their weights are drawn meanwhile."""
+    strategy = tf.distribute.get_strategy() if devices is None else bodies.strategy(devices)
+    rows = np.arange(6, dtype="float32")[:, None] / 6
+    found = []
+    for run_eagerly in (False, True):
+        for predict in ("predict", "predict_on_batch"):
+            # Ranks other than 0 would draw other weights.
+            keras.utils.set_random_seed(3 + getattr(strategy, "rank", 0))
+            with strategy.scope():
+                layers = [keras.layers.Dense(10), keras.layers.BatchNormalization()]
+                model = keras.Sequential([*layers, keras.layers.Dense(1)])
+                model.compile("sgd", "mse", metrics=["mae"], run_eagerly=run_eagerly)
+            found.append(getattr(model, predict)(rows))
+    return found
+
+
+@pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
+def test_a_model_may_be_built_by_its_first_prediction(world, backend, size, devices):
+    """Replicas that are threads computed with weights that nothing had initialized.
+
+    Ranks computed their rows each with the weights that it had drawn.
+    """
+    expected = predicted_first()
+    for found in world(backend, size).run(predicted_first, devices):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -23,6 +23,7 @@ from dtk.compat import (
     keras_models,
     keras_optimizers,
     keras_steps,
+    keras_variables,
     tf_replicas,
 )
 from dtk.compat.keras_optimizers import Apply, Clip
@@ -312,6 +313,21 @@ def make_predict_function(model: keras.Model, strategy: Strategy) -> Callable[[l
             return predict(batches)
 
     return watched
+
+
+def build_by_predicting(model: keras.Model, batch: Tree, strategy: Strategy) -> None:
+    """Build the layers of a model by the prediction of one replica, which is not run."""
+    rows = tf.nest.map_structure(lambda leaf: keras_variables.components(leaf)[0], batch)
+
+    def predict() -> Tree:
+        with tf_replicas.as_one_replica(strategy):
+            return predict_rows(rows, model)
+
+    with strategy.scope(), keras_variables.created_at_once(lambda made: None):
+        if model.run_eagerly:
+            predict()
+        else:
+            tf.function(predict, autograph=False).get_concrete_function()
 
 
 def predict_on_batch(predict: Callable[[list[Tree]], Tree], x: Tree, strategy: Strategy) -> Tree:
