@@ -29,6 +29,11 @@ def stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def is_variable(value: object) -> bool:
+    """Return whether a value is a variable of Keras or TensorFlow."""
+    return isinstance(value, keras.Variable | tf.Variable)
+
+
 def path_of(variable: keras.Variable | tf.Variable) -> str:
     """Return a variable's path; optimizers update plain TensorFlow variables too, with a name."""
     return getattr(variable, "path", None) or variable.name.removesuffix(":0")

@@ -92,7 +92,8 @@ class _Collective(tf.distribute.StrategyExtended):
                 self._given_rows = [tf.Variable(1, dtype=tf.int64) for _ in self.worker_devices]
         for i, count in enumerate(self._given_rows):
             given = tf.nest.flatten(distribute_utils.select_replica(i, (args, kwargs)))
-            batched = [v for v in given if tf.is_tensor(v) and v.shape.rank != 0]
+            tensors = [v for v in given if tf.is_tensor(v) and not keras_variables.is_variable(v)]
+            batched = [v for v in tensors if v.shape.rank != 0]
             rows = [tf.shape(v, tf.int64)[0] for v in batched]
             count.assign(tf.reduce_max(rows) if rows else 1)
 

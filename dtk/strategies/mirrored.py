@@ -66,12 +66,12 @@ class MirroredStrategy(DtkStrategy):
         """
         if tf.executing_eagerly():
             return fn
-        function = tf.function(fn)
 
         # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
         @tf.autograph.experimental.do_not_convert
         def call(*args: Tree, **kwargs: Tree) -> _Made:
-            return function(*args, **kwargs)
+            # As arguments of a tf.function, variables of Keras would become tensors.
+            return tf.function(lambda: fn(*args, **kwargs))()
 
         return call
 

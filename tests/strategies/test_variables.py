@@ -79,6 +79,13 @@ def test_variables_and_losses_are_numbers(world, backend, size, devices):
 BATCH = 8
 
 
+def running(strategy, step, given):
+    def run(*args):
+        strategy.run(step, args=args, kwargs=given)
+
+    return run
+
+
 def norms(strategy):
     """Weights after `fit`, then after loops of one's own; the last batch has a row for one rank."""
     x, y = cases.rows(17)
@@ -103,19 +110,18 @@ def norms(strategy):
     for inside, outside in ((None, tf.function), (tf.function, None), (None, None)):
         model, optimizer = compiled(), keras.optimizers.SGD(0.1)
 
-        def step(x, y, rows, model=model, optimizer=optimizer):
+        def step(x, y, rows, variables=None, model=model, optimizer=optimizer):
             with tf.GradientTape() as tape:
                 errors = model(x, training=True) - y
                 loss = tf.reduce_sum(errors**2) / rows
                 loss += tf.nn.scale_regularization_loss(tf.add_n(model.losses))
-            variables = model.trainable_variables
+            variables = variables or model.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
+        # A tf.function would take them as tensors. They have more rows than the last batch.
+        given = {"variables": model.trainable_variables} if inside is None else {}
         step = step if inside is None else inside(step)
-
-        def run(*args, step=step):
-            strategy.run(step, args=args)
-
+        run = running(strategy, step, given)
         run = run if outside is None else outside(run)
         for _ in range(2):
             for number, batch in enumerate(batches):
@@ -166,7 +172,8 @@ def test_a_loop_of_ones_own_keeps_its_state_as_fit_does(world, backend, size, de
     """Moving statistics were each rank's own, and not a number after a batch with fewer rows.
 
     TensorFlow's reductions of variables did not take place. Two reductions in a `tf.function` that
-    two devices run waited for each other.
+    two devices run waited for each other. Variables of Keras as arguments were an error, and
+    counted as rows of the batch.
     """
     for (of_fit, *of_loops), reduced in world(backend, size).run(loops_under, devices):
         for weights in of_loops:
