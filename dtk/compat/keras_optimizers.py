@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
-from dtk.compat.keras_variables import VariablePart, copy_mark, path_of
+from dtk.compat.keras_variables import VariablePart, copy_mark, path_of, set_slot_of_part
 from dtk.nests import Array, Function, Gradients, Tree
 from dtk.patches import patch_around, patch_for_good
 
@@ -230,6 +230,8 @@ def _marked_slot(
 ) -> keras.Variable:
     slot = original(optimizer, reference_variable, *args, **kwargs)
     copy_mark(reference_variable, slot)
+    if isinstance(reference_variable, VariablePart):
+        set_slot_of_part(slot, reference_variable, str(args[0] if args else kwargs.get("name")))
     return slot
 
 

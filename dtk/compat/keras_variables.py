@@ -6,7 +6,7 @@ A mark says that a variable holds one rank's part of a tensor: an attribute that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -79,7 +79,7 @@ class VariablePart(keras.Variable):
             dtype=whole.dtype,
             name=name,
         )
-        self._path = whole.path
+        self._path = path_of(whole)
         self.constraint = whole.constraint
 
     def _initialize_with_initializer(self, initializer: Function[tf.Tensor]) -> None:
@@ -153,6 +153,25 @@ def group_of(variable: keras.Variable) -> Communicator | None:
 def copy_mark(variable: keras.Variable, slot: keras.Variable) -> None:
     """Mark a slot variable like the variable it belongs to."""
     setattr(slot, _MARK, getattr(variable, _MARK, None))
+
+
+_SLOT = "_dtk_slot"
+
+
+def set_slot_of_part(slot: keras.Variable, part: VariablePart, kind: str) -> None:
+    """Mark a slot variable of a part with the slot of the whole variable that it is part of."""
+    setattr(slot, _SLOT, (id(part.whole), kind))
+
+
+def in_wholes(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Put the parts of each slot together; every other variable is alone.
+
+    They are in the order that an optimizer has them in for whole variables.
+    """
+    found: dict[object, list[keras.Variable]] = {}
+    for variable in variables:
+        found.setdefault(getattr(variable, _SLOT, id(variable)), []).append(variable)
+    return list(found.values())
 
 
 # TensorFlow variables of several replicas or servers.

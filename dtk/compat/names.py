@@ -60,6 +60,8 @@ parameter servers:
         _create_variable _create_variable_round_robin _experimental_distribute_dataset
         _use_merge_call _num_ps
     tensorflow.python.distribute.sharded_variable  ShardedVariable
+    tensorflow.python.trackable.base  VARIABLE_VALUE_KEY Trackable._serialize_to_tensors
+        Trackable._restore_from_tensors
     tensorflow.python.distribute.coordinator.cluster_coordinator  Cluster.schedule
         ClusterCoordinator._cluster _is_worker_failure
     tensorflow.python.distribute.coordinator.coordinator_context  get_current_dispatch_context

@@ -6,13 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2, sharded_variable
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
+from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY
 
 from dtk.communicators.base import Communicator
 from dtk.compat.tf_datasets import MakesDataset
-from dtk.nests import Function, Tree
+from dtk.nests import Array, Function, Tree
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -54,6 +56,18 @@ class PartitionedVariable(sharded_variable.ShardedVariable):
             "loop of your own has no gradient of a Keras variable in parts. Train it by model.fit; "
             "or make the strategy without variable_partitioner, or with one that leaves it whole"
         )
+
+    def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
+        """Return the whole value, which Keras and NumPy save."""
+        return np.asarray(self.numpy(), dtype)
+
+    # Keras's variable asks for these two, for `tf.train.Checkpoint`.
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {VARIABLE_VALUE_KEY: tf.convert_to_tensor(self)}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Variable:
+        return self.assign(tf.ensure_shape(restored_tensors[VARIABLE_VALUE_KEY], self.shape))
 
 
 class ParameterServerExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):

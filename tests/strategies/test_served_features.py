@@ -22,7 +22,7 @@ from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
 from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, exchanging, line
+from strategies.served_bodies import check_mistake, exchanging, line, partitioned
 
 TOLERANCE = 1e-5
 
@@ -578,3 +578,67 @@ def test_a_sparse_gradient_of_a_lone_weight(pool):
     (mine,) = pool.run(sparse_gradient_of_a_lone_weight, "sync")
     expected = sparse_gradient_of_a_lone_weight(None)
     np.testing.assert_allclose(mine, expected, rtol=1e-5)
+
+
+# Files of models in parts.
+
+WORDS = np.arange(160).reshape(32, 5) % 12
+
+
+def of_words():
+    """A model with a table of 12 rows, and an optimizer with two loops over its variables."""
+    keras.utils.set_random_seed(4)
+    table = keras.layers.Embedding(12, 3)
+    layers = [table, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,), dtype="int64"), *layers])
+    inner = keras.optimizers.Adam(0.01, use_ema=True)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), "mse")
+    return model
+
+
+def trained_on_words(model, **more):
+    targets = np.linspace(0, 1, len(WORDS), dtype="float32")[:, None]
+    model.fit(WORDS, targets, batch_size=16, shuffle=False, verbose=0, **more)
+    return flat(model.get_weights())
+
+
+def saved_in_parts(folder):
+    """Weights of training that goes on after each kind of file, with and without parts."""
+    strategy = served_with("sync")
+
+    def made(parts, make):
+        with partitioned(strategy, parts, rows=12), strategy.scope():
+            return make()
+
+    model = made(2, of_words)
+    trained_on_words(model)
+    before, outputs = model.get_weights(), model.predict(WORDS, verbose=0)
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/model.weights.h5")
+    state = tf.train.Checkpoint(model=model)
+    saved = state.save(f"{folder}/state")
+    model.export(f"{folder}/exported", verbose=False)
+    exported = tf.saved_model.load(f"{folder}/exported")
+    np.testing.assert_allclose(exported.serve(tf.constant(WORDS)), outputs, rtol=1e-5, atol=1e-6)
+    found = [trained_on_words(model)]
+    loads = (model.load_weights, f"{folder}/model.weights.h5"), (state.restore, saved)
+    for load, path in loads:
+        model.set_weights([0 * value for value in before])
+        load(path)
+        for value, wanted in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(value, wanted)
+    for parts in (1, 2):
+        loaded = made(parts, lambda: keras.models.load_model(f"{folder}/model.keras"))
+        found.append(trained_on_words(loaded))
+    for parts, epochs in ((2, 1), (1, 2)):  # the second goes on where the first has ended
+        callback = Checkpoint(f"{folder}/resumed")
+        weights = trained_on_words(made(parts, of_words), epochs=epochs, callbacks=[callback])
+    return found, [weights, trained_on_words(made(1, of_words), epochs=2)]
+
+
+def test_models_in_parts_are_saved_whole(pool, tmp_path):
+    """Nothing could save them, and a load into parts lost the optimizer's slots."""
+    ((loaded, resumed),) = pool.run(saved_in_parts, str(tmp_path))
+    for first, *others in (loaded, resumed):
+        for found in others:
+            assert close(found, first)

@@ -29,7 +29,7 @@ from dtk.callbacks.find_non_finite import non_finite_weights
 from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
-from dtk.compat.keras_variables import whole_shape
+from dtk.compat.keras_variables import in_wholes, whole_shape
 from dtk.errors import CheckpointFormatError
 from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import ModelInParts, is_in_parts
@@ -237,8 +237,13 @@ def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
 
 def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
-    variables = trainer.shared_variables()
-    return [(v.path, list(map(int, whole_shape(v))), str(v.dtype)) for v in variables]
+    found = []
+    for first, *others in in_wholes(trainer.shared_variables()):
+        shape = [int(size) for size in whole_shape(first)]
+        if others:
+            shape[0] += sum(int(part.shape[0]) for part in others)
+        found.append((first.path, shape, str(first.dtype)))
+    return found
 
 
 def lora_weights(model: keras.Model) -> list[keras.Variable]:

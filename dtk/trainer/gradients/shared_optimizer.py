@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, cast
 
@@ -21,7 +22,7 @@ from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, path
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
-from dtk.nests import Gradients, Tree
+from dtk.nests import Array, Gradients, Tree
 from dtk.placement import outside_graph
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
 from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer, needs_whole
@@ -128,6 +129,7 @@ class Bond:
     # whether each replica holds its own part of an accumulation window, and not the whole
     divided: bool = False
     told: bool = False  # that a file was written while they did
+    saves_wholes: bool = False  # see `_save_wholes`
     # the moving statistics that steps of a script's own loop assign, too
     statistics: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
@@ -226,9 +228,47 @@ def note_applies(
     def built(variables: Variables) -> None:
         built_for[:] = variables
         own(optimizer, strategy)  # a MultiOptimizer may make members while it is built
+        _save_wholes(optimizer)
 
+    _save_wholes(optimizer)
     bond.apply = keras_optimizers.patch_apply(optimizer, note)
     keras_optimizers.patch_build(optimizer, expanded, built)
+
+
+def _save_wholes(optimizer: keras.Optimizer) -> None:
+    """Make an optimizer save whole slots, and cut what it loads: files do not tell of parts."""
+    for member in keras_optimizers.members(optimizer):
+        bond = _bond_of(member)
+        if not bond.saves_wholes:
+            bond.saves_wholes = True
+            save, load = (functools.partial(f, member) for f in (_save_whole, _load_whole))
+            keras_optimizers.patch_state(member, save, load)
+
+
+def _save_whole(optimizer: keras.Optimizer, store: dict[str, Array]) -> None:
+    for i, parts in enumerate(keras_variables.in_wholes(optimizer.variables)):
+        values = [keras.ops.convert_to_numpy(part) for part in parts]
+        store[str(i)] = values[0] if len(values) == 1 else np.concatenate(values)
+
+
+def _load_whole(
+    optimizer: keras.Optimizer,
+    store: dict[str, Array],
+    load: Callable[[dict[str, Array]], None],
+) -> None:
+    wholes = keras_variables.in_wholes(optimizer.variables)
+    if len(store.keys()) != len(wholes):
+        load(store)  # Keras warns
+        return
+    places = {id(variable): str(i) for i, variable in enumerate(optimizer.variables)}
+    cut: dict[str, Array] = {}
+    for i, parts in enumerate(wholes):
+        pieces = [np.asarray(store[str(i)])]
+        if len(parts) > 1:
+            ends = itertools.accumulate(part.shape[0] for part in parts[:-1])
+            pieces = np.split(pieces[0], list(ends))
+        cut |= {places[id(part)]: piece for part, piece in zip(parts, pieces, strict=True)}
+    load(cut)
 
 
 def _refuse_replaced(variables: Variables, strategy: Strategy) -> None:
