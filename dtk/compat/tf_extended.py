@@ -331,6 +331,13 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         )
 
 
+class MirroredBase(mirrored_strategy.MirroredStrategy):
+    """TensorFlow's strategy of several devices, for `isinstance`, with dtk's extended object."""
+
+    def __init__(self, extended: tf.distribute.StrategyExtended):
+        tf.distribute.Strategy.__init__(self, extended)
+
+
 class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     """Extended object of several devices of one process, with TensorFlow's mirrored variables.
 

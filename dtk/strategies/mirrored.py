@@ -21,7 +21,7 @@ from dtk.trainer.replica.self_test import is_wanted
 _Made = TypeVar("_Made")
 
 
-class MirroredStrategy(DtkStrategy):
+class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
     """Synchronous data-parallel training over the devices of one process.
 
     Args:

@@ -240,3 +240,8 @@ def test_replicas_of_one_process_sum_where_placement_says(monkeypatch):
     strategy = MirroredStrategy(["CPU:0"])
     with tf.distribute.ReplicaContext(strategy, 0):
         assert strategy.extended.replica_communicator().device.endswith("CPU:0, moved")
+
+
+def test_a_mirrored_strategy_is_one_of_tensorflow_for_scripts_that_ask():
+    """Scripts choose by `isinstance(strategy, tf.distribute.MirroredStrategy)`, which was False."""
+    assert issubclass(MirroredStrategy, tf.distribute.MirroredStrategy)
