@@ -119,6 +119,8 @@ class EpochDataset:
     """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
 
     def __init__(self, given: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
+        if tf_datasets.is_per_replica(given):
+            tf_datasets.refuse_per_replica_batches()
         if not tf_datasets.is_of_this_rank(given):
             slicing.check_rows(spec_of(given))
         self.given, self._adapter, self._cut = given, adapter, cut

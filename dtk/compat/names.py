@@ -70,6 +70,7 @@ pipelines that are read and closed while others wait:
         OwnedIterator._next_internal OwnedIterator._iterator_resource
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
+        DistributedDatasetsFromFunction
     tensorflow.python.framework.op_def_registry  get
     tensorflow.python.data.util.structure  get_flat_tensor_shapes
         get_flat_tensor_types to_tensor_list from_compatible_tensor_list

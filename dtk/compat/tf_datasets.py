@@ -14,7 +14,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
@@ -185,6 +185,21 @@ def is_of_this_rank(dataset: object) -> bool:
         return dataset.whole is None
     return isinstance(dataset, tf.data.Dataset) and any(
         hasattr(node, "_dtk_of_this_rank") for node in (dataset, *_all_sources(dataset))
+    )
+
+
+def is_per_replica(dataset: object) -> bool:
+    """Return whether a dataset holds batches of single replicas of this process."""
+    return isinstance(dataset, input_lib.DistributedDatasetsFromFunction)
+
+
+def refuse_per_replica_batches(function: object = None) -> NoReturn:
+    """Say what to give to `fit` in place of batches of single replicas."""
+    raise ValueError(
+        "the batches of distribute_datasets_from_function are each replica's own, and fit and "
+        "evaluate under MirroredStrategy cut global batches. Give them "
+        "dataset_fn(tf.distribute.InputContext()), in which get_per_replica_batch_size(size) is "
+        "the global size; loops of your own, and strategies of several processes, take both"
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -36,6 +36,7 @@ from dtk.compat.tf_datasets import (
     drawn_in_order,
     in_known_order,
     is_of_this_rank,
+    refuse_per_replica_batches,
     take_apart,
 )
 from dtk.errors import script_line
@@ -450,8 +451,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         self, dataset_fn: MakesDataset, options: object
     ) -> tf.data.Dataset:
         distributed = super()._distribute_datasets_from_function(dataset_fn, options)
-        # Custom loops use TensorFlow's dataset unchanged. `fit` would call its `map` first.
-        distributed.map = _refuse_per_replica_batches
+        # Custom loops use TensorFlow's dataset unchanged. With class weights `fit` calls its `map`.
+        distributed.map = refuse_per_replica_batches
         return distributed
 
 
@@ -488,11 +489,3 @@ def _reduce_components(
     if tf_replicas.op_name(reduce_op) == "mean":
         return tf_replicas.on_values(total, lambda v: v / tf.cast(len(parts), v.dtype))
     return total
-
-
-def _refuse_per_replica_batches(function: Function[Tree]) -> NoReturn:
-    raise ValueError(
-        "fit, evaluate and predict under MirroredStrategy take global batches; give them the "
-        "dataset itself. distribute_datasets_from_function is for custom loops, and for strategies "
-        "of several processes"
-    )

@@ -302,3 +302,33 @@ def test_initializers_of_tensorflow_draw_as_in_one_process(pool):
     for found in pool.run(with_and_without, of_drawn_weights):
         for mine, plain in zip(*found, strict=True):
             np.testing.assert_array_equal(mine, plain)
+
+
+def refused_batches_of_replicas():
+    """What `fit` and `evaluate` say of batches that each replica reads by itself, and take."""
+    strategy = bodies.strategy(2)
+    x, y = cases.rows(16)
+    with strategy.scope():
+        layers = [keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input(x.shape[1:]), *layers])
+        model.compile("sgd", "mse")
+
+    def dataset_fn(context):
+        rows = tf.data.Dataset.from_tensor_slices((x, y))
+        return rows.batch(context.get_per_replica_batch_size(8))
+
+    told = []
+    for call in (model.fit, model.evaluate):
+        try:
+            call(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+        except ValueError as error:
+            told.append(str(error))
+    model.fit(dataset_fn(tf.distribute.InputContext()), verbose=0)
+    return told, int(model.optimizer.iterations.numpy())
+
+
+def test_batches_of_replicas_of_one_process_are_refused_for_what_they_are(world):
+    """Breaks as "a batch without tensors has no rows"."""
+    ((told, steps),) = world("local", 1).run(refused_batches_of_replicas)
+    assert len(told) == 2 and steps == 2
+    assert all("dataset_fn(tf.distribute.InputContext())" in one for one in told)
