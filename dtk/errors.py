@@ -79,12 +79,15 @@ class UnwritableError(DtkError, ValueError):
 
 def script_line() -> str:
     """Return the place in the script, file:line, from which dtk was called."""
-    # Python's own, too, such as functools, through which a property calls.
-    ours, pythons = os.path.dirname(__file__), os.path.dirname(inspect.__file__)
-    libraries = ours + os.sep, pythons + os.sep, "site-packages"
     places = [(frame.filename, frame.lineno) for frame in inspect.stack(0)]
-    own = [place for place in places if not any(part in place[0] for part in libraries)]
+    own = [place for place in places if not is_of_library(place[0])]
     return "{}:{}".format(*(own or places)[0])
+
+
+def is_of_library(file: str) -> bool:
+    """Return whether code is dtk's, a package's or Python's own, such as functools."""
+    ours, pythons = os.path.dirname(__file__), os.path.dirname(inspect.__file__)
+    return any(part in file for part in (ours + os.sep, pythons + os.sep, "site-packages"))
 
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:

@@ -60,6 +60,7 @@ class DistributedTrainer(ModelState):
         self.compared: dict[str, int] = {}  # the last step of which a trial was made
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
+        self._untried: set[str] = set()  # steps whose function was made anew
         self._digests: dict[str, tf.Variable] = {}
         # what train steps read that is not the model's, such as what a callback sets
         self._only_read: list[tf.Variable] = []
@@ -159,7 +160,10 @@ class DistributedTrainer(ModelState):
     def make_step_function(self, step_function: StepFunction, name: str) -> Loop:
         """Make Keras's loop around one step, over cut batches."""
         model, strategy = self.model, self.strategy
-        self.compared.pop(name, None)  # what a trial has traced may be another function's
+        # A trial has traced another function, as before make_train_function(force=True).
+        self._untried.add(name)
+        self.compared.pop(name, None)
+        self.kinds.pop(name, None)
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -192,7 +196,7 @@ class DistributedTrainer(ModelState):
                 if self.is_due(name):
                     self.audit(name, slices[0])
                 iterator = iter(slices)
-            elif self._unread:
+            elif self._unread or name in self._untried:
                 try:
                     first, iterator = digests.first_of(iterator, model.steps_per_execution)
                 except StopIteration:
@@ -200,9 +204,11 @@ class DistributedTrainer(ModelState):
                     # optimizer counts Keras's attempt to read beyond the end, as without the
                     # interruption; the step that it traces has not been tried, and is dropped.
                     return call(iterator, keras_models.make_function(model, step))
+                if self._unread:
+                    read.assign(0)
+                    rank_checks.check_same_batch(strategy, first)
                 self._unread = False
-                read.assign(0)
-                rank_checks.check_same_batch(strategy, first)
+                self._untried.discard(name)
                 self.try_step(name, step_function, first)
                 if name == "train":
                     step_times.before_training(call, first, model, strategy)
@@ -251,7 +257,7 @@ class DistributedTrainer(ModelState):
             trial = self.make_trial(step_function, first)
             verdict = self_test.run(trial, why)
             self.kinds[name] = verdict.kinds
-            self.gathered += verdict.gathered
+            self.gathered += [m for m in verdict.gathered if m not in self.gathered]
             self.tried[name], self.compared[name] = trial, 1
         if asked == "only":
             self_test.end_script()

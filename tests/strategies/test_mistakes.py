@@ -820,6 +820,36 @@ def a_term_that_begins_later(strategy):
         assert float(model.seen) == 7.0, "the step that was compared has been applied"
 
 
+class Switched(keras.Sequential):
+    """Has a term of the whole batch once a callback has made its train function anew."""
+
+    late = False
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 10), p))
+            loss += tf.sqrt(tf.reduce_mean(tf.square(p))) if self.late else 0.0
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+@mistake("NotDistributedError", "the train_step of model 'switched", "Nothing was updated")
+def a_train_function_made_anew(strategy):
+    x, y = cases.rows(160)
+    model = cases.compiled(strategy, lambda: Switched(cases.small().layers), optimizer="sgd")
+
+    def switch(batch, logs):
+        if batch == 4:
+            model.late = True
+            model.make_train_function(force=True)
+
+    calls = [keras.callbacks.LambdaCallback(on_train_batch_end=switch)]
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=calls)
+
+
 class Annealed(keras.Model):
     """Weighs a term of its loss by a variable that is not the model's."""
 

@@ -167,6 +167,11 @@ def focal(y, p):
     return tf.reduce_sum(tf.square(y - p) * y)
 
 
+def mean_of_chosen(p, kept):
+    chosen = tf.boolean_mask(p, kept)
+    return tf.reduce_sum(chosen**2) / tf.cast(tf.size(chosen), tf.float32)
+
+
 def shown_to_add_up():
     yield "a mean", lambda y, p: tf.reduce_mean(tf.square(y - p))
     yield "a mean of means", lambda y, p: tf.reduce_mean(tf.reduce_mean(tf.abs(y - p), -1))
@@ -192,6 +197,7 @@ def not_shown():
     yield "a branch", lambda y, p: tf.cond(tf.reduce_sum(y) > 1, lambda: focal(y, p), lambda: 0.0)
     yield "by class", lambda y, p: tf.reduce_mean(tf.reduce_sum(y * p, 0) / tf.reduce_sum(p, 0))
     yield "a largest", lambda y, p: tf.reduce_max(tf.abs(y - p))
+    yield "by the size of chosen", lambda y, p: mean_of_chosen(p, y > 0)
     yield "pairs of rows", lambda y, p: tf.reduce_mean(tf.nn.relu(p @ tf.transpose(y)), -1)
     yield "centred", lambda y, p: tf.reduce_mean(tf.square(p - tf.reduce_mean(p, 0)))
 

@@ -130,7 +130,6 @@ class Trial:
             str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
         ] = {}
         self._specs: list[tf.TensorSpec] = []
-        self._told: set[str] = set()
         self.parts: list[int] = []
         self.take(batch)
 
@@ -172,13 +171,6 @@ class Trial:
         given = iter(tensors)
         leaves = [None if leaf is None else next(given) for leaf in _tensors_of(self._given)]
         return tf.nest.pack_sequence_as(self._given, leaves, expand_composites=True)
-
-    def is_new(self, note: str) -> bool:
-        """Return whether nothing was noted yet about what a note begins with."""
-        about = note.partition(" ")[0]
-        is_new = about not in self._told
-        self._told.add(about)
-        return is_new
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
@@ -257,6 +249,8 @@ class Trial:
                 value = copy.numpy().astype("float32")
                 # Move zeros, too, such as a bias before a ReLU.
                 most = distance * (0.1 + np.sqrt(np.mean(np.square(value))))
+                if not np.isfinite(most):
+                    continue
                 way = np.random.default_rng((seed, i)).uniform(-most, most, value.shape)
                 copy.assign(tf.cast(value + way, copy.dtype))
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_steps, tf_replicas
-from dtk.errors import script_line
+from dtk.errors import is_of_library, script_line
 from dtk.nests import Tree
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
@@ -27,6 +27,8 @@ from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Ops by which a replica may have the sums of others.
 _MAY_SUM = ("Collective", "PyFunc", "EagerPyFunc", "Horovod", "Nccl")
+# Functions of one number that do not add up.
+_CURVED = ("Log", "Log1p", "Sqrt", "Rsqrt", "Exp", "Square", "Pow", "Maximum", "Minimum")
 _said: set[str] = set()  # the lines of scripts that were warned of
 _AVERAGE = "tf.nn.compute_average_loss(one loss for each row, global_batch_size=...)"
 
@@ -45,13 +47,20 @@ def watched(strategy: Strategy) -> AbstractContextManager[None]:
         of_weights = any(hasattr(source, "assign") for source in tf.nest.flatten(sources))
         if of_weights and output_gradients is None and not tf.executing_eagerly():
             for found in filter(None, map(_mistake_in, tf.nest.flatten(target))):
-                line = script_line()
+                line = _line_of(tf.nest.flatten(target)[0])
                 if line not in _said and tf_replicas.replica_index() == 0:
                     _said.add(line)
                     _warn(strategy, line, found)
         return gradient(target, sources, output_gradients)
 
     return keras_steps.patch_tapes(differentiate)
+
+
+def _line_of(target: tf.Tensor) -> str:
+    """Return the line of the script that has computed a tensor; autograph runs a copy of it."""
+    places = [(frame.filename, frame.lineno) for frame in target.op.traceback]
+    own = [place for place in places if not is_of_library(place[0])]
+    return "{}:{}".format(*own[-1]) if own else script_line()
 
 
 def _warn(strategy: Strategy, line: str, found: str) -> None:
@@ -71,18 +80,25 @@ def _mistake_in(target: tf.Tensor) -> str | None:
     known = RowDependence(None)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     for factors, scalar in _terms(target):
-        values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
-        if any(value is None or np.isclose(value * replicas, 1.0) for value in values):
-            continue  # it may be divided by the number of replicas
         op = scalar.op
-        if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
-            return f"a mean over a replica's own rows. Write {_AVERAGE}"
         if op.type in ("RealDiv", "DivNoNan") and _is_of_own_rows(op.inputs[1]):
             return (
                 "a sum over a replica's own rows, divided by another one of them, which is 0 / 0 "
                 "where a mask leaves none. Divide by the sum of all replicas: strategy.reduce, or "
                 "tf.distribute.get_replica_context().all_reduce"
             )
+        if op.type in _CURVED and _is_of_own_rows(scalar):
+            return (
+                f"{op.type} of a number of a replica's own rows. Compute it from the sums of all "
+                "replicas: tf.distribute.get_replica_context().all_reduce"
+            )
+        values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
+        if any(value is None or np.isclose(value * replicas, 1.0) for value in values):
+            continue  # it may be divided by the number of replicas
+        if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
+            return f"a mean over a replica's own rows. Write {_AVERAGE}"
+        if op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas):
+            return f"a sum divided by a replica's own rows. Write {_AVERAGE}"
         if tf.get_static_value(scalar) is None and known.is_equal(scalar):
             return (
                 "a penalty without rows, which every replica adds. Write "
@@ -112,3 +128,12 @@ def _is_of_own_rows(denominator: tf.Tensor) -> bool:
         for one in computed_from([denominator])
         if one.dtype != tf.resource
     )
+
+
+def _is_own_size(denominator: tf.Tensor, replicas: int) -> bool:
+    """Return whether a denominator is made of sizes of a replica's rows, and of no other number."""
+    if depends_on_data(denominator, by_shape=False) or not depends_on_data(denominator):
+        return False
+    constants = [one for one in computed_from([denominator]) if one.op.type == "Const"]
+    values = [tf.get_static_value(one) for one in constants if one.shape.rank == 0]
+    return not any(value == replicas for value in values)

@@ -157,15 +157,23 @@ def _is_sum(
     if op.type in ("Mul", "RealDiv", "DivNoNan"):
         one, other = op.inputs
         by_shape = depends_on_data(other) and op.type != "Mul" and strictly
-        if not depends_on_data(other, by_shape=False) and not by_shape:
+        if _is_factor(other, known) and not by_shape:
             return _is_sum(one, ends, known, strictly)
         if op.type == "Mul":
-            return not depends_on_data(one, by_shape=False) and _is_sum(
-                other, ends, known, strictly
-            )
+            return _is_factor(one, known) and _is_sum(other, ends, known, strictly)
         of_scalars = one.shape.rank == other.shape.rank == 0 and not strictly
         return of_scalars and all(_is_sum(part, ends, known, True) for part in (one, other))
     return False
+
+
+def _is_factor(scalar: tf.Tensor, known: RowDependence) -> bool:
+    """Return whether a scalar is no number of the data but, at most, of all its rows."""
+    shapes = ("Shape", "Size")
+    counted = [one.op.inputs[0] for one in computed_from([scalar]) if one.op.type in shapes]
+    # The size of rows that a mask has chosen is a number of the data.
+    if any(UNKNOWN in (known.sizes(one) or [UNKNOWN]) for one in counted if one.shape.rank != 0):
+        return False
+    return not depends_on_data(scalar, by_shape=False)
 
 
 def _is_by_row(rows: tf.Tensor, ends: set[Hashable], known: RowDependence) -> bool:
