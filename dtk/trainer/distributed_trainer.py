@@ -160,10 +160,10 @@ class DistributedTrainer(ModelState):
     def make_step_function(self, step_function: StepFunction, name: str) -> Loop:
         """Make Keras's loop around one step, over cut batches."""
         model, strategy = self.model, self.strategy
-        # A trial has traced another function, as before make_train_function(force=True).
-        self._untried.add(name)
-        self.compared.pop(name, None)
-        self.kinds.pop(name, None)
+        if name in self._digests:  # made anew, as by make_train_function(force=True)
+            self._untried.add(name)
+            self.compared.pop(name, None)
+            self.kinds.pop(name, None)
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
