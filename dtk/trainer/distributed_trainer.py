@@ -58,6 +58,7 @@ class DistributedTrainer(ModelState):
         self.tried: dict[str, step_trial.Trial] = {}
         self.steps: collections.Counter[str] = collections.Counter()
         self.compared: dict[str, int] = {}  # the last step of which a trial was made
+        self.due: dict[str, int] = {}  # the next one of which it is to be
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._untried: set[str] = set()  # steps whose function was made anew
@@ -71,7 +72,7 @@ class DistributedTrainer(ModelState):
         self.kinds.clear()
         self.gathered.clear()
         self.tried.clear()
-        self.compared.clear()
+        self.due.clear()
         self.steps.clear()
         self.calls.clear()
 
@@ -162,7 +163,7 @@ class DistributedTrainer(ModelState):
         model, strategy = self.model, self.strategy
         if name in self._digests:  # made anew, as by make_train_function(force=True)
             self._untried.add(name)
-            self.compared.pop(name, None)
+            self.due.pop(name, None)
             self.kinds.pop(name, None)
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -258,20 +259,27 @@ class DistributedTrainer(ModelState):
             verdict = self_test.run(trial, why)
             self.kinds[name] = verdict.kinds
             self.gathered += [m for m in verdict.gathered if m not in self.gathered]
-            self.tried[name], self.compared[name] = trial, 1
+            step = self.steps[name] + 1
+            self.tried[name], self.compared[name], self.due[name] = trial, step, 2 * step
         if asked == "only":
             self_test.end_script()
 
     def is_due(self, name: str) -> bool:
         """Return whether a step that was tried is to be compared again: at 2, 4, 8, ... steps."""
-        last, ahead = self.compared.get(name), self.model.steps_per_execution
-        return last is not None and self.steps[name] + ahead >= 2 * last
+        next_one = self.due.get(name)
+        return (
+            next_one is not None and self.steps[name] + self.model.steps_per_execution >= next_one
+        )
 
     def audit(self, name: str, batch: slicing.Slices) -> None:
         """Compare a step's parts with the whole, on other rows than before and today's weights."""
-        trial, step, before = self.tried[name], self.steps[name] + 1, self.compared[name]
-        if trial.take(batch, seed=step):  # else the next step may have as many rows
-            self_test.audit(trial, self.kinds[name], step, before)
+        trial, step = self.tried[name], self.steps[name] + 1
+        self.due[name] = 2 * step
+        if not trial.is_of(batch):  # such as with weights of samples, which the step traces anew
+            del self.kinds[name]
+            self.try_step(name, trial.step_function, batch)
+        elif trial.take(batch, seed=step):  # else replicas have other numbers of rows
+            self_test.audit(trial, self.kinds[name], step, self.compared[name])
             self.compared[name] = step
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
@@ -296,7 +304,8 @@ class DistributedTrainer(ModelState):
         known = map(keras_variables.stored, [*step_trial.changed_by_training(self.model), *parts])
         kept = {id(v) for one in known for v in keras_variables.components(one)}
         found = [v for v in tf_extended.variables_only_read() if id(v) not in kept]
-        self._only_read = [v for v in found if v.shape.is_fully_defined()]
+        numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+        self._only_read = [v for v in numbers if v.shape.is_fully_defined()]
 
     def check_same_reads(self, when: str, ask: bool = False) -> None:
         """Raise on every rank when steps read other values on one of them.

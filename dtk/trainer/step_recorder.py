@@ -105,11 +105,12 @@ class StepRecorder:
         else:  # what was added up are the times at which batches arrived
             waited = counted[-1] + recorder.untold * self._base - recorder.begun
             facts["input"] = round(min(max(0.0, waited), recorder.seconds), 6)
-        rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
-        if self._ended and rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
-            facts["samples"] = rows[1] - rows[0]
-        elif not facts["samples"]:
+        if not facts["samples"]:
             del facts["samples"]
+        if self._ended:
+            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
+            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
+                facts["samples"] = rows[1] - rows[0]
         if self._strategy.is_chief:
             loss = (self._logs or {}).get("loss")
             facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}

@@ -101,6 +101,29 @@ def whole(folder):
     return lines(folder / "e.jsonl"), trace, page.text
 
 
+SINGLE = """
+import time
+import dtk, keras, numpy as np
+strategy = dtk.auto_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+for _ in range(6):
+    model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+    time.sleep(0.3)  # so that steps are told of between them
+"""
+
+
+def test_single_batches_are_told_of(started, tmp_path):
+    """They belong to no data of `fit`, whose rows were counted."""
+    out, err = (job := started(SINGLE)).communicate(timeout=90)
+    assert job.returncode == 0, out + err
+    steps = of("steps", whole(tmp_path)[0])
+    assert steps
+    for one in steps:
+        assert one["samples"] == 8 * (one["last"] - one["first"] + 1)
+
+
 def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monkeypatch):
     job = started(TRAIN)
     until(lambda: all((tmp_path / f"there-{rank}").exists() for rank in range(2)), 90)

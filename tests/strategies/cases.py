@@ -600,10 +600,13 @@ class OwnComputeLoss(keras.Model):
 
 
 class OwnStepOfLosses(keras.Model):
+    """Calls one loss twice."""
+
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
+            p = self(x, training=True)
+            loss = self.compute_loss(x, y, p) + self.compute_loss(x, tf.ones_like(y), 0.5 * p)
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
         return {"loss": loss}

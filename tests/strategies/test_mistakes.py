@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -713,6 +714,28 @@ def unknown_exchange(strategy):
 @mistake("DisagreementError", "ranks disagree on the exchange", "Quantized(bits=1)")
 def another_exchange_on_rank_1(strategy):
     AllReduceStrategy(strategy.communicator, exchange="1bit" if strategy.rank else None)
+
+
+class OfEvenRows(keras.Sequential):
+    """Needs an even number of rows, which all workers have."""
+
+    def predict_step(self, data):
+        pairs = tf.reshape(super().predict_step(data), [-1, 2, 10])
+        return tf.reshape(pairs, [-1, 10])
+
+
+def of_pairs():
+    x, _ = cases.rows(16)
+    model = cases.compiled(bodies.strategy(), lambda: OfEvenRows(cases.small().layers))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return np.shape(model.predict(x, 16, verbose=0)), said.getvalue()
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_predictions_of_rows_that_cannot_be_tried_stay(pool):
+    (shape, said), (other, _) = pool.run(of_pairs)
+    assert shape == other == (16, 10)
+    assert "could not be tried on 5 rows: InvalidArgumentError" in said
 
 
 class Sharpness(keras.Sequential):

@@ -36,7 +36,7 @@ class DistributedGradientTape:
         device_sparse: Not needed.
         compression: What gradients are sent as.
         sparse_as_dense: Whether `tf.IndexedSlices` become tensors before.
-        op: How gradients are combined: Average or Sum.
+        op: How gradients are combined, as in `allreduce`.
         gradient_predivide_factor: Not needed.
         num_groups: Not needed.
         groups: Not needed.

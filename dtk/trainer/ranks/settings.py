@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import keras
@@ -21,8 +22,12 @@ SAME_SETTINGS = (
     "make the model with the same settings on every rank, and adapt layers to the same rows; "
     "dtk.search runs one study for all ranks"
 )
-# Names count layers of a process, seeds are the ranks' own, and rank 0's rate is taken by all.
-_OF_A_RANK = {"name", "seed", "learning_rate", "module", "registered_name", "build_config"}
+# Names count layers of a process, and shapes are of what it was built from; seeds are the ranks'
+# own, and rank 0's rate is taken by all.
+_OF_A_RANK = {
+    *("name", "module", "registered_name", "build_config", "batch_shape", "keras_history"),
+    *("input_layers", "output_layers", "inbound_nodes", "seed", "learning_rate"),
+}
 
 
 def settings_of(model: keras.Model) -> list[tuple[str, object]]:
@@ -30,19 +35,24 @@ def settings_of(model: keras.Model) -> list[tuple[str, object]]:
     of_model = f"of model {model.name!r}"
     compiled = _told(model.get_compile_config) if model.compiled else None
     found = [(f"{path} given to compile {of_model}", value) for path, value in _flat(compiled)]
-    for number, layer in enumerate(keras_models.layers_of(model)):
+    layers = [
+        x for x in keras_models.layers_of(model) if not isinstance(x, keras.layers.InputLayer)
+    ]
+    for number, layer in enumerate(layers):
         kind = f"layer {number} ({type(layer).__name__}) {of_model}"
         # A functional model's own configuration names its layers.
         config = None if isinstance(layer, keras.Model) else _told(layer.get_config)
         found += [(f"{path} of {kind}", value) for path, value in _flat(config)]
-        found += [(f"{name} of {kind}", value) for name, value in _adapted(layer)]
+        if keras_models.is_from_keras(type(layer)):
+            found += [(f"{name} of {kind}", value) for name, value in _adapted(layer)]
     return found
 
 
-def _told(describe: object) -> object:
+def _told(describe: Callable[[], object]) -> object:
     """Return a configuration; or that there is none, as of what a script cannot serialize."""
     try:
-        return describe()  # type: ignore[operator]
+        with warnings.catch_warnings(action="ignore"):  # such as of lambdas, which stay here
+            return describe()
     except Exception as error:  # a script's own get_config raises whatever it raises
         return {"configuration": f"none: {type(error).__name__}"}
 
@@ -50,12 +60,17 @@ def _told(describe: object) -> object:
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of a configuration with their paths."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key not in _OF_A_RANK or isinstance(inner, Mapping):
-                yield from _flat(inner, f"{path}.{key}" if path else str(key))
+        kind = value.get("class_name")
+        # A lambda's code as bytes differs by what else its process knows.
+        inner = {} if kind == "__lambda__" else value
+        for key, one in inner.items():
+            if key not in _OF_A_RANK or isinstance(one, Mapping):
+                yield from _flat(one, f"{path}.{key}" if path else str(key))
+        if "Policy" in str(kind):
+            yield f"{path}.name", repr(value.get("config"))
     elif isinstance(value, list | tuple) and len(value) <= 20:
-        for index, inner in enumerate(value):
-            yield from _flat(inner, f"{path}[{index}]")
+        for index, one in enumerate(value):
+            yield from _flat(one, f"{path}[{index}]")
     elif path:
         yield path, _plain(value)
 
@@ -63,7 +78,7 @@ def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 def _plain(value: object) -> object:
     """Return a value that can be compared with another process's."""
     if isinstance(value, bool | int | float | str | bytes | None):
-        return value
+        return value if value == value else "nan"  # which is equal to none
     if isinstance(value, np.ndarray | np.generic | tf.Tensor | tf.Variable):
         array = np.asarray(value)
         # Strings are objects, of which an array has the addresses.
@@ -82,7 +97,6 @@ def _adapted(layer: keras.Layer) -> Iterator[tuple[str, object]]:
             for file in sorted(Path(folder).rglob("*")):
                 if file.is_file():
                     yield file.name, hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-    if keras_models.is_from_keras(type(layer)):
-        for name, value in sorted(vars(layer).items()):
-            if isinstance(value, np.ndarray | tf.Tensor) or name == "bin_boundaries":
-                yield name, _plain(value)
+    for name, value in sorted(vars(layer).items()):
+        if isinstance(value, np.ndarray | tf.Tensor) or name == "bin_boundaries":
+            yield name, _plain(value)

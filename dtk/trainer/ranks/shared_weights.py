@@ -116,22 +116,22 @@ def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when
 
     Returns whether steps of any rank read such variables.
     """
-    world = trainer.strategy.world
+    ranks = trainer.strategy.communicator  # those of one stage of a pipeline
     named = {f"{i} {variable.name}": variable for i, variable in enumerate(variables)}
     prints = {name: fingerprint(variable) for name, variable in named.items()}
     mine = [rank_checks.number_of([*prints.values()]), len(variables)]
-    gathered = rank_checks.numbers_of_all(mine, world)
+    gathered = rank_checks.numbers_of_all(mine, ranks)
     if rank_checks.same_number(gathered):
         return bool(gathered[:, 1].any())
-    everywhere = world.allgather_object(prints)
+    everywhere = ranks.allgather_object(prints)
     differing = [name for name in prints if len({one.get(name) for one in everywhere}) > 1]
     found = next((name for name in differing if all(name in one for one in everywhere)), None)
     if found is None:  # ranks read other variables, as where a sharded optimizer divides them
         return True
-    values = world.allgather_object(_shown(named[found]))
+    values = ranks.allgather_object(_shown(named[found]))
     told = (
         f"{when}, variable {named[found].name!r}, which steps of model {trainer.model.name!r} "
-        f"read, differs between workers: {'; '.join(values)} on ranks 0 to {world.size - 1}. A "
+        f"read, differs between workers: {'; '.join(values)} on ranks 0 to {ranks.size - 1}. A "
         "callback that sets it must run on every rank, not on rank 0 alone"
     )
     raise DisagreementError(at_rank(trainer.strategy.rank, told))

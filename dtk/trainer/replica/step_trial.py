@@ -130,6 +130,7 @@ class Trial:
             str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
         ] = {}
         self._specs: list[tf.TensorSpec] = []
+        self._kinds_of_data = _kinds_of(batch)
         self.parts: list[int] = []
         self.take(batch)
 
@@ -165,6 +166,10 @@ class Trial:
             self._specs = specs
             self._concrete.clear()
         return True
+
+    def is_of(self, batch: slicing.Slices) -> bool:
+        """Return whether a batch has what the trial has traced, in other rows."""
+        return _kinds_of(batch) == self._kinds_of_data
 
     def _with_tensors(self, tensors: Sequence[tf.Tensor]) -> tuple[Tree, slicing.Slices]:
         """Return the rows that were taken, of these tensors."""
@@ -300,7 +305,7 @@ class Trial:
                 self.sums = logged_sums(step)
                 weights = {id(v) for v in self.model.trainable_variables}
                 self.moves_weights = not weights.isdisjoint(step.assigned)
-                losses = step.losses if self.gathers else {}
+                losses = {name: c for name, c in step.losses.items() if c.has_rows and self.gathers}
                 self.doubtful = [name for name, call in losses.items() if not call.adds_up]
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
                 return found | {"calls": self._calls.tensors(), "sizes": sizes}
@@ -475,6 +480,12 @@ def _some_rows(batch: slicing.Slices, ranks: Sequence[int], seed: int) -> slicin
         parts.append(slicing.rows_of(part, first, first + max(rows, 1)))
         counts.append(tf.constant(rows, tf.int64))
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
+
+
+def _kinds_of(batch: slicing.Slices) -> list[tuple[tf.DType, int | None] | None]:
+    """Return type and number of axes of each tensor of a batch, and where one is absent."""
+    tensors = _tensors_of(replica_step.without_optionals(batch.parts[0]))
+    return [None if one is None else (one.dtype, one.shape.rank) for one in tensors]
 
 
 def _spec_of(tensor: tf.Tensor, before: tf.TensorSpec | None) -> tf.TensorSpec:

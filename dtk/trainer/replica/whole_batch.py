@@ -106,8 +106,8 @@ def loss_of_batch(
     inside = tf.compat.v1.get_default_graph() is step.graph
     if step.kinds.get(name) != BATCH or not inside:
         with temporarily(step, loss=name):
-            if step.notes_losses and inside and all(map(_may_be_gathered, tensors)):
-                step.losses[name] = traced_step.LossCall(tensors, adds_up)
+            if step.notes_losses and inside:
+                step.begin_loss(tensors, adds_up)
             return compute(*args, **given[1])
     if step.present is None:
         raise UncompilableError(f"{name} is computed on the rows of all workers")
@@ -124,12 +124,6 @@ def loss_of_batch(
         value = compute(*args, **kwargs)
     step.take_assignments(whole)
     return value if value is None else step.terms.known(tf.convert_to_tensor(value))
-
-
-def _may_be_gathered(tensor: tf.Tensor) -> bool:
-    if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
-        return False
-    return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
 
 
 def _joined(step: traced_step.Step, parts: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -16,6 +16,7 @@ it linearly; without a graph (`run_eagerly`) the loss is one term.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -102,20 +103,28 @@ def _times(scalar: tf.Tensor, factor: Coefficient) -> tf.Tensor:
 
 def linear_terms(value: tf.Tensor, known: set[Hashable]) -> list[tuple[Coefficient, tf.Tensor]]:
     """Find the scalars that a scalar is a linear combination of."""
+    terms = factored_terms(value, known)
+    return [(functools.reduce(_product, factors, 1.0), scalar) for factors, scalar in terms]
+
+
+def factored_terms(
+    value: tf.Tensor, known: set[Hashable]
+) -> list[tuple[list[Coefficient], tf.Tensor]]:
+    """Find the scalars that a scalar is a linear combination of, each with all its factors."""
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
-        return [(1.0, value)]
-    found: list[tuple[Coefficient, tf.Tensor]] = []
-    left: list[tuple[Coefficient, tf.Tensor]] = [(1.0, value)]
+        return [([], value)]
+    found: list[tuple[list[Coefficient], tf.Tensor]] = []
+    left: list[tuple[list[Coefficient], tf.Tensor]] = [([], value)]
     for _ in range(_MOST_OPS):
         if not left:
             return found
-        coefficient, tensor = left.pop()
-        parts = None if tensor.ref() in known else parts_of(tensor)
+        factors, tensor = left.pop()
+        parts = None if tensor.ref() in known else _parts_of(tensor)
         if parts is None:
-            found.append((coefficient, tensor))
+            found.append((factors, tensor))
         else:
-            left.extend((_product(coefficient, c), part) for c, part in reversed(parts))
-    return [(1.0, value)]
+            left.extend(([*factors, factor], part) for factor, part in reversed(parts))
+    return [([], value)]
 
 
 def _product(one: Coefficient, other: Coefficient) -> Coefficient:
@@ -124,7 +133,7 @@ def _product(one: Coefficient, other: Coefficient) -> Coefficient:
     return tf.cast(one, other.dtype) * other
 
 
-def parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
+def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
     """Return the scalars that an op adds up, with their coefficients; None for other ops."""
     op = tensor.op
     inputs = list(op.inputs)

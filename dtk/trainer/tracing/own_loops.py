@@ -11,7 +11,6 @@ a tape's target shows three others:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -22,7 +21,7 @@ from dtk.errors import is_of_library, script_line
 from dtk.nests import Tree
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
-from dtk.trainer.tracing.loss_terms import Coefficient, computed_from, depends_on_data, parts_of
+from dtk.trainer.tracing.loss_terms import computed_from, depends_on_data, factored_terms
 from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Ops by which a replica may have the sums of others.
@@ -79,7 +78,7 @@ def _mistake_in(target: tf.Tensor) -> str | None:
         return None
     known = RowDependence(None)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    for factors, scalar in _terms(target):
+    for factors, scalar in factored_terms(target, set()):
         op = scalar.op
         if op.type in ("RealDiv", "DivNoNan") and _is_of_own_rows(op.inputs[1]):
             return (
@@ -105,18 +104,6 @@ def _mistake_in(target: tf.Tensor) -> str | None:
                 "tf.nn.scale_regularization_loss(penalty)"
             )
     return None
-
-
-def _terms(target: tf.Tensor) -> Iterator[tuple[list[Coefficient], tf.Tensor]]:
-    """Yield the scalars that a scalar is a linear combination of, each with all its factors."""
-    left: list[tuple[list[Coefficient], tf.Tensor]] = [([], target)]
-    while left:
-        factors, scalar = left.pop()
-        parts = parts_of(scalar)
-        if parts is None:
-            yield factors, scalar
-        else:
-            left += [([*factors, factor], part) for factor, part in parts]
 
 
 def _is_of_own_rows(denominator: tf.Tensor) -> bool:

@@ -121,6 +121,17 @@ def are_chosen(values: tf.Tensor, inside: tf.Graph) -> bool:
     return sizes is None or sizes[0] == UNKNOWN
 
 
+def have_rows(tensors: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
+    """Return whether all tensors are numbers or booleans of rows, as far as a graph shows."""
+    dense = tensors and all(isinstance(one, tf.Tensor) and one.shape.rank for one in tensors)
+    if not dense or any(one.dtype in (tf.string, tf.variant, tf.resource) for one in tensors):
+        return False
+    if tf.executing_eagerly():
+        return True
+    known = RowDependence(inside)
+    return not any((known.sizes(one) or [UNKNOWN])[0] == EQUAL for one in tensors)
+
+
 def adds_up(values: tf.Tensor, inputs: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
     """Return whether a graph shows that a loss is made of sums over rows of its inputs.
 

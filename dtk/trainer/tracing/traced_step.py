@@ -73,10 +73,11 @@ class NotedGradients:
 
 @dataclasses.dataclass(eq=False)
 class LossCall:
-    """A loss that a step has computed."""
+    """A loss that a step has computed, in one call or several."""
 
     tensors: list[tf.Tensor]  # outputs, targets and weights
     adds_up: bool  # whether it is made of sums over rows, as far as is known
+    has_rows: bool  # whether the rows of its tensors can be gathered
     is_cured: bool = False  # whether it calls `sum_over_batch` or `gather_over_batch`
 
 
@@ -121,6 +122,14 @@ class Step:
         self.assigned |= inside.assigned
         self.assigned_at |= {k: self.assignments + n for k, n in inside.assigned_at.items()}
         self.assignments += inside.assignments
+
+    def begin_loss(self, tensors: list[tf.Tensor], adds_up: bool) -> None:
+        """Note the tensors of the loss being computed, which may be called several times."""
+        before = self.losses.get(self.loss, LossCall([], True, True))
+        fit = before.has_rows and row_dependence.have_rows(tensors, self.graph)
+        self.losses[self.loss] = LossCall(
+            [*before.tensors, *tensors], before.adds_up and adds_up, fit, before.is_cured
+        )
 
     def note_loss(self, values: tf.Tensor) -> None:
         """Note whether the graph shows that the loss being computed adds up over rows."""

@@ -1,0 +1,156 @@
+"""Scripts that are right, and that the checks between ranks or the self-test once ended."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies import bodies, cases
+
+SCRIPTS = {}
+
+
+def script(function):
+    SCRIPTS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+class OwnStep(keras.Sequential):
+    """Makes a step of the parts that a script overrides."""
+
+    def loss_of(self, x, y, p):
+        return self.compute_loss(x, y, p)
+
+    def keep(self, gradients):
+        pass
+
+    def train_step(self, data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.keep(gradients)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "total": tf.reduce_sum(tf.cast(y, "float32"))}
+
+
+class Penalized(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.square(x)))
+        return x
+
+
+@script
+def a_loss_without_arguments(strategy):
+    class OfItself(OwnStep):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.add_n(self.losses)
+
+        def loss_of(self, x, y, p):
+            return self.compute_loss()
+
+    x, y = cases.rows(16)
+    cases.compiled(strategy, lambda: OfItself([*cases.small().layers, Penalized()])).fit(
+        x, y, 8, verbose=0
+    )
+
+
+@script
+def a_mean_of_gradients_that_is_kept(strategy):
+    class Keeping(OwnStep):
+        def keep(self, gradients):
+            for kept, gradient in zip(self.means, gradients, strict=True):
+                kept.assign(0.9 * kept + 0.1 * gradient)
+
+    def build():
+        layers = [keras.layers.Dense(300, "tanh") for _ in range(2)]
+        model = Keeping([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+        model.add(keras.layers.Dense(10))
+        weights = model.trainable_variables
+        model.means = [model.add_weight(v.shape, "zeros", trainable=False) for v in weights]
+        return model
+
+    x, y = cases.rows(16)
+    cases.compiled(strategy, build).fit(x, y, 8, verbose=0)
+
+
+@script
+def data_that_gain_weights_and_another_type(strategy):
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, lambda: OwnStep(cases.small().layers))
+    model.fit(x, y, 8, verbose=0)
+    model.fit(x, y, 8, sample_weight=np.ones(16), verbose=0)
+    model.fit(x, y.astype("int32"), 8, verbose=0)
+
+
+@script
+def a_sum_beside_a_loss_in_a_loss(strategy):
+    class Root(OwnStep):
+        def compute_loss(self, *args, **kwargs):
+            return tf.sqrt(super().compute_loss(*args, **kwargs))
+
+    def inner(y, p):
+        return tf.reduce_mean(tf.square(tf.one_hot(tf.cast(y, tf.int32), 10) - p))
+
+    x, y = cases.rows(16)
+    model = cases.compiled(strategy, lambda: Root(cases.small().layers), loss=inner)
+    history = model.fit(x, y, 16, epochs=2, verbose=0).history
+    assert history["total"] == [y.sum()] * 2, "a sum that is logged beside a loss of the batch"
+
+
+@script
+def lambdas_strings_and_inputs_of_one_rank(strategy):
+    x, y = cases.rows(16)
+    weight = lambda v: v * 2.0  # noqa: E731
+    seen = [weight] * (1 + strategy.rank)  # how often it is referred to
+    words = tf.Variable(["a", "b"], trainable=False)
+
+    class Reading(keras.layers.Layer):
+        def call(self, given):
+            return given + tf.cast(tf.strings.length(words[0]), given.dtype)
+
+        def save_assets(self, folder):
+            raise NotImplementedError
+
+    if strategy.is_chief:
+        keras.Input((3,))  # Keras numbers inputs
+    inner = keras.Sequential([keras.Input((8, 1)), keras.layers.Dense(2)])
+    with strategy.scope():
+        layers = [keras.layers.TimeDistributed(inner), Reading(), keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Lambda(weight), keras.layers.Dense(10)])
+        model.compile("sgd", lambda t, p: tf.reduce_mean(tf.square(p), -1))
+    if strategy.is_chief:
+        model.build((16, 8, 8, 1))  # such as for its summary
+    model.fit(x, y, 8, verbose=0)
+    assert seen
+
+
+@script
+def a_loss_that_adds_itself_up_many_times(strategy):
+    """The number of its terms doubles each time: a walk over them took minutes."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(model(x)[:, 0], global_batch_size=8)
+            for _ in range(40):
+                loss = 0.5 * loss + 0.5 * loss
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    tf.function(lambda x: strategy.run(step, (x,)))(tf.ones((4, 3)))
+
+
+def run(name):
+    SCRIPTS[name](bodies.strategy())
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_is_right_trains(pool, name):
+    pool.run(run, name)
