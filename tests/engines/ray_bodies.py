@@ -1,0 +1,254 @@
+"""What runs on Ray: functions of workers, and of the process that starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+EPOCHS, ROWS = 5, 50
+
+
+def rows(count=ROWS):
+    import numpy as np
+
+    x = np.random.default_rng(0).random((count, 4), "float32")
+    return x, x.sum(1)
+
+
+def compiled(strategy, rate=0.05):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
+    return model
+
+
+def killer(folder, kills):
+    """A callback that kills ranks in the middle of epochs, each once: {epoch: rank}."""
+    import keras
+
+    import dtk
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rank, epoch = dtk.cluster.detect().rank, self.epoch
+            done = Path(folder, f"killed-{epoch}")
+            if batch == 1 and kills.get(epoch) == rank and not done.exists():
+                done.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    return Kill()
+
+
+def train(config):
+    """Train on arrays; returns the weights, and how the group looked."""
+    import ray.train
+
+    import dtk
+    from dtk.engines.ray import ReportToRay
+
+    strategy = dtk.strategies.AllReduceStrategy()
+    model = compiled(strategy, config.get("rate", 0.05))
+    callbacks = [ReportToRay(), killer(config.get("folder", ""), config.get("kills", {}))]
+    if config.get("slow"):
+        callbacks.append(pause(config["folder"], config["slow"]))
+    history = model.fit(*rows(), 16, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    if config.get("fails_at_size") == strategy.size:
+        raise RuntimeError("as the test wants it")
+    return {
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "size": strategy.size,
+        "local": (strategy.local_rank, strategy.communicator.local_size),
+        "secret": len(os.environ["DTK_JOB_SECRET"]),
+        "epochs": history.epoch,
+        "node": ray.get_runtime_context().get_node_id(),
+    }
+
+
+def pause(folder, epoch):
+    """A callback that waits, once, in the middle of an epoch until its process is killed."""
+    import keras
+
+    class Pause(keras.callbacks.Callback):
+        def on_epoch_end(self, number, logs=None):
+            done = Path(folder, "paused")
+            if number == epoch and not done.exists():
+                if os.environ["RANK"] == "0":
+                    done.touch()
+                time.sleep(60)
+
+    return Pause()
+
+
+def one_process(data=None, batch=16):
+    """The weights of one process that was not interrupted."""
+    import dtk
+
+    model = compiled(dtk.strategies.AllReduceStrategy("local"))
+    model.fit(*(data or rows()), batch, epochs=EPOCHS, verbose=0)
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def run(store, workers, failures=0, name="run", **config):
+    """Train on Ray; returns rank 0's result, and the numbers that were reported."""
+    import ray.train
+
+    from dtk.engines.ray import KerasTrainer
+
+    result = KerasTrainer(
+        train,
+        config,
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=str(store),
+            failure_config=ray.train.FailureConfig(max_failures=failures),
+        ),
+    ).fit()
+    told = result.metrics_dataframe
+    kept = sorted(os.listdir(result.checkpoint.path))
+    return result.return_value, [int(epoch) for epoch in told["epoch"]], kept
+
+
+def run_fails(*arguments, **config):
+    """Train on Ray, and return the failure."""
+    import ray.train
+
+    try:
+        run(*arguments, **config)
+    except ray.train.TrainingFailedError as error:
+        return str(error)
+    raise AssertionError("it has not failed")
+
+
+def too_small(workers):
+    """What is said where the cluster has no room."""
+    import ray.train
+
+    from dtk.engines.ray import KerasTrainer
+
+    scaling = ray.train.ScalingConfig(num_workers=workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            KerasTrainer(train, {}, scaling_config=scaling).fit()
+        except RuntimeWarning as warning:
+            return str(warning)
+
+
+def train_on_shards(config):
+    """Train on this rank's shard; returns the weights, and the rows of each epoch."""
+    import keras
+    import ray.train
+
+    import dtk
+    from dtk.callbacks.strategy_callback import count_rows
+
+    strategy = dtk.strategies.AllReduceStrategy()
+    model = compiled(strategy)
+    counts = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: counts.append(count_rows(model))
+    )
+    shard = ray.train.get_dataset_shard("train")
+    data = strategy.distribute_datasets_from_function(
+        lambda context: shard.to_tf("x", "y", batch_size=config["batch"])
+    )
+    own = [sum(len(part["y"]) for part in shard.iter_batches(batch_size=None))]
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[count])
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return weights, counts, strategy.communicator.allgather_object(own[0])
+
+
+def run_on_shards(store, blocks, batch):
+    """Train on a dataset of Ray's, in blocks of so many rows."""
+    import numpy as np
+    import ray.data
+    import ray.train
+
+    from dtk.engines.ray import KerasTrainer
+
+    x, y = rows(sum(blocks))
+    cuts = np.cumsum(blocks)[:-1]
+    parts = [
+        ray.data.from_items(
+            [{"x": one, "y": other} for one, other in zip(*part, strict=True)],
+            override_num_blocks=1,
+        )
+        for part in zip(np.split(x, cuts), np.split(y, cuts), strict=True)
+    ]
+    dataset = parts[0].union(*parts[1:])
+    return KerasTrainer(
+        train_on_shards,
+        {"batch": batch},
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(name="shards", storage_path=str(store)),
+        datasets={"train": dataset},
+    ).fit().return_value
+
+
+def lose_a_node(store, workers, replaced):
+    """Train on two nodes, and lose the second in the middle; returns as `run` does."""
+    import threading
+
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address)
+
+    def lose():
+        while not Path(store, "paused").exists():
+            time.sleep(0.1)
+        cluster.remove_node(second, allow_graceful=False)
+        if replaced:
+            cluster.add_node(num_cpus=1)
+
+    threading.Thread(target=lose, daemon=True).start()
+    try:
+        found = run(store, workers, failures=1, folder=str(store), slow=3)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    return found
+
+
+def search(store):
+    """Two trials of Ray Tune, each of two workers; returns the reported losses by rate."""
+    import ray.train
+    from ray import tune
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    from dtk.engines.ray import KerasTrainer
+
+    def trial(config):
+        KerasTrainer(
+            train,
+            config,
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(
+                name=f"rate-{config['rate']}",
+                storage_path=str(store),
+                callbacks=[TuneReportCallback()],
+            ),
+        ).fit()
+
+    tuner = tune.Tuner(
+        tune.with_resources(trial, {"CPU": 1}),
+        param_space={"rate": tune.grid_search([0.0, 0.05])},
+        tune_config=tune.TuneConfig(max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(store), name="search"),
+    )
+    results = tuner.fit()
+    return {one.config["rate"]: one.metrics for one in results}

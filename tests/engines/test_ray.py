@@ -1,0 +1,124 @@
+"""dtk on a real Ray: killed workers and nodes, other sizes, shards, trials."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines import ray_bodies as bodies
+
+pytestmark = pytest.mark.timeout(600)
+SECONDS = 400
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for the next check
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+def start() -> None:
+    import ray
+
+    os.environ.update(QUIET)
+    ray.init(num_cpus=3, include_dashboard=False)
+
+
+def end() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def process(initializer: Callable[[], None] | None) -> Iterator[Callable[..., Any]]:
+    """A process of its own, since Ray changes the one that it is in; call functions in it."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, initializer) as pool:
+        yield lambda function, *given, **named: pool.submit(function, *given, **named).result(
+            SECONDS
+        )
+        pool.submit(end).result(60)
+
+
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[Callable[..., Any]]:
+    with process(start) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Any:
+    with process(None) as call:
+        return call(bodies.one_process)
+
+
+def close(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+
+
+def test_two_workers_end_with_the_weights_of_one_process(on_ray, uninterrupted, tmp_path):
+    found, reported, kept = on_ray(bodies.run, tmp_path, 2)
+    assert close(found["weights"], uninterrupted)
+    assert found["size"] == 2 and found["local"] == (0, 2) and found["secret"] == 64
+    assert reported == list(range(1, bodies.EPOCHS + 1))
+    assert kept == [f"checkpoint-{bodies.EPOCHS:08d}"]
+
+
+def test_killed_workers_are_started_again_and_resume(on_ray, uninterrupted, tmp_path):
+    kills = {2: 1, 3: 0}
+    found, reported, _ = on_ray(bodies.run, tmp_path, 2, 2, folder=str(tmp_path), kills=kills)
+    assert close(found["weights"], uninterrupted)
+    assert found["epochs"][-2:] == [3, 4]
+    assert reported == list(range(1, bodies.EPOCHS + 1))
+
+
+def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
+    """The same name and storage, another `ScalingConfig`."""
+    folder = str(tmp_path)
+    failed = on_ray(bodies.run_fails, tmp_path, 3, folder=folder, kills={3: 2})
+    assert "worker" in failed
+    found, reported, _ = on_ray(bodies.run, tmp_path, 2, folder=folder)
+    assert close(found["weights"], uninterrupted)
+    assert found["size"] == 2 and found["epochs"][-2:] == [3, 4]
+
+
+@pytest.mark.parametrize("workers, replaced, size", [(3, True, 3), ((2, 3), False, 2)])
+def test_a_lost_node(uninterrupted, tmp_path, workers, replaced, size):
+    """Breaks as a checkpoint that only the lost node had."""
+    with process(None) as call:
+        found, _, _ = call(bodies.lose_a_node, tmp_path, workers, replaced)
+    assert close(found["weights"], uninterrupted)
+    assert found["size"] == size and (tmp_path / "paused").exists()
+
+
+def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
+    blocks = [20, 7, 23]  # the shorter shard gets the third: 20 and 30 rows
+    weights, counts, held = on_ray(bodies.run_on_shards, tmp_path, blocks, 64)
+    with process(None) as call:
+        assert close(weights, call(bodies.one_process, None, sum(blocks)))
+    assert counts == [sum(blocks)] * bodies.EPOCHS and held == [20, 30]
+    # four batches here, three there, and a rank with none at all
+    _, counts, held = on_ray(bodies.run_on_shards, tmp_path / "more", blocks, 8)
+    assert counts == [sum(blocks)] * bodies.EPOCHS and held == [20, 30]
+    _, counts, held = on_ray(bodies.run_on_shards, tmp_path / "none", [9], 4)
+    assert counts == [9] * bodies.EPOCHS and held == [9, 0]
+
+
+def test_two_trials_of_a_search(on_ray, tmp_path):
+    found = on_ray(bodies.search, tmp_path)
+    assert found[0.05]["loss"] < found[0.0]["loss"]
+    assert {one["epoch"] for one in found.values()} == {bodies.EPOCHS}
+
+
+def test_too_small_a_cluster_is_said(on_ray):
+    told = on_ray(bodies.too_small, 5)
+    assert told.startswith("5 workers of 1 CPU each do not fit on Ray's 1 node(s)")
+    assert "num_workers=3" in told
