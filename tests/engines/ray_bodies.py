@@ -186,7 +186,7 @@ def run_on_shards(store, blocks, batch):
         )
         for part in zip(np.split(x, cuts), np.split(y, cuts), strict=True)
     ]
-    dataset = parts[0].union(*parts[1:])
+    dataset = parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
     return KerasTrainer(
         train_on_shards,
         {"batch": batch},
