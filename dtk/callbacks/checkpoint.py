@@ -157,7 +157,11 @@ class Checkpoint(StrategyCallback):
                 )
         if self.save_on_sigterm and self is self._asked_by_sigterm()[-1]:
             self._termination = Termination(self.strategy.world)
-            self._termination.install()
+            if not self._termination.install():
+                self.say(
+                    "SIGTERM will save nothing, since fit runs in a thread, where Python catches "
+                    "no signal; save_freq= decides how much is lost"
+                )
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:
         """Resume, now that the other callbacks have begun: that resets what they learned.

@@ -24,8 +24,10 @@ def check(environ: Mapping[str, str]) -> None:
     """Refuse to train alone in a worker of Ray, which says nothing of the others.
 
     >>> check({})
+    >>> check({"RAY_RAYLET_PID": "7", "RANK": "0", "WORLD_SIZE": "1"})
     """
-    if _OF_RAY in environ and not is_on_purpose(environ):
+    is_sole = environ.get("WORLD_SIZE") == "1"
+    if _OF_RAY in environ and not is_sole and not is_on_purpose(environ):
         raise ClusterError(
             f"{_OF_RAY} is set in workers of Ray, but neither RANK nor TF_CONFIG, so that each of "
             "them would train alone. Start them by dtk.engines.ray.KerasTrainer, or by Ray Train's "

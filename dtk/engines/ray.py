@@ -7,15 +7,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import re
 import secrets
 import socket
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from dtk.cluster.variables import JOB_SECRET
+from dtk.nests import Function
 from dtk.version import pip_install
 
 try:
@@ -29,6 +30,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from dtk.engines.ray_report import ReportToRay
+
+T = TypeVar("T")
 
 __all__ = ["EveryRow", "KerasTrainer", "ReportToRay"]
 
@@ -88,7 +91,7 @@ class KerasTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        train_fn: Callable[..., object],
+        train_fn: Function[object],
         train_loop_config: dict[str, object] | None = None,
         *,
         scaling_config: ray.train.ScalingConfig | None = None,
@@ -114,35 +117,40 @@ class KerasTrainer(DataParallelTrainer):
         """
         if not ray.is_initialized():
             ray.init()
-        if told := too_small(self.scaling_config, ray.nodes()):
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if told := too_small(self.scaling_config, nodes):
             warnings.warn(told, RuntimeWarning, stacklevel=2)
         return super().fit()
 
 
-def too_small(scaling: ray.train.ScalingConfig, nodes: list[dict[str, object]]) -> str:
-    """Say that the workers do not fit on the nodes; "" where they do."""
+def too_small(scaling: ray.train.ScalingConfig, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Say that the workers do not fit on nodes with these resources; "" where they do."""
     wanted = scaling.num_workers
     fewest, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
     each = {name: total / max(1, most) for name, total in scaling.total_resources.items() if total}
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    room = sum(min(int(has.get(n, 0) // need) for n, need in each.items()) for has in alive)
+    room = sum(min(int(has.get(n, 0) // need) for n, need in each.items()) for has in nodes)
     if room >= fewest:
         return ""
     needs = " and ".join(f"{need:g} {name}" for name, need in each.items())
     return (
-        f"{fewest} workers of {needs} each do not fit on Ray's {len(alive)} node(s), which have "
+        f"{fewest} workers of {needs} each do not fit on Ray's {len(nodes)} node(s), which have "
         f"room for {room}: Ray waits until more nodes join. If none will, end this with Ctrl-C and "
         f"use ScalingConfig(num_workers={max(1, room)}) or less resources_per_worker"
     )
 
 
-@dataclasses.dataclass
 class _Config(BackendConfig):
-    secret: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(32)
 
     @property
     def backend_cls(self) -> type[Backend]:
         return _Backend
+
+
+_OF_OTHERS = re.compile(
+    "(HOROVOD|MV2|OMPI|PMI|PMIX|TORCHELASTIC)_|(DTK_RUN|SLURM_PROCID|SLURM_STEP_ID|TF_CONFIG)$"
+)
 
 
 class _Place(NamedTuple):
@@ -151,10 +159,17 @@ class _Place(NamedTuple):
     port: int
 
 
+class _Workers(Protocol):
+    def execute(self, function: Callable[[], T]) -> list[T]: ...
+    def execute_single_async(
+        self, index: int, function: Callable[[T], None], given: T
+    ) -> ray.ObjectRef: ...
+
+
 class _Backend(Backend):
-    def on_start(self, worker_group: object, backend_config: _Config) -> None:
+    def on_start(self, worker_group: _Workers, backend_config: _Config) -> None:
         """Tell each worker its place, in the variables of torch's convention."""
-        places: list[_Place] = worker_group.execute(_find_place)
+        places = worker_group.execute(_find_place)
         nodes = [place.node for place in places]
         common = {
             "WORLD_SIZE": str(len(places)),
@@ -169,11 +184,6 @@ class _Backend(Backend):
                 "LOCAL_RANK": str(nodes[:rank].count(node)),
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
             }
-            import json  # TEMPORARY
-
-            cluster = {"worker": [f"{one.address}:{one.port}" for one in places]}
-            task = {"type": "worker", "index": rank}
-            own["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
             begun.append(worker_group.execute_single_async(rank, _take_place, {**common, **own}))
         ray.get(begun)
 
@@ -187,4 +197,7 @@ def _find_place() -> _Place:
 
 
 def _take_place(variables: Mapping[str, str]) -> None:
+    # Of whoever started Ray's nodes, as `srun ray start`: they tell of other ranks.
+    for name in filter(_OF_OTHERS.match, [*os.environ]):
+        del os.environ[name]
     os.environ.update(variables)

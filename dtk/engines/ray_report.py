@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import ray.train
 from dtk.callbacks import Checkpoint
 from dtk.callbacks.checkpointing.contents import TrainingProgress, on_chief
 from dtk.callbacks.checkpointing.directory_lock import DirectoryLock
-from dtk.nests import Logs
+from dtk.nests import Array, Logs, Tree
 
 
 class ReportToRay(Checkpoint):
@@ -42,21 +44,20 @@ class ReportToRay(Checkpoint):
         save_every_samples: int | None = None,
         on_save_error: str = "warn",
     ):
-        # Ray copies what is written there, and decides how many checkpoints are kept.
-        self._folder = tempfile.TemporaryDirectory(prefix="dtk-ray-")
-        folder = Path(self._folder.name)
+        # Made on rank 0. Ray copies what is written there, and decides how many are kept.
+        self._folder = Path(tempfile.gettempdir(), f"dtk-ray-{secrets.token_hex(8)}")
         super().__init__(
-            folder / "checkpoints",
+            self._folder / "checkpoints",
             save_freq=save_freq,
             max_to_keep=1,
             monitor=monitor,
             mode=mode,
             resume=resume,
-            save_on_sigterm=False,  # no thread can catch it
+            save_on_sigterm=False,  # threads, such as that of a training function, cannot catch it
             save_every_samples=save_every_samples,
             on_save_error=on_save_error,
         )
-        self._lock = DirectoryLock(folder)  # beside the checkpoints, so that it is not copied
+        self._lock = DirectoryLock(self._folder)  # beside the checkpoints, so that it is not copied
         self._reported = False
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:
@@ -87,6 +88,11 @@ class ReportToRay(Checkpoint):
         if not self._reported:
             self._report(epoch + 1, logs, saved=False)
 
+    def on_fit_left(self) -> None:
+        """Remove what Ray has copied."""
+        super().on_fit_left()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _report(self, epoch: int, logs: Logs | None, step: int = 0, saved: bool = True) -> None:
         self._reported = True
         numbers = {name: _plain(value) for name, value in (logs or {}).items()}
@@ -96,5 +102,5 @@ class ReportToRay(Checkpoint):
         ray.train.report({**numbers, "epoch": epoch, "step": step}, checkpoint=checkpoint)
 
 
-def _plain(value: object) -> object:
+def _plain(value: Array | float) -> float | list[Tree]:
     return float(value) if np.ndim(value) == 0 else np.asarray(value).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import multiprocessing
 import signal
@@ -179,3 +180,20 @@ def test_a_forked_process_ends_by_sigterm_and_its_parent_notices_nothing():
     finally:
         child.kill()
         termination.remove()
+
+
+def test_a_thread_says_that_sigterm_saves_nothing(tmp_path, capsys):
+    """Breaks as silence: only the main thread may catch a signal."""
+
+    def train():
+        with dtk.strategies.AllReduceStrategy("local").scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        saves = [dtk.callbacks.Checkpoint(tmp_path / "ckpt")]
+        model.fit(tf.ones((4, 1)), tf.ones(4), verbose=0, callbacks=saves)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(train).result(60)
+    assert "SIGTERM will save nothing, since fit runs in a thread" in capsys.readouterr().out
+    train()
+    assert "SIGTERM" not in capsys.readouterr().out

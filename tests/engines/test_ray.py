@@ -27,6 +27,7 @@ def start() -> None:
     import ray
 
     os.environ.update(QUIET)
+    os.environ.update(SLURM_STEP_ID="0", SLURM_PROCID="1", SLURM_NTASKS="4")  # `srun ray start`
     ray.init(num_cpus=3, include_dashboard=False)
 
 
@@ -70,6 +71,11 @@ def test_two_workers_end_with_the_weights_of_one_process(on_ray, uninterrupted, 
     assert found["size"] == 2 and found["local"] == (0, 2) and found["secret"] == 64
     assert reported == list(range(1, bodies.EPOCHS + 1))
     assert kept == [f"checkpoint-{bodies.EPOCHS:08d}"]
+
+
+def test_one_worker_trains_alone(on_ray, uninterrupted, tmp_path):
+    found, _, _ = on_ray(bodies.run, tmp_path, 1)
+    assert close(found["weights"], uninterrupted) and found["size"] == 1
 
 
 def test_killed_workers_are_started_again_and_resume(on_ray, uninterrupted, tmp_path):

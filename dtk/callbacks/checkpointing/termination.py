@@ -55,14 +55,14 @@ class Termination:
         self._steps = 0
         self.find_pace()
 
-    def install(self) -> None:
-        """Catch SIGTERM from now on; a second one ends the process as before.
+    def install(self) -> bool:
+        """Catch SIGTERM from now on, or return False; a second one ends the process as before.
 
         Under `dtk run` it does not: schedulers send the signal to launcher and ranks alike, and the
         launcher knows when to end them.
         """
         if threading.current_thread() is not threading.main_thread():
-            return  # Only the main thread may.
+            return False  # Only the main thread may.
         self._before = signal.signal(signal.SIGTERM, self._catch)
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -71,6 +71,7 @@ class Termination:
         # A process forked from this one, such as a worker of a pool, is to end as it would.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         progress.tell_saving("ready")
+        return True
 
     def remove(self) -> None:
         """Restore the handler of SIGTERM that was there before."""
