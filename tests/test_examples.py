@@ -45,6 +45,7 @@ SMALLER = {
     "model_parallel.py": ("--epochs 1", r"a step sends \S+ kB"),
     "pipeline_mlp.py": ("--epochs 1", r"norm of all weights"),
     "predict_to_disk.py": ("--rows 20000 --epochs 1", r"process in 100 rows: (0e|\de-0)"),
+    "ray_digits.py": ("--epochs 4", r"test accuracy \S+ with 2 workers of Ray"),
     "search_digits.py": ("--epochs 2 --trials 2", r"validation accuracy \S+ with"),
     "spatial_unet.py": ("--images 8 --epochs 1", r"test loss \S+,"),
     "train.py": ("--data digits --images 64 --epochs 1 --test-at-end", r"test accuracy"),

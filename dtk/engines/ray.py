@@ -26,7 +26,9 @@ try:
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 except ImportError as error:
-    raise ImportError(f"{error}; run `{pip_install('ray')}`") from error
+    raise ImportError(
+        f"dtk.engines.ray needs Ray ({error}); run `{pip_install('ray')}`"
+    ) from error
 
 if TYPE_CHECKING:
     from dtk.engines.ray_report import ReportToRay

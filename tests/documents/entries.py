@@ -101,6 +101,15 @@ ENTRIES = {
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
+    ("docs/engines/ray.md", "import ray.train"): Printed(
+        "tests/engines/test_ray.py::test_what_the_page_shows"
+    ),
+    ("docs/engines/ray.md", "shard = "): Printed(
+        "tests/engines/test_ray.py::test_every_row_of_uneven_shards_counts_once"
+    ),
+    ("docs/engines/ray.md", "from ray import tune"): Printed(
+        "tests/engines/test_ray.py::test_what_the_page_shows"
+    ),
     ("docs/inference.md", "rows = np.lib.format"): Python(
         "compiled", after="assert predictions[500:510].shape == (10, 1)"
     ),

@@ -225,31 +225,10 @@ def lose_a_node(store, workers, replaced):
     return found
 
 
-def search(store):
-    """Two trials of Ray Tune, each of two workers; returns the reported losses by rate."""
-    import ray.train
-    from ray import tune
-    from ray.tune.integration.ray_train import TuneReportCallback
-
-    from dtk.engines.ray import KerasTrainer
-
-    def trial(config):
-        KerasTrainer(
-            train,
-            config,
-            scaling_config=ray.train.ScalingConfig(num_workers=2),
-            run_config=ray.train.RunConfig(
-                name=f"rate-{config['rate']}",
-                storage_path=str(store),
-                callbacks=[TuneReportCallback()],
-            ),
-        ).fit()
-
-    tuner = tune.Tuner(
-        tune.with_resources(trial, {"CPU": 1}),
-        param_space={"rate": tune.grid_search([0.0, 0.05])},
-        tune_config=tune.TuneConfig(max_concurrent_trials=1),
-        run_config=tune.RunConfig(storage_path=str(store), name="search"),
-    )
-    results = tuner.fit()
-    return {one.config["rate"]: one.metrics for one in results}
+def run_page(programs, store):
+    """Run the programs of a page, in one namespace; returns that of the last."""
+    names = {}
+    for program in programs:
+        exec(program.replace("/shared/results", str(store)), names)
+    result = names["result"]
+    return result.metrics, [one.metrics for one in names["tuner"].fit()]

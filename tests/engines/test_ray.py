@@ -6,6 +6,9 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +17,10 @@ import pytest
 
 from engines import ray_bodies as bodies
 
-pytestmark = pytest.mark.timeout(600)
-SECONDS = 400
+from documents.blocks import all_blocks
+
+pytestmark = pytest.mark.timeout(900)
+SECONDS = 600
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for the next check
@@ -58,6 +63,18 @@ def on_ray() -> Iterator[Callable[..., Any]]:
 def uninterrupted() -> Any:
     with process(None) as call:
         return call(bodies.one_process)
+
+
+def test_without_ray_it_says_what_to_install():
+    code = "import sys; sys.modules['ray'] = None; import dtk.engines, dtk.callbacks"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('so far'); import dtk.engines.ray"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "so far" in done.stdout
+    assert re.search(r"ImportError: dtk.engines.ray needs Ray .*pip install .*\[ray\]", done.stderr)
 
 
 def close(one, other):
@@ -118,10 +135,13 @@ def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
     assert counts == [9] * bodies.EPOCHS and held == [9, 0]
 
 
-def test_two_trials_of_a_search(on_ray, tmp_path):
-    found = on_ray(bodies.search, tmp_path)
-    assert found[0.05]["loss"] < found[0.0]["loss"]
-    assert {one["epoch"] for one in found.values()} == {bodies.EPOCHS}
+def test_what_the_page_shows(on_ray, tmp_path):
+    """A run, and two trials of a search over it."""
+    blocks = [one.text for one in all_blocks() if one.file == "docs/engines/ray.md"]
+    programs = [one for one in blocks if one.startswith(("import ray", "from ray import tune"))]
+    last, trials = on_ray(bodies.run_page, programs, tmp_path)
+    assert last["epoch"] == 5 and len(trials) == 2
+    assert {one["epoch"] for one in trials} == {5} and trials[0]["loss"] != trials[1]["loss"]
 
 
 def test_too_small_a_cluster_is_said(on_ray):
