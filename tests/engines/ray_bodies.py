@@ -147,7 +147,7 @@ def too_small(workers):
 
 
 def train_on_shards(config):
-    """Train on this rank's shard; returns the weights, and the rows of each epoch."""
+    """Train on this rank's shards; returns the weights, the rows of each epoch and of each rank."""
     import keras
     import ray.train
 
@@ -155,46 +155,55 @@ def train_on_shards(config):
     from dtk.callbacks.strategy_callback import count_rows
 
     strategy = dtk.strategies.AllReduceStrategy()
-    model = compiled(strategy)
-    counts = []
-    count = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: counts.append(count_rows(model))
-    )
-    shard = ray.train.get_dataset_shard("train")
-    data = strategy.distribute_datasets_from_function(
-        lambda context: shard.to_tf("x", "y", batch_size=config["batch"])
-    )
-    own = [sum(len(part["y"]) for part in shard.iter_batches(batch_size=None))]
-    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[count])
-    weights = [weight.tolist() for weight in model.get_weights()]
-    return weights, counts, strategy.communicator.allgather_object(own[0])
+    found = {}
+    for name, batch in config.items():
+        model = compiled(strategy)
+        shard = ray.train.get_dataset_shard(name.split()[0])
+        held = sum(len(part["y"]) for part in shard.iter_batches(batch_size=None))
+        data = strategy.distribute_datasets_from_function(
+            lambda context, shard=shard, batch=batch: shard.to_tf("x", "y", batch_size=batch)
+        )
+        counts = []
+        count = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_, model=model, counts=counts: counts.append(count_rows(model))
+        )
+        model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[count])
+        weights = [weight.tolist() for weight in model.get_weights()]
+        found[name] = weights, counts, strategy.communicator.allgather_object(held)
+    return found
 
 
-def run_on_shards(store, blocks, batch):
-    """Train on a dataset of Ray's, in blocks of so many rows."""
+def run_on_shards(store, blocks, batches):
+    """Train on datasets of Ray's: {name: rows of each block}; and {name and more: rows of a batch}.
+
+    Returns what `train_on_shards` has found.
+    """
     import numpy as np
     import ray.data
     import ray.train
 
     from dtk.engines.ray import KerasTrainer
 
-    x, y = rows(sum(blocks))
-    cuts = np.cumsum(blocks)[:-1]
-    parts = [
-        ray.data.from_items(
-            [{"x": one, "y": other} for one, other in zip(*part, strict=True)],
-            override_num_blocks=1,
-        )
-        for part in zip(np.split(x, cuts), np.split(y, cuts), strict=True)
-    ]
-    dataset = parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
-    return KerasTrainer(
+    def dataset(sizes):
+        x, y = rows(sum(sizes))
+        cuts = np.cumsum(sizes)[:-1]
+        parts = [
+            ray.data.from_items(
+                [{"x": one, "y": other} for one, other in zip(*part, strict=True)],
+                override_num_blocks=1,
+            )
+            for part in zip(np.split(x, cuts), np.split(y, cuts), strict=True)
+        ]
+        return parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
+
+    trainer = KerasTrainer(
         train_on_shards,
-        {"batch": batch},
+        batches,
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(name="shards", storage_path=str(store)),
-        datasets={"train": dataset},
-    ).fit().return_value
+        datasets={name: dataset(sizes) for name, sizes in blocks.items()},
+    )
+    return trainer.fit().return_value
 
 
 def lose_a_node(store, workers, replaced):

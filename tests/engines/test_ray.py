@@ -123,16 +123,18 @@ def test_a_lost_node(uninterrupted, tmp_path, workers, replaced, size):
 
 
 def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
-    blocks = [20, 7, 23]  # the shorter shard gets the third: 20 and 30 rows
-    weights, counts, held = on_ray(bodies.run_on_shards, tmp_path, blocks, 64)
+    """Breaks as rows that Ray drops so that shards are equally long."""
+    blocks = {"some": [20, 7, 23], "one": [9]}  # whoever has fewest rows gets the next block
+    batches = {"some": 64, "some in steps": 8, "one": 4}
+    found = on_ray(bodies.run_on_shards, tmp_path, blocks, batches)
+    weights, counts, held = found["some"]
     with process(None) as call:
-        assert close(weights, call(bodies.one_process, None, sum(blocks)))
-    assert counts == [sum(blocks)] * bodies.EPOCHS and held == [20, 30]
-    # four batches here, three there, and a rank with none at all
-    _, counts, held = on_ray(bodies.run_on_shards, tmp_path / "more", blocks, 8)
-    assert counts == [sum(blocks)] * bodies.EPOCHS and held == [20, 30]
-    _, counts, held = on_ray(bodies.run_on_shards, tmp_path / "none", [9], 4)
-    assert counts == [9] * bodies.EPOCHS and held == [9, 0]
+        assert close(weights, call(bodies.one_process, None, 50))  # all rows are one batch
+    assert counts == [50] * bodies.EPOCHS and held == [20, 30]
+    # three steps of one rank, and four of the other
+    assert found["some in steps"][1:] == (counts, held)
+    # one rank has no rows at all
+    assert found["one"][1:] == ([9] * bodies.EPOCHS, [9, 0])
 
 
 def test_what_the_page_shows(on_ray, tmp_path):
