@@ -170,7 +170,8 @@ class _Reporter:
             still = now - self._waits_since
         late = still > self._timeout / 2 and not self.serves
         seconds, moved = usage.of_started(os.getpid())
-        stack, feeds = stacks_of_this_process(self.thread.ident or 0, self.awaited) if late else ("", False)
+        thread = self.thread.ident or 0
+        stack, feeds = stacks_of_this_process(thread, self.awaited) if late else ("", False)
         return RankReport(
             count=position.number,
             inside=inside,
