@@ -87,6 +87,29 @@ def test_the_failing_ranks_traceback_is_the_last_thing_seen(script, tmp_path):
     assert str(tmp_path / "out" / "rank-1.log") in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import horovod.tensorflow.keras as hvd", "or write `import dtk.migrate.horovod as hvd`"),
+        ("s = tf.distribute.MultiWorkerMirroredStrategy()", "is for TensorFlow's own strategy, "),
+        ("import dtk; from horovod import x", ""),
+    ],
+    ids=["Horovod", "TensorFlow", "beside dtk"],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_script_for_another_library_is_told_how_to_move(script, line, said, trains):
+    """It ended in errors of MPI's own, or in as many trainings as there are ranks."""
+    path = script(f"{'pass' if trains else 'raise ValueError()'}\nif 0:\n    {line}")
+    done = dtk("run", "-n", "2", path)
+    assert (done.returncode == 0) == trains
+    if said:
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"dtk run: {path}:3 is for ") and said in last
+        assert f"`dtk migrate {path}`" in last
+    else:
+        assert "migrate" not in done.stderr
+
+
 ROLES = """
 import json, os, pathlib, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
