@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -35,7 +36,8 @@ from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
 _BINARY = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # how programs of Linux and macOS begin
-# Packages that ranks import. Each is a folder, so a file with the same name is another module.
+# Packages that ranks import. Each is a folder, so a file with the same name is another module, and
+# a folder beside the script hides the installed one.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
 # What joins processes by another library: the line, and what to do about it.
 _HOROVOD = re.compile(r"^\s*(?:import|from)\s+horovod\b")
@@ -354,16 +356,29 @@ def _is_program(path: Path) -> bool:
 
 
 def _check_shadows(folder: Path) -> None:
-    """Refuse files beside the script that would be imported instead of packages."""
+    """Refuse files and folders beside the script that would be imported instead of packages."""
     if os.environ.get("PYTHONSAFEPATH"):  # then Python does not search the script's folder
         return
     for name in _IMPORTED:
         file = folder / f"{name}.py"
-        if file.is_file():
-            raise ClusterError(
-                f"{file} would be imported in place of the package {name}, as it stands beside the "
-                "script; rename it"
-            )
+        if _is_other_package(folder, name):
+            file = folder / name
+        elif not file.is_file():
+            continue
+        raise ClusterError(
+            f"{file} would be imported in place of the package {name}, as it stands beside the "
+            "script; rename it"
+        )
+
+
+def _is_other_package(folder: Path, name: str) -> bool:
+    """Return whether a folder beside the script hides the package of its name."""
+    package = folder / name / "__init__.py"  # without it, Python goes on to the one installed
+    if not package.is_file() or (folder / name / "launch" / "bootstrap").is_dir():
+        return False  # such as a checkout of dtk itself
+    others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
+    found = importlib.machinery.PathFinder.find_spec(name, others)
+    return found is not None and bool(found.origin) and not package.samefile(str(found.origin))
 
 
 def _module_exists(top: str) -> bool:

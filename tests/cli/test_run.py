@@ -13,6 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+import dtk as dtk_package
 from dtk.cli import run
 from dtk.cli.main import main
 from dtk.errors import ClusterError
@@ -156,12 +157,26 @@ def test_a_file_that_would_take_the_place_of_a_package_is_named(script, name, mo
         )
 
 
-def test_a_folder_in_place_of_keras_is_left_to_the_strategy_to_name(script, tmp_path):
-    """Its import failed in dtk's code: module 'keras' has no attribute 'Model'."""
-    (tmp_path / "keras").mkdir()
-    script("", "keras/__init__.py")
-    done = dtk("run", "-n", "2", script("import dtk, keras; print(len(dir(keras)) < 20)"))
-    assert (done.returncode, done.stdout.count("True")) == (0, 2), done.stderr
+@pytest.mark.parametrize("name", ["dtk", "keras", "tensorflow"])
+def test_a_folder_that_would_is_named_if_it_is_a_package(script, name, tmp_path, monkeypatch):
+    """Ranks failed in dtk's own code: module 'keras' has no attribute 'backend'."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    path = script("import keras as k, importlib.util as u; print(u.find_spec('dtk').origin)")
+    (tmp_path / name / "data.csv").touch()
+    done = dtk("run", "-n", "2", path)  # Python goes on to the package that is installed
+    assert done.returncode == 0, done.stderr
+    script("", f"{name}/__init__.py")
+    assert refused("-n", "2", path) == (
+        f"dtk run: {tmp_path / name} would be imported in place of the package {name}, as it "
+        "stands beside the script; rename it\n"
+    )
+
+
+def test_a_checkout_of_dtk_beside_the_script_is_dtk(script, tmp_path):
+    (tmp_path / "dtk").symlink_to(Path(dtk_package.__file__).parent)
+    done = dtk("run", "-n", "1", script("import dtk; print(dtk.__file__)"))
+    assert done.stdout == f"[0] {tmp_path}/dtk/__init__.py\n", done.stderr
 
 
 SCRIPT = "SCRIPT"
