@@ -225,6 +225,8 @@ class CollectiveSequencer:
 
 
 _all: weakref.WeakSet[CollectiveSequencer] = weakref.WeakSet()
+
+
 @functools.cache
 def _batches() -> tf.Tensor:
     """Return the resource that counts batches as they arrive."""
