@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -33,8 +36,13 @@ from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
 _BINARY = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # how programs of Linux and macOS begin
-# Packages that ranks import. Each is a folder, so a file with the same name is another module.
+# Packages that ranks import. Each is a folder, so a file with the same name is another module, and
+# a folder beside the script hides the installed one.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
+# What joins processes by another library: the line, and what to do about it.
+_HOROVOD = re.compile(r"^\s*(?:import|from)\s+horovod\b")
+_MULTI_WORKER = re.compile(r"^[^#]*\bMultiWorkerMirroredStrategy\s*\(")
+_USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 
 
 @click.command(
@@ -262,7 +270,29 @@ def run(
         attempts.events = log
         code = job_options.interruptible(attempts.run, "run", attempts.jobs)
         log.record("job end", code=code)
+    ranks = len(attempts.jobs[-1].states) if attempts.jobs else 0
+    if (code or ranks > 1) and not module and (told := _of_another_library(command[1])):
+        screen.say(told)
     sys.exit(code)
+
+
+def _of_another_library(script: str) -> str:
+    """Return what to do with a script that Horovod or TensorFlow would join to others, not dtk."""
+    with contextlib.suppress(OSError):
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate([] if _USES_DTK.search(text) else text.splitlines(), 1):
+            moved = f"`dtk migrate {shlex.quote(script)}` shows the script in dtk's names"
+            if _HOROVOD.match(line):
+                return (
+                    f"{script}:{number} is for Horovod, which `dtk run` does not start: {moved}; "
+                    "or write `import dtk.migrate.horovod as hvd` there, and leave the rest"
+                )
+            if _MULTI_WORKER.match(line):
+                return (
+                    f"{script}:{number} is for TensorFlow's own strategy, with which Keras 3 does "
+                    f"not train on several workers: {moved}"
+                )
+    return ""
 
 
 def _variable(given: str) -> tuple[str, str]:
@@ -326,16 +356,29 @@ def _is_program(path: Path) -> bool:
 
 
 def _check_shadows(folder: Path) -> None:
-    """Refuse files beside the script that would be imported instead of packages."""
+    """Refuse files and folders beside the script that would be imported instead of packages."""
     if os.environ.get("PYTHONSAFEPATH"):  # then Python does not search the script's folder
         return
     for name in _IMPORTED:
         file = folder / f"{name}.py"
-        if file.is_file():
-            raise ClusterError(
-                f"{file} would be imported in place of the package {name}, as it stands beside the "
-                "script; rename it"
-            )
+        if _is_other_package(folder, name):
+            file = folder / name
+        elif not file.is_file():
+            continue
+        raise ClusterError(
+            f"{file} would be imported in place of the package {name}, as it stands beside the "
+            "script; rename it"
+        )
+
+
+def _is_other_package(folder: Path, name: str) -> bool:
+    """Return whether a folder beside the script hides the package of its name."""
+    package = folder / name / "__init__.py"  # without it, Python goes on to the one installed
+    if not package.is_file() or (folder / name / "launch" / "bootstrap").is_dir():
+        return False  # such as a checkout of dtk itself
+    others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
+    found = importlib.machinery.PathFinder.find_spec(name, others)
+    return found is not None and bool(found.origin) and not package.samefile(str(found.origin))
 
 
 def _module_exists(top: str) -> bool:
