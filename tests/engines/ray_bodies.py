@@ -208,7 +208,7 @@ def run_on_shards(store, blocks, batches):
 
 def lose_a_node(store, workers, replaced):
     """Train on two nodes, and lose the second in the middle; returns as `run` does."""
-    import threading
+    import concurrent.futures
 
     import ray
     from ray.cluster_utils import Cluster
@@ -217,20 +217,16 @@ def lose_a_node(store, workers, replaced):
     cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address)
-
-    def lose():
-        while not Path(store, "paused").exists():
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        training = thread.submit(run, store, workers, 1, folder=str(store), slow=3)
+        while not Path(store, "paused").exists() and not training.done():
             time.sleep(0.1)
         cluster.remove_node(second, allow_graceful=False)
         if replaced:
             cluster.add_node(num_cpus=1)
-
-    threading.Thread(target=lose, daemon=True).start()
-    try:
-        found = run(store, workers, failures=1, folder=str(store), slow=3)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        found = training.result()
+    ray.shutdown()
+    cluster.shutdown()
     return found
 
 

@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,10 +29,14 @@ QUIET = {
 }
 
 
+def quiet() -> None:
+    os.environ.update(QUIET)
+
+
 def start() -> None:
     import ray
 
-    os.environ.update(QUIET)
+    quiet()
     os.environ.update(SLURM_STEP_ID="0", SLURM_PROCID="1", SLURM_NTASKS="4")  # `srun ray start`
     ray.init(num_cpus=3, include_dashboard=False)
 
@@ -47,10 +52,12 @@ def process(initializer: Callable[[], None] | None) -> Iterator[Callable[..., An
     """A process of its own, since Ray changes the one that it is in; call functions in it."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, spawn, initializer) as pool:
-        yield lambda function, *given, **named: pool.submit(function, *given, **named).result(
-            SECONDS
-        )
-        pool.submit(end).result(60)
+        pid = pool.submit(os.getpid).result(SECONDS)
+        try:
+            yield lambda *given, **named: pool.submit(*given, **named).result(SECONDS)
+            pool.submit(end).result(60)
+        finally:
+            os.kill(pid, signal.SIGKILL)  # Ray's processes end with it, also where a test hangs
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
 @pytest.mark.parametrize("workers, replaced, size", [(3, True, 3), ((2, 3), False, 2)])
 def test_a_lost_node(uninterrupted, tmp_path, workers, replaced, size):
     """Breaks as a checkpoint that only the lost node had."""
-    with process(None) as call:
+    with process(quiet) as call:
         found, _, _ = call(bodies.lose_a_node, tmp_path, workers, replaced)
     assert close(found["weights"], uninterrupted)
     assert found["size"] == size and (tmp_path / "paused").exists()
