@@ -29,8 +29,8 @@ def compiled(strategy, rate=0.05):
     return model
 
 
-def killer(folder, kills):
-    """A callback that kills ranks in the middle of epochs, each once: {epoch: rank}."""
+def killer(folder, kills, at=1):
+    """A callback that kills ranks at a step of epochs, each once: {epoch: rank}."""
     import keras
 
     import dtk
@@ -39,7 +39,7 @@ def killer(folder, kills):
         def on_train_batch_begin(self, batch, logs=None):
             rank, epoch = dtk.cluster.detect().rank, self.epoch
             done = Path(folder, f"killed-{epoch}")
-            if batch == 1 and kills.get(epoch) == rank and not done.exists():
+            if batch == at and kills.get(epoch) == rank and not done.exists():
                 done.touch()
                 os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGKILL)
                 time.sleep(60)
@@ -147,7 +147,10 @@ def too_small(workers):
 
 
 def train_on_shards(config):
-    """Train on this rank's shards; returns the weights, the rows of each epoch and of each rank."""
+    """Train on this rank's shards, in batches of so many rows.
+
+    Returns the weights, the rows of each epoch, and those of each rank.
+    """
     import keras
     import ray.train
 
@@ -173,11 +176,26 @@ def train_on_shards(config):
     return found
 
 
-def run_on_shards(store, blocks, batches):
-    """Train on datasets of Ray's: {name: rows of each block}; and {name and more: rows of a batch}.
+def train_on_a_shard(config):
+    """Train on this rank's shard, and save every second step; returns the weights."""
+    import ray.train
 
-    Returns what `train_on_shards` has found.
-    """
+    import dtk
+    from dtk.engines.ray import ReportToRay
+
+    strategy = dtk.strategies.AllReduceStrategy()
+    model = compiled(strategy)
+    shard = ray.train.get_dataset_shard("some")
+    data = strategy.distribute_datasets_from_function(
+        lambda context: shard.to_tf("x", "y", batch_size=8)
+    )
+    callbacks = [ReportToRay(save_freq=2), killer(config["folder"], config["kills"], at=3)]
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    return [weight.tolist() for weight in model.get_weights()], history.epoch
+
+
+def run_on_shards(store, blocks, config, function=train_on_shards):
+    """Run a function on datasets of Ray's, {name: rows of each block}; returns what it returns."""
     import numpy as np
     import ray.data
     import ray.train
@@ -197,10 +215,14 @@ def run_on_shards(store, blocks, batches):
         return parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
 
     trainer = KerasTrainer(
-        train_on_shards,
-        batches,
+        function,
+        config,
         scaling_config=ray.train.ScalingConfig(num_workers=2),
-        run_config=ray.train.RunConfig(name="shards", storage_path=str(store)),
+        run_config=ray.train.RunConfig(
+            name="shards",
+            storage_path=str(store),
+            failure_config=ray.train.FailureConfig(max_failures=1),
+        ),
         datasets={name: dataset(sizes) for name, sizes in blocks.items()},
     )
     return trainer.fit().return_value

@@ -144,6 +144,19 @@ def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
     assert found["one"][1:] == ([9] * bodies.EPOCHS, [9, 0])
 
 
+def test_a_run_on_shards_resumes_in_the_middle_of_an_epoch(on_ray, tmp_path):
+    """Breaks as rows that are read twice, or in another order."""
+
+    def run(name, kills):
+        config = {"folder": str(tmp_path), "kills": kills}
+        store, blocks = tmp_path / name, {"some": [20, 7, 23]}
+        return on_ray(bodies.run_on_shards, store, blocks, config, bodies.train_on_a_shard)
+
+    whole, _ = run("whole", {})
+    again, epochs = run("again", {2: 1})
+    assert close(again, whole) and epochs[-3:] == [2, 3, 4]
+
+
 def test_what_the_page_shows(on_ray, tmp_path):
     """A run, and two trials of a search over it."""
     blocks = [one.text for one in all_blocks() if one.file == "docs/engines/ray.md"]
