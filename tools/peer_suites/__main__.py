@@ -59,6 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write how each ended")
     parser.add_argument("--read", type=Path, nargs="+", default=[], help="add to these results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--every", type=int, default=1, help="3: of a test's parameters each third")
     parser.add_argument("--verbose", action="store_true", help="show what pytest prints")
     parser.add_argument("--timeout", type=int, default=90, help="seconds a test may take")
     args = parser.parse_args()
@@ -103,6 +104,7 @@ def _run_once(
             "DTK_PEER_CLONE": str(clone),
             "DTK_PEER_WAY": way["name"],
             "DTK_PEER_PROCESSES": str(processes),
+            "DTK_PEER_EVERY": str(args.every),
             "DTK_PEER_RESULTS": folder,
             "PYTHONPATH": os.pathsep.join(
                 [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]

@@ -7,7 +7,9 @@ receiver of a message has to know, dtk's receivers know and ChainerMN's do not, 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
+import importlib
 import re
 import sys
 import types
@@ -16,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import dtk
-import loading
 import numpy as np
 import tensorflow as tf
 from dtk.communicators import plain_data
 from dtk.layers import collectives
+
+import loading
 
 
 def install(clone: Path, way: str) -> None:
@@ -29,15 +32,21 @@ def install(clone: Path, way: str) -> None:
     sys.modules["chainerx"] = chainerx = types.ModuleType("chainerx")
     chainerx.is_available, chainerx._available = lambda: False, False
     chainerx.ndarray = type("ndarray", (), {})
+    # ChainerX is compiled; tests of its arrays get NumPy's.
+    chainerx.array, chainerx.arange = np.array, np.arange
+    chainerx.using_device = contextlib.nullcontext
     sys.path.insert(0, str(clone))
     _world()
+    import chainer
     import chainermn
 
     communicator = _communicator_class()
     chainermn.communicators.naive_communicator.NaiveCommunicator = communicator
     for name, function in _functions().items():
         setattr(chainermn.functions, name, function)
-    # `setup` and `teardown` of unittest's test cases are called by the tests themselves.
+    chainermn.testing.get_device = lambda *_, **__: chainer.get_device("@numpy")
+    device = importlib.import_module("chainermn.testing.device")
+    device.get_device = chainermn.testing.get_device
     loading.install(clone / "tests", lambda text, path: text.replace("import mock", MOCK))
 
 
@@ -120,7 +129,9 @@ def _communicator_class() -> type:
 
         def scatter(self, xs: Any, root: int = 0) -> Any:
             none = [np.zeros(0, "int8")] * self.size
-            kinds = self.world.broadcast_object(None if xs is None else [_kind(x) for x in xs], root)
+            kinds = self.world.broadcast_object(
+                None if xs is None else [_kind(x) for x in xs], root
+            )
             xs = [x if self.rank == root else none[0].astype(kinds[0][1]) for x in xs or none]
             return self.alltoall(xs)[root].reshape(kinds[self.rank][0])
 
@@ -153,9 +164,7 @@ def _communicator_class() -> type:
 
         def recv_obj(self, source: int, status: Any = None, tag: int = 0) -> Any:
             size = int(self.world.recv([1], "int64", source, tag)[0])
-            return plain_data.decode(
-                self.world.recv([size], "uint8", source, tag).numpy().data
-            )
+            return plain_data.decode(self.world.recv([size], "uint8", source, tag).numpy().data)
 
     return DtkCommunicator
 
@@ -179,13 +188,13 @@ def _functions() -> dict[str, Callable[..., Any]]:
             with tf.GradientTape() as self.tape:
                 self.tape.watch(self.given)
                 self.made = self.function(*self.given)
-            return tuple(y.numpy() for y in self.made)
+            return tuple(np.asarray(y) for y in self.made)
 
         def backward(self, inputs: Any, grad_outputs: Any) -> Any:
             given = zip(self.made, grad_outputs, strict=True)
             grads = [tf.zeros_like(y) if g is None else tf.constant(g) for y, g in given]
             found = self.tape.gradient(self.made, self.given, grads)
-            return tuple(None if one is None else one.numpy() for one in found)
+            return tuple(None if one is None else np.asarray(one) for one in found)
 
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         none = chainer.Variable(np.zeros(0, "float32"))  # so that there is something to go back to

@@ -5,6 +5,7 @@
     DTK_PEER, DTK_PEER_CLONE    which suite, and where it is
     DTK_PEER_WAY                how it is run: a name in suites.toml
     DTK_PEER_PROCESSES          how many processes run each test together
+    DTK_PEER_EVERY              3: of a test's parameters each third
     DTK_PEER_RESULTS            a folder: what each process found, and which tests are done
 """
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,7 @@ import dtk
 import pytest
 
 FOLDER = Path(os.environ["DTK_PEER_RESULTS"])
+EVERY = int(os.environ["DTK_PEER_EVERY"])
 PROCESSES = int(os.environ["DTK_PEER_PROCESSES"])
 # How much longer one process may need for a test than another.
 PATIENCE = 20
@@ -35,7 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what is done, and what the port cannot run."""
     done = (FOLDER / "done").read_text().splitlines()
-    items[:] = [item for item in items if item.nodeid not in done and PORT.runs(item.name)]
+    seen: Counter[str] = Counter()
+    kept = []
+    for item in items:
+        if PORT.runs(item.name):
+            function = f"{item.nodeid.rpartition('::')[0]}{re.split('_test_|[[]', item.name)[0]}"
+            if seen[function] % EVERY == 0 and item.nodeid not in done:
+                kept.append(item)
+            seen[function] += 1
+    items[:] = kept
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +21,11 @@ from typing import Any
 
 import dtk
 import keras
-import loading
 import tensorflow as tf
 from absl import flags
 from tensorflow.python.distribute import combinations
+
+import loading
 
 # What Keras 2 writes, and the same in Keras 3.
 REWRITES = (
@@ -32,8 +35,16 @@ REWRITES = (
     (r"tf\.distribute\.(experimental\.)?ParameterServerStrategy\(", "_port.servers("),
     (r"\.reset_states\(", ".reset_state("),
     (r"(?<![\w.])(keras\.)?(losses\.)?losses(_utils)?\.Reduction(V2)?\.NONE", "'none'"),
-    (r"(?<![\w.])(keras\.)?(losses\.)?losses(_utils)?\.Reduction(V2)?\.SUM_OVER_BATCH_SIZE", "'sum_over_batch_size'"),
+    (
+        r"(?<![\w.])(keras\.)?(losses\.)?losses(_utils)?\.Reduction(V2)?\.SUM_OVER_BATCH_SIZE",
+        "'sum_over_batch_size'",
+    ),
     (r"(?<![\w.])(keras\.)?(losses\.)?losses(_utils)?\.Reduction(V2)?\.SUM\b", "'sum'"),
+    (r"(?<![\w.])losses_utils\.ReductionV2\.AUTO", "'mean'"),
+    (r"\bfused=(True|False|fused)(,\s*|(?=\)))", ""),
+    (r"\bInput\((shape=)?(\d+)([,)])", r"Input((\2,)\3"),
+    (r"input_shape=(\d+)([,)])", r"input_shape=(\1,)\2"),
+    (r"self\.evaluate\(\[\w+\.initializer for \w+ in \w+\.variables\]\)", "pass"),
     (r"\.experimental_distribute_datasets_from_function", ".distribute_datasets_from_function"),
 )
 # What tf.distribute calls a strategy in a test's name, by the way that runs it.
@@ -65,12 +76,13 @@ def install(clone: Path, way: str) -> None:
         "parameter_server_strategy_1worker_2ps_cpu": servers,
         "parameter_server_strategy_3worker_2ps_cpu": servers,
     }
-    public = tf.__internal__.distribute.combinations
-    for name, make in makers.items():
-        setattr(public, name, combinations.NamedDistribution(str(getattr(public, name)), make))
-    runner = tf.__internal__.distribute.multi_process_runner
-    runner.run = lambda fn, *_, args=(), kwargs=None, **__: fn(*args, **(kwargs or {}))
-    runner.get_barrier = lambda: collective().communicator
+    for module in (tf, tf.compat.v2):
+        public = module.__internal__.distribute.combinations
+        for name, make in makers.items():
+            setattr(public, name, combinations.NamedDistribution(str(getattr(public, name)), make))
+        runner = module.__internal__.distribute.multi_process_runner
+        runner.run = lambda fn, *_, args=(), kwargs=None, **__: fn(*args, **(kwargs or {}))
+        runner.get_barrier = _barrier
     if way != "mirrored":  # before TensorFlow starts; servers and workers stay in here
         {"collective": collective, "servers": servers}[way]()
     else:
@@ -92,6 +104,10 @@ def collective(*args: Any, **kwargs: Any) -> Any:
     return dtk.strategies.AllReduceStrategy()
 
 
+def _barrier() -> Any:
+    return types.SimpleNamespace(wait=collective().communicator.barrier)
+
+
 @functools.cache
 def _servers() -> Any:
     return dtk.strategies.ParameterServerStrategy("sync")
@@ -103,8 +119,8 @@ def servers(*args: Any, **kwargs: Any) -> Any:
 
 
 def runs(name: str) -> bool:
-    """Tell which tests are for this way; Keras 3 has no graph mode, and no TPU is here."""
-    if re.search(r"mode_graph|_gpu|TPU", name):
+    """Tell which tests are for this way; TensorFlow 1 and TPUs are left out."""
+    if re.search(r"mode_graph|_gpu|TPU|V1_|_Default|^test_session$", name):
         return False
     named = re.search(OF_WAY[_chosen[0]], name) is not None
     return named or (re.search(ANY, name) is None)
@@ -114,7 +130,9 @@ def ported(text: str, path: str) -> str:
     """Return a file of tests for Keras 3 and dtk."""
     for old, new in REWRITES:
         text = re.sub(old, new, text)
-    return re.sub(r"(?m)^import tensorflow.compat.v2 as tf", r"import tf_keras_port as _port\n\g<0>", text)
+    return re.sub(
+        r"(?m)^import tensorflow.compat.v2 as tf", r"import tf_keras_port as _port\n\g<0>", text
+    )
 
 
 class _Names:
@@ -159,13 +177,16 @@ class _Stand(ModuleType):
     """A module of Keras 2, by what Keras 3 has of it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        shared = self.__name__ == "tf_keras.distribute" and re.fullmatch(SHARED, name)
+        if shared or re.match(r"__|pytest_|[a-z]+_module|[a-zA-Z]+Module", name):
             raise AttributeError(name)
+        if name == "legacy":
+            return self
         if name in GIVEN:
             return GIVEN[name]
         public: Any = keras
         for part in self.__name__.split(".")[1:]:
-            public = getattr(public, part, public)
+            public = public if part == "legacy" else getattr(public, part, public)
         for place in (public, *PLACES):
             found = getattr(place, name, None)
             if isinstance(found, ModuleType):
@@ -197,8 +218,36 @@ def _unchanged(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args and callable(args[0]) else lambda made: made
 
 
-MODULES = ("legacy", "engine", "gradient_descent", "optimizer_v2", "adam", "rmsprop", "adagrad", "core")
-MODULES += ("policy", "base_metric", "adam_legacy", "training", "sequential", "saving", "experimental")
+@contextlib.contextmanager
+def _policy_scope(policy: str) -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+MODULES = (
+    "legacy",
+    "engine",
+    "gradient_descent",
+    "optimizer_v2",
+    "adam",
+    "rmsprop",
+    "adagrad",
+    "core",
+)
+MODULES += ("gru", "lstm", "base_layer", "base_layer_utils")
+MODULES += (
+    "policy",
+    "base_metric",
+    "adam_legacy",
+    "training",
+    "sequential",
+    "saving",
+    "experimental",
+)
 # What tests ask of Keras 2 that Keras 3 does by another name.
 GIVEN: dict[str, Callable[..., Any]] = {
     "run_v2_only": _unchanged,
@@ -213,5 +262,7 @@ GIVEN: dict[str, Callable[..., Any]] = {
     "get_value": keras.ops.convert_to_numpy,
     "eval": keras.ops.convert_to_numpy,
     "set_value": lambda variable, value: variable.assign(value),
+    "OptimizerV2": keras.optimizers.Optimizer,
+    "policy_scope": _policy_scope,
     "global_policy": keras.config.dtype_policy,
 }
