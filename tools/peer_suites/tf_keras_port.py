@@ -44,6 +44,7 @@ REWRITES = (
     (r"\bfused=(True|False|fused)(,\s*|(?=\)))", ""),
     (r"\bInput\((shape=)?(\d+)([,)])", r"Input((\2,)\3"),
     (r"input_shape=(\d+)([,)])", r"input_shape=(\1,)\2"),
+    (r"(?<!weights)\.h5\b", ".weights.h5"),
     (r"self\.evaluate\(\[\w+\.initializer for \w+ in \w+\.variables\]\)", "pass"),
     (r"\.experimental_distribute_datasets_from_function", ".distribute_datasets_from_function"),
 )
