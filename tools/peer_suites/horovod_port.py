@@ -9,7 +9,6 @@ from pathlib import Path
 
 import dtk.migrate.horovod as hvd
 import tensorflow as tf
-from tensorflow.python.framework import ops
 
 import loading
 
@@ -36,6 +35,7 @@ REWRITES = (
         "def update_step(self, gradient, variable, rate)",
     ),
     (r", fused=False", ""),
+    (r"\bvar\.ref\(\)", "id(var)"),
     (r"keras\.layers\.ThresholdedReLU\(0\.5\)", "keras.layers.ReLU(threshold=0.5)"),
     (r"'temp_test_file'", "'temp_test_file.keras'"),
     (r"(?m)^(\s*)(tf_test_util\.)?run_all_in_graph_and_eager_modes\([^\n]*", r"\1pass"),
@@ -57,8 +57,8 @@ def install(clone: Path, way: str) -> None:
     util = sys.modules["horovod.tensorflow.util"] = types.ModuleType("horovod.tensorflow.util")
     util._executing_eagerly = tf.executing_eagerly
     sys.path += [str(clone / "test/utils"), str(clone / "test/parallel")]
-    # It would take the scope that `hvd.init()` has entered with the graph.
-    ops.reset_default_graph = lambda: None
+    # Its own would leave the scope that `hvd.init()` has entered, with the graph that keeps it.
+    tf.test.TestCase.setUp = lambda test: tf.random.set_seed(1234)
     loading.install(clone / "test", ported)
 
 

@@ -43,6 +43,7 @@ REWRITES = (
     (r"(?<![\w.])losses_utils\.ReductionV2\.AUTO", "'mean'"),
     (r"\bfused=(True|False|fused)(,\s*|(?=\)))", ""),
     (r"\bInput\((shape=)?(\d+)([,)])", r"Input((\2,)\3"),
+    (r"\bshape=\((\d+)\)", r"shape=(\1,)"),
     (r"input_shape=(\d+)([,)])", r"input_shape=(\1,)\2"),
     (r"(?<!weights)\.h5\b", ".weights.h5"),
     (r"self\.evaluate\(\[\w+\.initializer for \w+ in \w+\.variables\]\)", "pass"),
