@@ -43,6 +43,8 @@ def main() -> int:
                     args.json.write_text(json.dumps(found, indent=1))
     reasons = tomllib.loads((HERE / "reasons.toml").read_text()).get("reason", [])
     table, new = _tables(found, reasons)
+    if args.only is not None or args.every > 1 or args.ways is not None:
+        new = [line for line in new if not line.startswith("STALE")]  # they may be of the others
     print(table)
     if args.page is not None:
         head, mark, _ = args.page.read_text().partition("\n## Results\n")

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import dtk.migrate.horovod as hvd
+import keras
 import tensorflow as tf
 
 import loading
@@ -58,7 +59,7 @@ def install(clone: Path, way: str) -> None:
     util._executing_eagerly = tf.executing_eagerly
     sys.path += [str(clone / "test/utils"), str(clone / "test/parallel")]
     # Its own would leave the scope that `hvd.init()` has entered, with the graph that keeps it.
-    tf.test.TestCase.setUp = lambda test: tf.random.set_seed(1234)
+    tf.test.TestCase.setUp = lambda test: keras.utils.set_random_seed(1234)
     loading.install(clone / "test", ported)
 
 
