@@ -44,9 +44,8 @@ def install(clone: Path, way: str) -> None:
     chainermn.communicators.naive_communicator.NaiveCommunicator = communicator
     for name, function in _functions().items():
         setattr(chainermn.functions, name, function)
-    chainermn.testing.get_device = lambda *_, **__: chainer.get_device("@numpy")
-    device = importlib.import_module("chainermn.testing.device")
-    device.get_device = chainermn.testing.get_device
+    for name in ("chainermn.testing", "chainermn.testing.device"):
+        importlib.import_module(name).get_device = lambda *_, **__: chainer.get_device("@numpy")
     loading.install(clone / "tests", lambda text, path: text.replace("import mock", MOCK))
 
 
