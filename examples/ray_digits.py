@@ -16,7 +16,7 @@ from pathlib import Path
 
 import ray
 import ray.train
-from dtk.engines.ray import KerasTrainer, ReportToRay
+from dtk.engines.ray import KerasTrainer
 
 
 def train(config):
@@ -24,6 +24,7 @@ def train(config):
     import dtk
     import keras
     import numpy as np
+    from dtk.engines.ray import ReportToRay
     from sklearn.datasets import load_digits
 
     strategy = dtk.strategies.AllReduceStrategy()

@@ -38,7 +38,7 @@ def start() -> None:
 
     quiet()
     os.environ.update(SLURM_STEP_ID="0", SLURM_PROCID="1", SLURM_NTASKS="4")  # `srun ray start`
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init("local", num_cpus=3, include_dashboard=False)
 
 
 def end() -> None:
