@@ -84,8 +84,8 @@ def test_search_works_in_pages_that_are_opened_from_disk(site):
 
 def test_what_comes_first_can_be_pasted_and_fits_its_box(site):
     """Two programs stood beside each other, which nobody could copy."""
-    page = (site / "index.html").read_text()
-    shown = [text_of(one) for one in re.findall(r'<div class="highlight"><pre>.*?</pre>', page, re.S)]
+    boxes = re.compile(r'<div class="highlight"><pre>.*?</pre>', re.DOTALL)
+    shown = [text_of(one) for one in boxes.findall((site / "index.html").read_text())]
     (program,) = [one for one in shown if one.startswith("import dtk  # 1")]
     compile(program, "README.md", "exec")
     assert max(map(len, [*shown[0].splitlines(), *program.splitlines()])) < 80

@@ -1,10 +1,10 @@
 """A job as a trace for Perfetto and chrome://tracing: https://ui.perfetto.dev opens it.
 
 One process of the trace is one rank, and `dtk run` itself another. Numbers of processes and tracks
-begin at 1: viewers take 0 for an idle processor. A step is one call of its graph; about once a second the
-messages inside of one are shown, each from when this rank's values were ready: what is longer than
-another rank's was waiting for it. How long a rank was in collectives, its memory and its samples
-per second are counters.
+begin at 1: viewers take 0 for an idle processor. A step is one call of its graph; about once a
+second the messages inside of one are shown, each from when this rank's values were ready: what is
+longer than another rank's was waiting for it. How long a rank was in collectives, its memory and
+its samples per second are counters.
 """
 
 from __future__ import annotations

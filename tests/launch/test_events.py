@@ -348,12 +348,12 @@ def test_the_headline_is_the_largest_part_of_the_time_or_why_the_job_failed():
     log.steps[0, 0] = log.steps[0, 1] = [steps]
     log.record("job end", code=0)
     assert report_page.headline(log).startswith("68% of the time of training is reading input: ")
-    quoted = "dtk: rank 1, host a failed first, with exit code 1\nTraceback (most recent call last):"
+    quoted = "dtk: rank 1, host a failed first.\nTraceback (most recent call last):"
     quoted += '\n  File "a.py", line 1\n    1 / 0\nZeroDivisionError: division by zero\nmore'
     for kind, rank, text, said in (
         ("failure", 1, quoted, "rank 1 failed: ZeroDivisionError: division by zero"),
         ("failure", 1, "dtk: rank 1, by SIGKILL.\nnext", "rank 1, by SIGKILL."),
-        ("stall", None, "dtk: stopped.\nrank 1 did nothing.\nstack", "stopped. rank 1 did nothing."),
+        ("stall", None, "dtk: ended.\nrank 1 did nothing.\nstack", "ended. rank 1 did nothing."),
     ):
         log.record(kind, rank, text=text)
         log.record("job end", code=1)
