@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -15,23 +14,12 @@ from pathlib import Path
 
 import click
 
-from dtk.cluster import Host, progress, recording
+from dtk.cluster import Host, progress
 from dtk.cluster.detect import check_not_launched
-from dtk.cluster.variables import RESTARTS, SAVE_GRACE
+from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import (
-    Job,
-    check_plan,
-    job_file,
-    job_options,
-    machines,
-    network,
-    plan,
-    screen,
-    step_settings,
-    views,
-)
-from dtk.launch.attempts import Attempt, Attempts
+from dtk.launch import Job, check_plan, job_file, job_options, network, screen, views
+from dtk.launch.job_spec import JobRun, JobSpec
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
@@ -204,73 +192,32 @@ def run(
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    def planned(attempt: Attempt) -> Job:
-        facts: dict[str, machines.HostFacts] = {}
-
-        def survey(host: str, ports: int) -> machines.HostFacts:
-            facts[host] = machines.survey(host, ports, remote_shell)
-            return facts[host]
-
-        make = functools.partial(
-            plan,
-            command,
-            attempt.workers,
-            hosts=attempt.hosts,
-            ps=ps,
-            evaluator=evaluator,
-            bind=bind,
-            survey=survey,
-        )
-        processes = make(communicator=communicator)
-        if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
-            # Measurements are kept by the number of threads of a rank, which is known only now.
-            best = step_settings.communicator(command, processes[0].env)
-            if best in job_options.installed():
-                processes = make(communicator=best)
-        for notice in machines.compare(facts):
-            screen.say(notice)
-        places = {one.name: one.host for one in processes}
-        log.begin_attempt(attempt.number, places, 0 if ps else len(processes))
-        told = {**variables, SAVE_GRACE: f"{save_grace:g}"}
-        told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
-        # So a rank that crashes in C++ prints where in the script.
-        told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
-        if not ps:
-            told[RESTARTS] = str(attempt.number)
-        used = None
-        for index, one in enumerate(processes):
-            env, settings = step_settings.apply(one.argv, {**one.env, **told})
-            used = used or settings
-            processes[index] = one.with_env(env)
-        if used is not None and not attempt.number:
-            screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
-        return Job(
-            processes,
-            output_dir=output_dir,
-            remote_shell=remote_shell,
-            grace=timeout_grace,
-            save_grace=save_grace,
-            max_restarts=max_restarts,
-            stall_timeout=stall_timeout,
-            append=attempt.number > 0,
-            events=log,
-        )
-
-    def answers(host: str) -> bool:
-        with contextlib.suppress(ClusterError):
-            machines.survey(host, 0, remote_shell)
-            return True
-        return False
-
     if given := job_file.told(ctx):
         screen.say(given)
-    restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
-    attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
-    with views.watching(ctx.params, attempts.jobs, command[1:], screen.say) as log:
-        attempts.events = log
-        code = job_options.interruptible(attempts.run, "run", attempts.jobs)
+    spec = JobSpec(
+        command=command,
+        workers=workers,
+        communicator=communicator,
+        hosts=where,
+        ps=ps,
+        evaluator=evaluator,
+        bind=bind,
+        max_restarts=max_restarts,
+        min_workers=min_workers,
+        remote_shell=remote_shell,
+        stall_timeout=stall_timeout,
+        grace=timeout_grace,
+        save_grace=save_grace,
+        output_dir=output_dir,
+        variables=variables,
+        records_steps=bool(events or timeline or report),
+    )
+    jobs: list[Job] = []
+    with views.watching(ctx.params, jobs, command[1:], screen.say) as log:
+        running = JobRun(spec, log, jobs=jobs)
+        code = job_options.interruptible(running.wait, "run", jobs)
         log.record("job end", code=code)
-    ranks = len(attempts.jobs[-1].states) if attempts.jobs else 0
+    ranks = len(jobs[-1].states) if jobs else 0
     if (code or ranks > 1) and not module and (told := _of_another_library(command[1])):
         screen.say(told)
     sys.exit(code)

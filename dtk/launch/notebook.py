@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from dtk.cluster import detect, progress
+from dtk.cluster import detect
 from dtk.errors import ClusterError, RankError
 from dtk.launch.job import Job
-from dtk.launch.plan import plan
+from dtk.launch.job_spec import JobRun, JobSpec
 from dtk.version import pip_install
 
 Result = TypeVar("Result")
@@ -61,14 +61,11 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         )
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         Path(folder, _FUNCTION).write_bytes(_packed(fn))
-        settings = {"PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", __name__, folder]
-        planned = plan(command, n, communicator=communicator)
-        ranks = [process.with_env(settings) for process in planned]
-        out, err = _Cell(sys.stdout), _Cell(sys.stderr)
-        with Job(ranks, stall_timeout=progress.DEFAULT_TIMEOUT, stdout=out, stderr=err) as job:
-            code = job.wait()
-        if code:
+        spec = JobSpec(command=command, workers=n, communicator=communicator)
+        running = JobRun(spec, stdout=_Cell(sys.stdout), stderr=_Cell(sys.stderr))
+        if code := running.wait():
+            job = running.jobs[-1]
             raise RankError(_reason(job, code)) from _exception(job, folder)
         result: Result = pickle.loads(Path(folder, _RESULT).read_bytes())
         return result
