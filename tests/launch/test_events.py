@@ -193,7 +193,7 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
         place = one["pid"], one["args"]["step"]
         assert begun[place] - 1000 <= one["ts"] and over[i] <= ends[place] + 1000
     assert "Rank 1 was the slowest" in page and "succeeded" in page
-    assert re.search(r"\d+% of the time of training is (waiting for others|outside of steps)", page)
+    assert re.search(r"\d+% of the time of training is ", page)
     assert err.splitlines()[-1] == (
         f"dtk run: written: events {tmp_path}/e.jsonl; timeline {tmp_path}/t.json, for "
         f"https://ui.perfetto.dev; report {tmp_path}/r.html, for a browser"
