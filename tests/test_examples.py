@@ -45,6 +45,7 @@ SMALLER = {
     "model_parallel.py": ("--epochs 1", r"a step sends \S+ kB"),
     "pipeline_mlp.py": ("--epochs 1", r"norm of all weights"),
     "predict_to_disk.py": ("--rows 20000 --epochs 1", r"process in 100 rows: (0e|\de-0)"),
+    "spark_digits.py": ("--epochs 2", r"accuracy \S+ on 2 ranks of Spark"),
     "search_digits.py": ("--epochs 2 --trials 2", r"validation accuracy \S+ with"),
     "spatial_unet.py": ("--images 8 --epochs 1", r"test loss \S+,"),
     "train.py": ("--data digits --images 64 --epochs 1 --test-at-end", r"test accuracy"),
@@ -112,6 +113,8 @@ def test_a_printed_command_runs(command, tmp_path):
     smaller, promised = SMALLER[script_of(command)]
     program, *words = [*shlex.split(command), *shlex.split(smaller)]
     if program == "mpirun" and (reason := missing("horovod-mpi")):
+        pytest.skip(reason)
+    if command.startswith("python examples/spark") and (reason := missing("spark")):
         pytest.skip(reason)
     as_root = ["--allow-run-as-root", "--oversubscribe"]  # which root needs, and two cores
     ways = {
