@@ -26,9 +26,9 @@ import rich.markup
 import rich.table
 
 from dtk import cluster, communicators, version
-from dtk.cluster import mpi_installs, unfollowed
+from dtk.cluster import alone, mpi_installs
 from dtk.cluster.environment import DRIVER, has_gpu
-from dtk.cluster.variables import COMMUNICATOR
+from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check
 from dtk.horovod_build.build import HorovodBuildError, ask, probe
@@ -315,8 +315,11 @@ def environment() -> tuple[str, list[Finding]]:
     except ClusterError as error:
         return "", [Finding("Cluster", str(error), BROKEN)]
     place = f"{here.kind}, {here.role} rank {here.rank} of {here.size}: {here.reason}"
-    idle = unfollowed.idle_tasks(os.environ) if here.size == 1 else None
-    findings = [Finding("Cluster", place), *([Finding("Slurm", idle, NOTE)] if idle else [])]
+    idle = alone.idle_tasks(os.environ) if here.size == 1 else None
+    findings = [Finding("Cluster", place), *([Finding("Alone", idle, NOTE)] if idle else [])]
+    if here.meeting and not os.environ.get(JOB_SECRET):
+        joins = f"whoever reaches {here.meeting} can join: no {JOB_SECRET} is set"
+        findings.append(Finding("Meeting", joins, NOTE))
     if here.size > 1:
         told, choice = os.environ.get(COMMUNICATOR), communicators.choose(here)
         found = f"{told}: {COMMUNICATOR} says so" if told else f"{choice.name}: {choice.why}"

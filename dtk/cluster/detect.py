@@ -4,18 +4,19 @@
    take it for its parent.
 1. `dtk run` (DTK_RUN=1): the variables it set itself, HOROVOD_RANK or TF_CONFIG; anything else is
    inherited noise.
-2. Horovod's own launcher.
-3. Open MPI. Before Slurm, because `mpirun` inside a Slurm job starts its daemons with `srun`, so
-   that every rank also sees the daemon's SLURM_PROCID.
-4. MPICH, Intel MPI: unless they repeat Slurm's numbers: then `srun --mpi=pmi2` set them (5).
-5. A Slurm step: SLURM_STEP_ID, SLURM_PROCID.
-6. PMIx.
-7. TF_CONFIG.
-8. One process on its own, unless variables of a launcher that dtk does not follow (`unfollowed`)
-   say that there are others.
+2. torchrun, which other launchers may have started.
+3. Horovod's own launcher.
+4. Open MPI, MVAPICH2. Before Slurm, because `mpirun` inside a Slurm job starts its daemons with
+   `srun`, so that every rank also sees the daemon's SLURM_PROCID.
+5. MPICH, Intel MPI: unless they repeat Slurm's numbers: then `srun --mpi=pmi2` set them (6).
+6. A Slurm step: SLURM_STEP_ID, SLURM_PROCID.
+7. PMIx.
+8. TF_CONFIG.
+9. A rank, a size and rank 0's address, by the variables of `addressed`.
+10. One process on its own, unless something says that there are others (`alone`).
 
-TF_CONFIG beside 2 to 6 is not ignored: it must describe the same world, and then adds its
-addresses.
+TF_CONFIG beside 2 to 7 and 9 is not ignored: it must describe the same world, and then adds its
+addresses. Of 9 beside 3 to 7, rank and size must be the same, and rank 0's address is taken.
 
 | launcher | rank, size | on the same host |
 |---|---|---|
@@ -24,6 +25,7 @@ addresses.
 | MPICH, Intel MPI (Hydra) | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
 | PALS | PMI_RANK, PMI_SIZE | PMI_LOCAL_RANK, PMI_LOCAL_SIZE |
 | PMIx alone | PMIX_RANK, PMIX_SIZE | PMIX_LOCAL_RANK, PMIX_LOCAL_SIZE |
+| MVAPICH2 | MV2_COMM_WORLD_RANK, _SIZE | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE |
 
 Open MPI documents its four: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 The PMIx standard fixes only PMIX_RANK as a variable; a server is asked for the size.
@@ -36,7 +38,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from dtk.cluster import slurm, tf_config, unfollowed
+from dtk.cluster import addressed, alone, slurm, tf_config
 from dtk.cluster.environment import Environment
 from dtk.cluster.tf_config import TFConfig
 from dtk.cluster.variables import JOINED, place
@@ -48,7 +50,7 @@ _ALONE = Environment(
     size=1,
     hosts=("localhost",),
     reason="no variable of a launcher is set (HOROVOD_RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, "
-    "PMIX_RANK, SLURM_STEP_ID, TF_CONFIG): one process on its own",
+    "PMIX_RANK, SLURM_STEP_ID, TF_CONFIG, RANK): one process on its own",
 )
 
 _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # by which it tells the place on a host
@@ -64,8 +66,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
         The place in the job; `reason` says which variables decided.
 
     Raises:
-        ClusterError: Variables are malformed, contradict each other, or are those of a launcher of
-            several processes that dtk does not follow.
+        ClusterError: Variables are malformed, contradict each other, or name several processes and
+            not where they meet.
 
     >>> detect({}).kind
     'single'
@@ -82,14 +84,15 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     launched = _launched(environ)
     if config is None:
         if launched is None:
-            unfollowed.check(environ)
+            alone.check(environ)
         return launched or _ALONE
     return tf_config.to_environment(config) if launched is None else _agree(launched, config)
 
 
 def check_not_launched(environ: Mapping[str, str]) -> None:
     """Raise where another launcher has started several of this process, which is to start a job."""
-    found = _launched(environ)
+    # Of rank 0's address alone, `dtk run` on one of the hosts may make use.
+    found = addressed.read(environ) if addressed.is_of_torchrun(environ) else _numbers(environ)
     if found is not None and found.size > 1:
         raise ClusterError(
             f"{found.reason}: each of {found.size} processes would start a job of its own. Start "
@@ -117,7 +120,14 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
 
 
 def _launched(environ: Mapping[str, str]) -> Environment | None:
+    found = None if addressed.is_of_torchrun(environ) else _numbers(environ)
+    return addressed.read(environ) if found is None else addressed.add_to(found, environ)
+
+
+def _numbers(environ: Mapping[str, str]) -> Environment | None:
+    """Read what launchers set that start MPI, or their own library."""
     found = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
+    found = found or _numbered("MVAPICH2", "mpi", "MV2_COMM_WORLD_", environ)
     if found is not None:
         return found
     by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", environ, _HYDRA)
@@ -172,7 +182,8 @@ def _pmix(environ: Mapping[str, str]) -> Environment | None:
 def _agree(launched: Environment, config: TFConfig) -> Environment:
     """Combine a launcher's world with TF_CONFIG, or say why they cannot both be right."""
     by_config = tf_config.to_environment(config)
-    starter = {"mpi": "mpirun", "horovod": "horovodrun", "slurm": "srun"}[launched.kind]
+    starters = {"mpi": "mpirun", "horovod": "horovodrun", "slurm": "srun", "address": "torchrun"}
+    starter = starters[launched.kind]
     if launched.kind == "slurm" and launched.size == 1:
         return by_config  # srun is also how one process is started
     if config.tasks > by_config.size or config.role not in tf_config.TRAINING:

@@ -23,7 +23,7 @@ class Environment:
     """The place of this process in the job.
 
     Attributes:
-        kind: "single", "mpi", "horovod", "slurm" or "tf_config".
+        kind: "single", "mpi", "horovod", "slurm", "tf_config" or "address" (rank 0's is given).
         rank: Index of this process among the training processes (chief first), `0 <= rank < size`.
         size: Number of training processes.
         local_rank: Index among those on the same host.
@@ -37,6 +37,8 @@ class Environment:
             workers.
         tells_local_rank: False where the launcher does not say which ranks share a host, so that
             `local_rank` and `local_size` are those of a host with one rank.
+        meeting: "host:port" at which rank 0 is met, to exchange `addresses`; empty when the
+            launcher does not tell.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Environment:
     reason: str = ""
     roles: tuple[str, ...] = ()
     tells_local_rank: bool = True
+    meeting: str = ""
 
 
 # Here NVIDIA's driver tells its version, once it is loaded.

@@ -14,8 +14,6 @@ A rank whose connection has ended has left its script; that is a stall once anot
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import multiprocessing.connection
 import os
 import select
@@ -27,51 +25,13 @@ from typing import NoReturn
 
 from dtk.cluster import progress, slurm, stall
 from dtk.cluster.detect import detect
+from dtk.cluster.line import HANDSHAKE, Line, introduce
 from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import ClusterError
 
-_CODE = 32  # hexadecimal digits
 _PERIOD = 1.0
-_HANDSHAKE = 5.0  # seconds for one message of it
 # Each rank leaves the one before it this long to say that rank 0 is silent.
 _IN_TURN = 2.0
-
-
-class Line:
-    """One end of a connection whose messages nobody else can make, change or repeat."""
-
-    def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_listener: bool) -> None:
-        self.end = end
-        end.settimeout(_HANDSHAKE)
-        keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"listener", b"client")]
-        self._mine, self._theirs = keys if is_listener else keys[::-1]
-        self._sent = self._received = 0
-        self._rest = b""
-
-    def send(self, payload: object) -> None:
-        """Send a message; of one thread at a time."""
-        text = json.dumps(payload).encode()
-        self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
-        self._sent += 1
-
-    def receive(self) -> list[Mapping[str, object]]:
-        """Return the messages that have come; wait for some."""
-        read = self.end.recv(1 << 16)
-        if not read:
-            raise ConnectionResetError("the other end is gone")
-        *lines, self._rest = (self._rest + read).split(b"\n")
-        found = []
-        for line in lines:
-            code, text = line[:_CODE], line[_CODE:]
-            if not hmac.compare_digest(code, _code(self._theirs, self._received, text)):
-                raise PermissionError("a message of somebody else")
-            self._received += 1
-            found.append(json.loads(text))
-        return found
-
-
-def _code(key: bytes, number: int, text: bytes) -> bytes:
-    return hmac.digest(key, b"%d " % number + text, "sha256").hex()[:_CODE].encode()
 
 
 class Listener:
@@ -98,7 +58,7 @@ class Listener:
 
     def _accept(self, end: socket.socket) -> tuple[int, Line]:
         try:
-            line = _introduce(end, self.secret, is_listener=True)
+            line = introduce(end, self.secret, is_listener=True)
             (hello,) = line.receive()
             return int(str(hello["rank"])), line
         except BaseException:
@@ -110,25 +70,14 @@ def connect(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Li
     """Return a connection to rank 0; None if it cannot be reached."""
     for address in addresses:
         with contextlib.suppress(OSError):
-            end = socket.create_connection((address, port), timeout=_HANDSHAKE)
+            end = socket.create_connection((address, port), timeout=HANDSHAKE)
             try:
-                line = _introduce(end, secret, is_listener=False)
+                line = introduce(end, secret, is_listener=False)
                 line.send({"rank": rank})
                 return line
             except OSError:
                 end.close()
     return None
-
-
-def _introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
-    """Make a connection one that nobody has had before, by a number of each end."""
-    end.settimeout(_HANDSHAKE)
-    mine = os.urandom(16)
-    end.sendall(mine)
-    theirs = end.recv(16)
-    if len(theirs) < 16:
-        raise ConnectionResetError("the other end is gone")
-    return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
 
 
 class Table:

@@ -93,7 +93,7 @@ def create(
     divide_cores(environment)
     with progress.joining(f"the start of {name}"):
         world = _world(name, environment, before_collectives)
-    world.environment = environment
+    world.environment = world.environment or environment
     world.keep_to_thread()
     if world.size > 1:
         os.environ[JOINED] = str(os.getpid())
@@ -188,6 +188,8 @@ def choose(environment: Environment) -> Choice:
             return Choice("collective", why)
         found = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
         return Choice("collective", f"srun offers {found}. Faster: {SRUN}")
+    if kind == "address":
+        return Choice("collective", "rank 0's address is given")
     return Choice("collective", f"{kind} gives every rank an address")
 
 

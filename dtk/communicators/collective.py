@@ -24,6 +24,7 @@ messages, and one resource on the GPU orders them all.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -71,27 +72,29 @@ def start(environment: Environment, prepare: Callable[[int], None] | None = None
     """Start TensorFlow's collective runtime over all ranks of `environment`."""
     if environment in _STARTED:
         return _STARTED[environment]
-    rank, addresses = environment.rank, environment.addresses
-    if len(addresses) != environment.size:
+    rank, size, timeout = environment.rank, environment.size, startup.limit()
+    addresses = environment.addresses
+    if len(addresses) == size:
+        startup.check_free(rank, addresses[rank], addresses)
+        startup.meet(rank, addresses, timeout)
+    elif environment.meeting:
+        addresses = startup.exchange_addresses(rank, size, environment.meeting, timeout)
+    else:
         told = (
-            f"TensorFlow's collectives need the address of each of {environment.size} ranks, "
-            f"got {len(addresses)}: start with `dtk run`, or set TF_CONFIG"
+            f"TensorFlow's collectives need rank 0's address or that of each of {size} ranks, "
+            f"got {len(addresses)}: start with `dtk run`, or set MASTER_ADDR or TF_CONFIG"
         )
         raise CommunicatorError(at_rank(rank, told))
-    timeout = startup.limit()
-    startup.check_free(rank, addresses[rank], addresses)
-    startup.meet(rank, addresses, timeout)
     with startup.at_most(timeout), startup.quiet():
         if prepare is not None:
-            prepare(environment.size)
+            prepare(size)
         runtime = _bring_up(rank, addresses)
-        world = CollectiveCommunicator(
-            rank, ("",) * environment.size, range(environment.size), _FIRST_KEY, runtime
-        )
+        world = CollectiveCommunicator(rank, ("",) * size, range(size), _FIRST_KEY, runtime)
         hosts = environment.hosts
         # The first collective also proves that every peer has started, within the time limit.
         names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
     world.set_hosts(names)
+    world.environment = dataclasses.replace(environment, addresses=addresses)
     _STARTED[environment] = world
     return world
 

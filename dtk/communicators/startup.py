@@ -15,24 +15,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import json
 import logging
+import multiprocessing.connection
 import os
+import random
 import select
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from dtk.cluster import slurm
 from dtk.cluster.environment import Environment
+from dtk.cluster.line import Line, introduce
 from dtk.cluster.startup_barrier import Wait
+from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import CommunicatorError, at_rank
 from dtk.quiet import device_start
 
 # Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
-_GO = b"go"
+_WAITING = 1024  # connections that rank 0 has not taken yet
 
 
 def limit() -> float:
@@ -58,8 +62,12 @@ def _refused(rank: int, told: str) -> CommunicatorError:
 
 def check_free(rank: int, address: str, world: Sequence[str] = ()) -> None:
     """Raise if this rank cannot listen on its own address."""
+    _check_free(rank, address, _has_others(address, world))
+
+
+def _check_free(rank: int, address: str, from_elsewhere: bool) -> None:
     try:
-        _listen(address, world).close()
+        _listen(address, from_elsewhere).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             cause = f"in use by {_holder(address)}; end that process or give this rank another port"
@@ -83,95 +91,208 @@ def _holder(address: str) -> str:
 
 
 def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
-    """Return once every rank has called this."""
+    """Return once every rank has called this, with the addresses that all know already."""
+    names = [f"rank {r} ({address})" for r, address in enumerate(addresses)]
+    hello = {"rank": rank, "world": list(addresses)}
+    _gather(hello, names, addresses[0], timeout, _has_others(addresses[0], addresses))
+
+
+def exchange_addresses(rank: int, size: int, meeting: str, timeout: float) -> tuple[str, ...]:
+    """Return an address of every rank once all have called this: each chooses a port of its own."""
+    others = not _is_loopback(meeting)
+    if rank == 0:
+        _check_free(rank, meeting, others)
+    with _reserved() as port:
+        names = [f"rank {r}" for r in range(size)]
+        hello = {"rank": rank, "world": size, "port": port}
+        found = _gather(hello, names, meeting, timeout, others)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _reserved() -> Iterator[int]:
+    """Hold a port that nothing uses, so that other ranks of this host take others."""
+    # No connection to elsewhere begins at these; and the script's own random numbers stay.
+    for port in random.SystemRandom().sample(slurm.PORTS, 1000):
+        with socket.socket() as held:
+            try:
+                held.bind(("", port))
+            except OSError:
+                continue
+            yield port
+            return
+    raise CommunicatorError("no free port was found on this host among 1,000 of 12000 to 31999")
+
+
+def _gather(
+    hello: Mapping[str, object],
+    names: Sequence[str],
+    meeting: str,
+    timeout: float,
+    from_elsewhere: bool,
+) -> list[str]:
+    """Say hello to rank 0, and return all addresses; raise the same error on every rank."""
+    rank = _number(hello, "rank")
     wait = Wait(f"rank {rank}", timeout)
-    problem = _host(addresses, wait) if rank == 0 else _connect(rank, addresses, wait)
-    if problem:
-        raise _refused(rank, problem)
+    if rank == 0:
+        answer = _host(meeting, names, hello, wait, from_elsewhere)
+    else:
+        answer = _ask(meeting, hello, wait)
+    if isinstance(answer, str):
+        raise _refused(rank, answer)
+    return answer
 
 
-def _host(addresses: Sequence[str], wait: Wait) -> str:
-    """Collect all ranks, and tell them to go on, or what is wrong: that is returned, too."""
-    size = len(addresses)
-    problem = ""
-    clients: dict[int, socket.socket] = {}
+def _host(
+    meeting: str,
+    names: Sequence[str],
+    hello: Mapping[str, object],
+    wait: Wait,
+    from_elsewhere: bool,
+) -> list[str] | str:
+    """Hear all ranks, and tell them all addresses, or what is wrong; return that."""
+    size = len(names)
+    addresses = {0: _address(meeting, meeting, hello)}
+    lines: dict[int, Line] = {}
+    stranger = problem = ""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(addresses[0], addresses))
-        while len(clients) < size - 1 and not problem:
-            missing = [r for r in range(1, size) if r not in clients]
-            names = ", ".join(f"rank {r} ({addresses[r]})" for r in missing)
-            wait.say(names)
+        listener = stack.enter_context(_listen(meeting, from_elsewhere))
+        while not problem and (len(addresses) < size or _forget_ended(lines, addresses)):
+            missing = ", ".join(name for r, name in enumerate(names) if r not in addresses)
+            wait.say(missing)
             ready, _, _ = select.select([listener], [], [], wait.quiet)
+            _forget_ended(lines, addresses)
             if ready:
-                client = stack.enter_context(listener.accept()[0])
-                problem = _welcome(client, clients, addresses)
+                end, (host, *_) = listener.accept()
+                try:
+                    line = _introduced(stack.enter_context(end))
+                    theirs = line.receive_one()
+                    rank = _number(theirs, "rank")
+                    problem = _problem(theirs, rank, hello, lines, size)
+                    addresses[rank] = _address(f"{host.removeprefix('::ffff:')}:0", meeting, theirs)
+                    lines[rank] = line
+                except (OSError, ValueError, KeyError, TypeError):
+                    stranger = host  # a port scanner, a health check: not ours to judge
             elif not wait.left:
                 problem = (
                     f"the world of {size} is not complete after {wait.limit:g} s: no word from "
-                    f"{names}. Did it start, and can it reach {addresses[0]}? "
+                    f"{missing}. Did it start, and can it reach {meeting}? "
                     "(DTK_START_TIMEOUT sets the limit)"
                 )
-        for client in clients.values():
+                if stranger:
+                    problem += (
+                        f" Somebody at {stranger} came who is no rank of this job, or has another "
+                        f"{JOB_SECRET} than rank 0"
+                    )
+        answer = problem or [addresses[r] for r in range(size)]
+        for line in lines.values():
             with contextlib.suppress(OSError):
-                client.sendall(problem.encode() or _GO)
-                client.shutdown(socket.SHUT_WR)
-                client.recv(1)  # the client must close first, so that this port is free at once
-    return problem
+                line.send({"answer": answer})
+                line.end.shutdown(socket.SHUT_WR)
+                line.end.recv(1)  # the client must close first, so that this port is free at once
+    return answer
 
 
-def _welcome(
-    client: socket.socket, clients: dict[int, socket.socket], addresses: Sequence[str]
+def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
+    """Forget ranks whose processes have ended, since they may be started again."""
+    # Nothing comes from one that waits; and unlike select(2), of any number of connections.
+    ended = multiprocessing.connection.wait([line.end for line in lines.values()], 0)
+    gone = [rank for rank, line in lines.items() if line.end in ended]
+    for rank in gone:
+        del lines[rank], addresses[rank]
+    return bool(gone)
+
+
+def _introduced(end: socket.socket) -> Line:
+    """Make a connection a line, and say so, by which the client knows rank 0's secret."""
+    line = introduce(end, _secret(), is_listener=True)
+    line.send({})
+    return line
+
+
+def _secret() -> bytes:
+    return os.environ.get(JOB_SECRET, "").encode()
+
+
+def _number(hello: Mapping[str, object], name: str) -> int:
+    return int(str(hello[name]))
+
+
+def _address(seen: str, meeting: str, hello: Mapping[str, object]) -> str:
+    """Return where a rank is for all others, by the address at which rank 0 sees it."""
+    # What rank 0 sees on its own host is for others where they have met it.
+    host = parse_address(meeting if _is_loopback(seen) else seen)[0]
+    port = _number(hello, "port") if "port" in hello else 0
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _problem(
+    hello: Mapping[str, object],
+    rank: int,
+    own: Mapping[str, object],
+    lines: Mapping[int, Line],
+    size: int,
 ) -> str:
-    """Take a client's word for which rank it is; return what is wrong with it."""
-    client.settimeout(5.0)
-    try:
-        with client.makefile("rb") as lines:
-            hello = json.loads(lines.readline(1 << 20))
-        rank, world = int(hello["rank"]), [str(address) for address in hello["world"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # a port scanner, a health check: not ours to judge
-    problem = ""
-    if world != list(addresses):
-        problem = f"rank {rank} was told another world: {world} there, {list(addresses)} at rank 0"
-    elif rank in clients or not 0 < rank < len(addresses):
-        problem = f"two processes say they are rank {rank}"
-    clients[rank] = client
-    return problem
+    """Return what is wrong with a client's word for which rank it is."""
+    if hello["world"] != own["world"]:
+        there, here = hello["world"], own["world"]
+        return f"rank {rank} was told another world: {there} there, {here} at rank 0"
+    is_there = rank in lines or not 0 < rank < size
+    return f"two processes say they are rank {rank}" if is_there else ""
 
 
-def _connect(rank: int, addresses: Sequence[str], wait: Wait) -> str:
-    """Wait until rank 0 says that all ranks are there; return what is wrong otherwise."""
-    hello = json.dumps({"rank": rank, "world": list(addresses)}).encode() + b"\n"
-    answer = b""
+def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | str:
+    """Wait until rank 0 tells all addresses, or what is wrong."""
     pause = _FIRST_RETRY_SECONDS
-    while wait.left and not answer:
-        wait.say(f"rank 0, which does not answer at {addresses[0]}")
-        with contextlib.suppress(OSError):
-            target = parse_address(addresses[0])
-            with socket.create_connection(target, timeout=wait.quiet) as line:
-                line.sendall(hello)
+    while wait.left:
+        wait.say(f"rank 0, which does not answer at {meeting}")
+        try:
+            target = parse_address(meeting)
+            with socket.create_connection(target, timeout=max(0.1, wait.quiet)) as end:
+                line = introduce(end, _secret(), is_listener=False)
+                line.receive_one()
+                line.send(hello)
                 # Rank 0 knows more than we do about who is missing: give it time to say so.
-                line.settimeout(wait.left + 5.0)
-                answer = line.makefile("rb").read()
-        if not answer:
+                end.settimeout(wait.left + 5.0)
+                answer = line.receive_one()["answer"]
+                return [*map(str, answer)] if isinstance(answer, list) else str(answer)
+        except PermissionError:
+            return (
+                f"what answers at {meeting} is not rank 0 of this job, or has another "
+                f"{JOB_SECRET}: give every rank the same"
+            )
+        except OSError:
             time.sleep(pause)
             pause = min(1.2 * pause, _RETRY_SECONDS)
-    if answer == _GO:
-        return ""
-    return answer.decode(errors="replace") or (
-        f"no answer from rank 0 ({addresses[0]}) within {wait.limit:g} s: did it start, and can "
-        "this host reach it? (DTK_START_TIMEOUT sets the limit)"
+    return (
+        f"no answer from rank 0 ({meeting}) within {wait.limit:g} s: did it start, and can this "
+        "host reach it? (DTK_START_TIMEOUT sets the limit)"
     )
 
 
-def _listen(address: str, world: Sequence[str]) -> socket.socket:
+def _is_loopback(address: str) -> bool:
+    host = parse_address(address)[0]
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _has_others(address: str, world: Sequence[str]) -> bool:
+    """Return whether ranks of other hosts are to reach an address."""
+    here = parse_address(address)[0]
+    return any(parse_address(one)[0] != here and not _is_loopback(one) for one in world)
+
+
+def _listen(address: str, from_elsewhere: bool) -> socket.socket:
     host, port = parse_address(address)
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    others = {parse_address(one)[0] for one in world} - {host, "localhost", "127.0.0.1", "::1"}
-    if others and host != target[0] and str(target[0]).startswith("127."):
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror:
+        if not from_elsewhere:
+            raise
+        family, target = socket.AF_INET, ("", port)  # the others' names for it may come later
+    if from_elsewhere and host != target[0] and str(target[0]).startswith("127."):
         # Debian's /etc/hosts gives a host's own name 127.0.1.1, which no other host can reach.
         target = ("", port)
-    six, waiting = family == socket.AF_INET6, max(1, len(world))
+    six, waiting = family == socket.AF_INET6, _WAITING
     try:
         return socket.create_server(target, family=family, backlog=waiting, dualstack_ipv6=six)
     except OSError as error:

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
 import keras
@@ -115,11 +115,21 @@ def compares_rows(loss: keras.Loss | Function[tf.Tensor]) -> bool:
 def is_along_batch(given: object) -> bool:
     """Return whether a layer, loss or metric of Keras's is told to compute along the batch."""
     layer = given if isinstance(given, keras.Layer) else None
-    settings = getattr(given, "_fn_kwargs", {}) if layer is None else layer.get_config()
+    settings = getattr(given, "_fn_kwargs", {}) if layer is None else _settings_of(layer)
     named = [value for key, value in settings.items() if key.endswith(("axis", "axes"))]
     axes = [axis for value in named for axis in keras.tree.flatten(value)]
     # Outputs of losses and metrics nearly always have two axes.
     return 0 in axes or layer is None and -2 in axes
+
+
+def _settings_of(layer: keras.Layer) -> Mapping[str, object]:
+    """Return a layer's configuration; none of a model, or of a wrapper of what has none."""
+    if isinstance(layer, keras.Model):
+        return {}
+    with contextlib.suppress(Exception):  # a script's own layer raises whatever it raises
+        config: Mapping[str, object] = layer.get_config()
+        return config
+    return {}
 
 
 def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:

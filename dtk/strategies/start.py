@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from dtk.cluster import heartbeats, progress, unfollowed
+from dtk.cluster import alone, heartbeats, progress
 from dtk.cluster.environment import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
@@ -71,7 +71,7 @@ def tell_untested_versions() -> None:
 @functools.cache  # once in a process
 def tell_of_idle_tasks() -> None:
     """Print a warning if Slurm has room for more tasks than the one process that trains."""
-    if (told := unfollowed.idle_tasks(os.environ)) is not None:
+    if (told := alone.idle_tasks(os.environ)) is not None:
         print(f"dtk: {told}", file=sys.stderr, flush=True)
 
 

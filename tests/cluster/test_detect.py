@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dtk.cluster import detect, unfollowed
+from dtk.cluster import alone, detect
 from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError
 
@@ -57,6 +57,11 @@ def config(index, workers, role="worker", **others):
         (horovod(1, 2), "horovod", (1, 2, 1, 2)),
         (srun(1, 2), "slurm", (1, 2, 1, 2)),
         (config(1, 2), "tf_config", (1, 2, 1, 2)),
+        (
+            numbered(1, 2, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+            "mpi",
+            (1, 2, 0, 1),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -204,28 +209,84 @@ def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")
 
 
+def told(text):
+    return dict(one.split("=", 1) for one in text.split())
+
+
+TORCH = "RANK=3 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=99"
+SKY = told("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2")
+SKY["SKYPILOT_NODE_IPS"] = "10.0.0.4\n10.0.0.5"
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "meeting"),
+    [
+        (told(TORCH), (3, 4, 0, 1), "a:99"),
+        (told(f"{TORCH} LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"), (3, 4, 1, 2), "a:99"),
+        # torchrun listens at its port itself, and Slurm's task is torchrun.
+        (
+            told(f"{TORCH} TORCHELASTIC_RUN_ID=1 TORCHELASTIC_USE_AGENT_STORE=True") | srun(0, 2),
+            (3, 4, 0, 1),
+            "a:100",
+        ),
+        (srun(0, 1) | told(TORCH), (3, 4, 0, 1), "a:99"),  # srun starts one process
+        (told("JOB_COMPLETION_INDEX=2 WORLD_SIZE=3 MASTER_ADDR=a"), (2, 3, 0, 1), "a:29500"),
+        (
+            told("PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=a PET_NPROC_PER_NODE=auto"),
+            (1, 2, 0, 1),
+            "a:29500",
+        ),
+        (SKY, (1, 2, 0, 1), "10.0.0.4:29500"),
+        (told("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 MASTER_ADDR=::1"), (1, 2, 0, 1), "[::1]:29500"),
+        (
+            told("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 MASTER_ADDR=a")
+            | told("JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2"),
+            (1, 2, 1, 2),
+            "a:29500",
+        ),
+    ],
+)
+def test_ranks_that_meet_at_one_address(environ, place, meeting):
+    found = detect(environ)
+    assert (found.rank, found.size, found.local_rank, found.local_size) == place
+    assert (found.kind, found.meeting) == ("address", meeting) and meeting in found.reason
+    assert detect({**environ, "DTK_ALONE": "1"}).kind != "address"
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ("RANK=1 WORLD_SIZE=4 MASTER_ADDR=a", "RANK=1 and WORLD_SIZE=4 are those of torchrun"),
-        ("WORLD_SIZE=2", "WORLD_SIZE=2 is one of torchrun"),
-        ("RANK=3", "each of 4 processes would train alone"),
-        ("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2", "of MVAPICH2's mpirun_rsh"),
-        ("SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2", "of SkyPilot"),
-        ("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2", "of Flux"),
-        ("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2", "of LSF's jsrun"),
+        ("RANK=1 WORLD_SIZE=4", "RANK=1 and WORLD_SIZE=4 are set, .* but MASTER_ADDR is not"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 is set, as by torchrun.* but RANK and MASTER_ADDR are not"),
+        ("RANK=3 MASTER_ADDR=a", "but WORLD_SIZE is not.* DTK_ALONE=1"),
+        (f"{TORCH} RANK=4", "RANK=4 with WORLD_SIZE=4: expected 0 <= rank < size"),
+        (f"{TORCH} MASTER_PORT=65535", "MASTER_PORT='65535', expected a port"),
+        ("SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2", "SkyPilot, but SKYPILOT_NODE_IPS is not"),
+        ("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2", "Flux, but MASTER_ADDR is not"),
+        (
+            "PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=a PET_NPROC_PER_NODE=2",
+            "start the script with torchrun",
+        ),
         ("RAY_RAYLET_PID=7 RAY_JOB_ID=01000000", "RAY_RAYLET_PID is set in workers of Ray"),
         ('TF_CONFIG={"sparseCluster":{"worker":{"1":"a:1"}}}', "it has 'sparseCluster', and no"),
     ],
 )
-def test_no_process_of_a_launcher_that_is_not_followed_trains_alone(environ, said):
-    """Each trained alone, said "rank 0 of 1", and ended with exit code 0."""
-    told = dict(one.split("=", 1) for one in environ.split())
-    with pytest.raises(ClusterError) as refused:
-        detect(told)
-    assert said in str(refused.value)
-    assert "TF_CONFIG" in told or detect({**told, "DTK_ALONE": "1"}).size == 1
-    assert "TF_CONFIG" in told or detect({**told, **open_mpi(1, 2)}).size == 2
+def test_half_a_place_is_refused(environ, said):
+    """Each would train alone, or wait for others for ever."""
+    with pytest.raises(ClusterError, match=said):
+        detect(told(environ))
+    assert "TF_CONFIG" in environ or detect({**told(environ), "DTK_ALONE": "1"}).size == 1
+
+
+def test_an_address_beside_a_launcher():
+    half = told("RANK=1 MASTER_ADDR=a")  # such as of a script for torch
+    assert detect({**half, **open_mpi(1, 2)}).meeting == "a:29500"
+    assert detect({**told("WORLD_SIZE=7"), **open_mpi(1, 2)}).meeting == ""
+    with pytest.raises(ClusterError, match="OMPI_COMM_WORLD_RANK=1 .* but RANK=3 and WORLD_SIZE=4"):
+        detect({**told(TORCH), **open_mpi(1, 2)})
+    with pytest.raises(ClusterError, match="RANK=3 and WORLD_SIZE=4 .* but TF_CONFIG .* rank 1"):
+        detect({**told(TORCH), **config(1, 4)})
+    assert detect({**told(TORCH), **config(3, 4)}).addresses[3] == "node1:2003"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +297,8 @@ def test_numbers_of_one_process_do_not_matter(environ):
 
 
 def test_room_in_slurm_for_others_is_told():
+    assert "set WORLD_SIZE and MASTER_ADDR" in alone.idle_tasks({"JOB_COMPLETION_INDEX": "0"})
     allocated = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert "start with `srun ...`" in unfollowed.idle_tasks(allocated)
+    assert "start with `srun ...`" in alone.idle_tasks(allocated)
     for more in ({"SLURM_STEP_ID": "0"}, {"SLURM_NTASKS": "1"}, {"DTK_ALONE": "1"}):
-        assert unfollowed.idle_tasks(allocated | more) is None
+        assert alone.idle_tasks(allocated | more) is None

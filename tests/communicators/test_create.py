@@ -16,7 +16,8 @@ import time
 import pytest
 
 from dtk import communicators
-from dtk.cluster import Environment, startup_barrier
+from dtk.cluster import Environment, slurm, startup_barrier
+from dtk.cluster.line import introduce
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
@@ -122,7 +123,7 @@ def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch)
         (["n1:0", "n1:0"], alone),
         (["n1:0", "localhost:1"], alone),
     ):
-        with startup._listen("n1:0", world) as listener:
+        with startup._listen("n1:0", startup._has_others("n1:0", world)) as listener:
             assert listener.getsockname()[0] == expected
 
 
@@ -250,6 +251,78 @@ def test_ranks_of_different_worlds_do_not_mix():
     addresses = [free_address(), free_address()]
     for told in refused((0, addresses, 5), (1, [addresses[0], "127.0.0.1:1"], 5)):
         assert "rank 1 was told another world" in told
+
+
+def meet_at(address, *ranks, size=3, timeout=20.0):
+    """Return the addresses that each of these ranks was told, or its error."""
+
+    def meet(rank):
+        try:
+            return startup.exchange_addresses(rank, size, address, timeout)
+        except CommunicatorError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(meet, ranks, timeout=40))
+
+
+def test_ranks_that_know_rank_0_alone_exchange_addresses():
+    addresses = meet_at(free_address(), 0, 1, 2)
+    assert len(set(addresses)) == 1
+    ports = [startup.parse_address(one)[1] for one in addresses[0]]
+    assert len(set(ports)) == 3 and all(port in slurm.PORTS for port in ports)
+
+
+def test_who_ended_before_the_meeting_may_come_again():
+    """As a pod that is started again does."""
+    address = free_address()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        rank_0 = threads.submit(meet_at, address, 0)
+        while not startup.answers(address):
+            pass
+        with socket.create_connection(startup.parse_address(address)) as end:
+            first = introduce(end, b"", is_listener=False)
+            first.receive_one()
+            first.send({"rank": 1, "world": 3, "port": 1})
+        assert meet_at(address, 1, 2) == rank_0.result(30) * 2
+
+
+def test_two_ranks_train_by_the_variables_of_torchrun():
+    at = dict(zip(("MASTER_ADDR", "MASTER_PORT"), free_address().split(":"), strict=True))
+    script = """
+        import dtk, keras, numpy as np
+        strategy = dtk.auto_strategy()
+        assert strategy.communicator.name == "collective", strategy.communicator.name
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+        tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
+        print(strategy.rank, strategy.size, len(set(tasks)), model.optimizer.iterations.numpy())
+    """
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", **at},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        stdout, stderr, code = end(process)
+        assert (stdout, code) == (f"{rank} 2 2 2\n", 0), stderr
+
+
+def test_another_secret_is_told_on_both_ends(monkeypatch):
+    addresses = [free_address(), free_address()]
+    monkeypatch.setenv("DTK_JOB_SECRET", "a")
+    rank = run_rank(1, addresses, DTK_JOB_SECRET="b", DTK_START_TIMEOUT="10")
+    (told,) = refused((0, addresses, 12.0))
+    assert "127.0.0.1 came who is no rank of this job, or has another DTK_JOB_SECRET" in told
+    _, stderr, code = end(rank)
+    assert code == 1 and "rank 1: what answers at 127.0.0.1:" in stderr
 
 
 def test_strangers_at_the_door_are_ignored():

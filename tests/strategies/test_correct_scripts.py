@@ -128,6 +128,32 @@ def lambdas_strings_and_inputs_of_one_rank(strategy):
 
 
 @script
+def layers_without_a_configuration(strategy):
+    """Such as those of most scripts, which take arguments and have no `get_config`."""
+
+    class Scaled(keras.layers.Layer):
+        def __init__(self, kernel):
+            super().__init__()
+            self.kernel = kernel
+
+        def call(self, given):
+            return self.kernel * given
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    def build():
+        inputs = keras.Input((8, 8, 1))
+        scaled = keras.layers.TimeDistributed(Scaled(tf.constant(2.0)))(inputs)
+        flat = keras.layers.Flatten()(scaled)
+        inner = keras.Model(inputs, keras.layers.Dense(10)(Scaled(tf.constant(2.0))(flat)))
+        return keras.Sequential([inner])
+
+    x, y = cases.rows(16)
+    cases.compiled(strategy, build).fit(x, y, 8, verbose=0)
+
+
+@script
 def a_loss_that_adds_itself_up_many_times(strategy):
     """The number of its terms doubles each time: a walk over them took minutes."""
     with strategy.scope():

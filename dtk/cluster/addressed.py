@@ -1,0 +1,183 @@
+"""Launchers that tell each process its rank, the size and rank 0's address, where all meet.
+
+| launcher | rank | size | on the same host | rank 0 |
+|---|---|---|---|---|
+| torchrun, a PyTorchJob, Azure ML, most clouds, dtk's engines | RANK | WORLD_SIZE | LOCAL_RANK, \
+LOCAL_WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
+| Kubernetes' Indexed Job or JobSet | JOB_COMPLETION_INDEX | WORLD_SIZE | one | the same |
+| Kubeflow Trainer's torch runtime | PET_NODE_RANK | PET_NNODES | one | PET_MASTER_ADDR, \
+PET_MASTER_PORT |
+| SkyPilot | SKYPILOT_NODE_RANK | SKYPILOT_NUM_NODES | one | first of SKYPILOT_NODE_IPS |
+| Flux | FLUX_TASK_RANK | FLUX_JOB_SIZE | not told | the same |
+| LSF's jsrun | JSM_NAMESPACE_RANK | JSM_NAMESPACE_SIZE | JSM_NAMESPACE_LOCAL_RANK, \
+JSM_NAMESPACE_LOCAL_SIZE | the same |
+
+The first row of which all is set decides. Where a row is there in part and names several
+processes, it is refused: the others may wait. The variables of torchrun are those of
+https://docs.pytorch.org/docs/stable/elastic/run.html, those of Kubeflow's runtime are its options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dtk.cluster.alone import ALONE, is_on_purpose
+from dtk.cluster.environment import Environment
+from dtk.cluster.variables import place
+from dtk.errors import ClusterError
+
+# Where rank 0 is met if no port is set: torchrun's own default.
+PORT = 29500
+# Set in what torchrun starts; and whether it listens at MASTER_PORT itself.
+_ELASTIC, _STORE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class _Row(NamedTuple):
+    launcher: str
+    rank: str
+    size: str
+    local: tuple[str, ...] | None = None  # rank and size on a host, where that has several
+    address: str = "MASTER_ADDR"
+    port: str = "MASTER_PORT"
+
+
+_TORCH = _Row(
+    "torchrun, or a launcher with its variables",
+    *("RANK", "WORLD_SIZE"),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+_PET = _Row(
+    "Kubeflow Trainer's torch runtime",
+    *("PET_NODE_RANK", "PET_NNODES", None, "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+)
+_ROWS = (
+    _TORCH,
+    _Row("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    _PET,
+    _Row("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", address="SKYPILOT_NODE_IPS"),
+    _Row("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ()),
+    _Row(
+        "LSF's jsrun",
+        *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    ),
+)
+
+
+def is_of_torchrun(environ: Mapping[str, str]) -> bool:
+    """Return whether torchrun has started this process, itself perhaps by another launcher."""
+    return _ELASTIC in environ
+
+
+def read(environ: Mapping[str, str]) -> Environment | None:
+    """Read a rank, a size and rank 0's address; None where no row names several processes.
+
+    Raises:
+        ClusterError: A row names several processes, and a part of it is missing or wrong.
+
+    >>> found = read({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"})
+    >>> found.rank, found.meeting
+    (1, 'node1:29500')
+    >>> read({"RANK": "0"}) is None
+    True
+    >>> read({"WORLD_SIZE": "4"})
+    Traceback (most recent call last):
+    dtk.errors.ClusterError: WORLD_SIZE=4 is set, ... but RANK and MASTER_ADDR are not: ...
+    """
+    if is_on_purpose(environ):
+        return None
+    there = [row for row in _ROWS if _count(row, environ) > 1]
+    whole = (row for row in there if {row.rank, row.size} <= environ.keys())
+    row = next(whole, there[0] if there else None)
+    return None if row is None else _environment(row, environ)
+
+
+def add_to(found: Environment, environ: Mapping[str, str]) -> Environment:
+    """Add rank 0's address to what another launcher has told.
+
+    Raises:
+        ClusterError: RANK and WORLD_SIZE tell another place.
+    """
+    told = [environ.get(name, "") for name in (_TORCH.rank, _TORCH.size)]
+    if all(map(_is_number, told)) and int(told[1]) > 1:
+        if found.kind == "slurm" and found.size == 1:
+            return read(environ) or found  # srun is also how one process is started
+        if (int(told[0]), int(told[1])) != (found.rank, found.size):
+            raise ClusterError(
+                f"{found.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
+                "them; unset RANK and WORLD_SIZE, or give each rank its own"
+            )
+    if found.size == 1 or found.addresses:
+        return found
+    return dataclasses.replace(found, meeting=meeting(environ))
+
+
+def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:
+    """Return where rank 0 is met; "" where no variable says so.
+
+    >>> meeting({"MASTER_ADDR": "::1", "MASTER_PORT": "4000"})
+    '[::1]:4000'
+    """
+    host = (environ.get(row.address, "").split() or [""])[0]
+    port = environ.get(row.port) or str(PORT)
+    if not host:
+        return ""
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65535:
+        raise ClusterError(f"{row.port}={port!r}, expected a port of 1 to 65534; set one")
+    number = int(port) + (row is _TORCH and environ.get(_STORE) == "True")
+    return f"[{host}]:{number}" if ":" in host.strip("[]") else f"{host}:{number}"
+
+
+def _environment(row: _Row, environ: Mapping[str, str]) -> Environment:
+    told = {name: environ[name] for name in (row.rank, row.size) if environ.get(name)}
+    seen = " and ".join(f"{name}={value}" for name, value in told.items())
+    by = f"{seen} {'are' if len(told) > 1 else 'is'} set, as by {row.launcher}"
+    at = meeting(environ, row)
+    missing = [name for name in (row.rank, row.size) if name not in told]
+    missing += [] if at else [row.address]
+    if missing:
+        raise ClusterError(
+            f"{by}, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not: ranks "
+            f"meet at rank 0, for which each needs {row.rank}, {row.size} and {row.address}. Set "
+            f"them, unset {' and '.join(told)}, or set {ALONE}=1 to train alone on purpose"
+        )
+    each = environ.get("PET_NPROC_PER_NODE", "1")
+    if row is _PET and each.isdigit() and int(each) > 1:
+        raise ClusterError(
+            f"PET_NPROC_PER_NODE={each}, but python starts one process on each node: start the "
+            "script with torchrun there, or set numProcPerNode: 1"
+        )
+    rank, size = place(environ, row.rank, row.size)
+    local = row.local if row.local and set(row.local) <= environ.keys() else ()
+    local_rank, local_size = place(environ, *local) if local else (0, 1)
+    where = row.address if row.port not in environ else f"{row.address} and {row.port}"
+    reason = f"{by}; ranks meet at {at}, by {where}"
+    if row is _TORCH and environ.get(_STORE) == "True":
+        reason += ", one port further, where torchrun does not listen"
+    return Environment(
+        kind="address",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        reason=reason,
+        tells_local_rank=bool(local) or row.local is None,
+        meeting=at,
+    )
+
+
+def _count(row: _Row, environ: Mapping[str, str]) -> int:
+    """Return how many processes a row names at least."""
+    # Pods have no other way to have several processes than to be told so.
+    if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:
+        return 0
+    rank, size = (environ.get(name, "") for name in (row.rank, row.size))
+    known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if _is_number(text)]
+    return max(known, default=0)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None

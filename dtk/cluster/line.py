@@ -1,0 +1,69 @@
+"""A connection whose messages nobody else can make, change or repeat, among who knows a secret.
+
+With an empty secret anybody can make them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+from collections.abc import Mapping
+
+HANDSHAKE = 5.0  # seconds for one message of it
+_CODE = 32  # hexadecimal digits
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_listener: bool) -> None:
+        self.end = end
+        end.settimeout(HANDSHAKE)
+        keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"listener", b"client")]
+        self._mine, self._theirs = keys if is_listener else keys[::-1]
+        self._sent = self._received = 0
+        self._rest = b""
+
+    def send(self, payload: object) -> None:
+        """Send a message; of one thread at a time."""
+        text = json.dumps(payload).encode()
+        self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
+        self._sent += 1
+
+    def receive(self) -> list[Mapping[str, object]]:
+        """Return the messages that have come; wait for some."""
+        read = self.end.recv(1 << 16)
+        if not read:
+            raise ConnectionResetError("the other end is gone")
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        found = []
+        for line in lines:
+            code, text = line[:_CODE], line[_CODE:]
+            if not hmac.compare_digest(code, _code(self._theirs, self._received, text)):
+                raise PermissionError("a message of somebody else")
+            self._received += 1
+            found.append(json.loads(text))
+        return found
+
+    def receive_one(self) -> Mapping[str, object]:
+        """Return the message that has come first; wait for it."""
+        while not (found := self.receive()):
+            pass
+        return found[0]
+
+
+def _code(key: bytes, number: int, text: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + text, "sha256").hex()[:_CODE].encode()
+
+
+def introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
+    """Make a connection one that nobody has had before, by a number of each end."""
+    end.settimeout(HANDSHAKE)
+    mine = os.urandom(16)
+    end.sendall(mine)
+    theirs = end.recv(16)
+    if len(theirs) < 16:
+        raise ConnectionResetError("the other end is gone")
+    return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
