@@ -51,6 +51,11 @@ SMALLER = {
     "train.py": ("--data digits --images 64 --epochs 1 --test-at-end", r"test accuracy"),
     "vgg16_channel_parallel.py": ("--data digits --steps 2 --batch-size 8", r": loss \S+,"),
 }
+# Spark's own words, and what its executors have printed, each line behind its rank.
+_OF_SPARK = re.compile(
+    r"\[\d\] |\d\d/\d\d/\d\d \S+ WARN |WARNING: Using incubator modules|Using Spark's default log4j"
+    r"|Setting default log level|To adjust logging level"
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
@@ -73,6 +78,7 @@ def run(launcher, script, *arguments, code=0, folder=None, **environ):
         said = done.stderr.splitlines()
         if launcher[:4] != DTK_RUN[:4]:  # elsewhere TensorFlow's import says what it always says
             said = [line for line in said if not quiet.is_noise(line, "2", gpu=False)]
+        said = [line for line in said if not _OF_SPARK.match(line)]
         assert not said, "an example leaves nothing on the screen that must be ignored"
         return done.stdout
     return done.stdout + done.stderr

@@ -15,7 +15,6 @@ the `partitionBy` behind the barrier.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pickle
 import re
@@ -48,6 +47,8 @@ Args = TypeVarTuple("Args")
 _FUNCTION, _RESULT, _FAILURE = "function.pickle", "result.pickle", "failure.txt"
 _TAIL = 20  # lines shown of a rank that could not say why it ended
 _LAST_WORDS = 2.0  # seconds in which what a rank has printed is read, once it has ended
+# What tells the place of an executor, and not that of a rank; besides what `is_foreign`.
+_STARTERS = ("DTK_RUN", "MV2_COMM_WORLD_", "SLURM_", "TORCHELASTIC_")
 _END = "(the end of that rank)"  # behind a failure, among the words of Spark
 _SPARK_SAYS = re.compile(r"\[SPARK-\d+\][^\n]*")
 
@@ -111,10 +112,9 @@ def _check_slots(context: SparkContext, wanted: int) -> None:
     """Refuse what can never start, where the number of slots is fixed: Spark waits 10 minutes."""
     if wanted < 1:
         raise ClusterError(f"num_workers={wanted}: expected 1 or more")
-    asked = {name: context.getConf().get(name) for name in ("executor.instances", "executor.cores")}
-    per_task = float(context.getConf().get("spark.task.cpus", "1"))
-    master = context.master.replace(" ", "")
-    executors, cores = asked.values()
+    conf, master = context.getConf(), context.master.replace(" ", "")
+    executors, cores = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
+    per_task = float(conf.get("spark.task.cpus", "1"))
     if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
         executors, cores = found.groups()
     elif found := re.fullmatch(r"local(?:\[(\d+|\*)(?:,\d+)?\])?", master):
@@ -146,9 +146,9 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
     # Ranks of an attempt that has failed may still wait here for Spark to end them.
     job_processes.end(job, 0.0)
     with reserve("0.0.0.0") as held, tempfile.TemporaryDirectory(prefix="dtk-") as folder:
-        ports = context.allGather(str(held.getsockname()[1]))
+        meeting, *_ = context.allGather(str(held.getsockname()[1]))
+        environ = _variables(context, meeting, secret)
         Path(folder, _FUNCTION).write_bytes(packed)
-        environ = _variables(context, ports, secret)
         mark = f"{job}/{context.taskAttemptId()}"
         guard = Guard(mark, 0.0)
         try:
@@ -157,46 +157,36 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
         finally:
             job_processes.end(mark, 0.0)
             guard.close()
-        if code:
+        if code or Path(folder, _FAILURE).is_file():  # such as of sys.exit(0)
             host = context.getTaskInfos()[rank].address
             raise RankError(f"rank {rank} on {host} {_why(folder, code, tail)}\n{_END}")
         if rank == 0:
             yield 0, Path(folder, _RESULT).read_bytes()
 
 
-def _variables(context: BarrierTaskContext, ports: Sequence[str], secret: str) -> dict[str, str]:
-    """Return the environment of this task's rank."""
+def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str, str]:
+    """Return the environment of this task's rank, without what has started the executor."""
     rank = context.partitionId()
-    hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
+    hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
     beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    workers = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
     given = {
         "RANK": rank,
         "WORLD_SIZE": len(hosts),
         "LOCAL_RANK": beside.index(rank),
         "LOCAL_WORLD_SIZE": len(beside),
         "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": ports[0],
+        "MASTER_PORT": port,
         JOB_SECRET: secret,
-        "TF_CONFIG": json.dumps(
-            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        ),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONFAULTHANDLER": 1,
         **dict.fromkeys(THREADS, max(1, context.cpus())),
     }
     if gpus := context.resources().get("gpu"):
         given["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-    return {**_inherited(os.environ), **{name: str(value) for name, value in given.items()}}
-
-
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an executor's variables without those of what has started the executor."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not is_foreign(name) and not name.startswith(("SLURM_", "DTK_RUN"))
+    kept = {  # not what tells the place of the executor
+        n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
     }
+    return kept | {name: str(value) for name, value in given.items()}
 
 
 def _see_to_its_end(
@@ -228,15 +218,12 @@ def _why(folder: str, code: int, tail: Sequence[str]) -> str:
     failure = Path(folder, _FAILURE)
     if failure.is_file():
         return failure.read_text()
-    how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal(-code)}"
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        how += " (by the system, if spark.executor.memoryOverhead is too small)"
     return f"{how}; it printed last:\n{''.join(tail)}"
-
-
-def _signal(number: int) -> str:
-    """Return a signal's name, and what to do about that of the kernel's out-of-memory killer."""
-    if number != signal.SIGKILL:
-        return signal.Signals(number).name
-    return "SIGKILL (if nobody did: by the kernel, and spark.executor.memoryOverhead is too small)"
 
 
 def _run_rank(folder: str) -> None:
