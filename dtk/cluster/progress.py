@@ -81,7 +81,7 @@ class _Position(NamedTuple):
 
 
 class _Reporter:
-    """Reports the position of this process's main thread."""
+    """Reports the position of the thread that trains: the last that has made a strategy."""
 
     def __init__(self, timeout: float, send: Callable[[RankReport], object]) -> None:
         self.position = _Position(since=time.monotonic())
@@ -94,8 +94,8 @@ class _Reporter:
         self._timeout, self._send = timeout, send
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)  # which finds it held, maybe
-        self._main = threading.main_thread().ident or 0
-        # Seconds that the main thread has computed in looking for messages, and since when it does.
+        self.thread = threading.current_thread()
+        # Seconds that it has computed in looking for messages, and since when it does.
         self.polled = 0.0
         self.polls_since: float | None = None
         # Since when it waits in a function, and what was seen then.
@@ -139,12 +139,12 @@ class _Reporter:
             self._waits_since = now
 
     def _calls(self) -> str:
-        """Return the file of the function that the main thread is in."""
+        """Return the file of the function that the thread is in."""
         # Before Python 3.12, the collector may run in here and lock up all threads (gh-106883).
         collects = gc.isenabled()
         gc.disable()
         try:
-            frame = sys._current_frames().get(self._main)  # noqa: SLF001
+            frame = sys._current_frames().get(self.thread.ident or 0)  # noqa: SLF001
         finally:
             if collects:
                 gc.enable()
@@ -152,9 +152,9 @@ class _Reporter:
 
     def _cpu(self) -> float:
         """Return the seconds that this process has computed, without its looking for messages."""
-        polls, main = self.polled, threading.main_thread().native_id or 0
+        polls, thread = self.polled, self.thread.native_id or 0
         if (since := self.polls_since) is not None:
-            polls += max(0.0, usage.cpu(main) - since)
+            polls += max(0.0, usage.cpu(thread) - since)
         return time.process_time() - sum(map(usage.cpu, _polling)) - polls
 
     def tell(self) -> None:
@@ -170,13 +170,15 @@ class _Reporter:
             still = now - self._waits_since
         late = still > self._timeout / 2 and not self.serves
         seconds, moved = usage.of_started(os.getpid())
-        stack, feeds = stacks_of_this_process(self._main, self.awaited) if late else ("", False)
+        thread = self.thread.ident or 0
+        stack, feeds = stacks_of_this_process(thread, self.awaited) if late else ("", False)
         return RankReport(
             count=position.number,
             inside=inside,
             alone=position.alone,
             joining=position.joining,
             loops=self.loops,
+            batches=_batches_of_steps(),
             refused=self.refused,
             feeds=feeds,
             what=what,
@@ -189,7 +191,7 @@ class _Reporter:
 
     @contextlib.contextmanager
     def at(self, place: _Position, stays: bool = False, at_once: bool = False) -> Iterator[None]:
-        """Return a context in which the main thread is at a place."""
+        """Return a context in which the thread is at a place."""
         before = self.position
         self.position = place._replace(since=time.monotonic())
         if at_once:
@@ -208,12 +210,13 @@ _polling: set[int] = set()
 
 
 _bytes_of_graphs: Callable[[], int] = int
+_batches_of_steps: Callable[[], int] = int
 
 
-def count_bytes_by(count: Callable[[], int]) -> None:
-    """Note what counts the bytes that graphs have sent."""
-    global _bytes_of_graphs
-    _bytes_of_graphs = count
+def count_by(bytes_of_graphs: Callable[[], int], batches_of_steps: Callable[[], int]) -> None:
+    """Note what counts the bytes that graphs have sent, and the batches that steps have had."""
+    global _bytes_of_graphs, _batches_of_steps
+    _bytes_of_graphs, _batches_of_steps = bytes_of_graphs, batches_of_steps
 
 
 def is_timeout(seconds: float) -> bool:
@@ -222,7 +225,7 @@ def is_timeout(seconds: float) -> bool:
 
 
 def start(serves: bool = False) -> None:
-    """Begin to report, once, where the launcher has asked for it."""
+    """Begin to report, once, where the launcher has asked for it; and this thread from now on."""
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
@@ -231,6 +234,8 @@ def start(serves: bool = False) -> None:
         report_channel.keep()
         if _reporter is None and timeout > 0:
             report_to(lambda told: report_channel.tell({"progress": vars(told)}), timeout)
+    if _reporter is not None:
+        _reporter.thread = threading.current_thread()
     if _reporter is not None and serves:  # its main thread only waits for the job's end
         _reporter.serves = True
         _reporter.position = _Position(0, 1, "service", time.monotonic())
@@ -260,8 +265,8 @@ def tell_held(held: Callable[[], dict[int, float]]) -> None:
 
 def _mine() -> _Reporter | None:
     """Return what reports of this thread; None where nothing does."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return _reporter if is_main else None
+    here = threading.current_thread()
+    return _reporter if _reporter is not None and here is _reporter.thread else None
 
 
 def inside(what: str) -> AbstractContextManager[None]:
@@ -296,7 +301,7 @@ def joining(what: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def awaiting(thread: threading.Thread) -> Iterator[None]:
-    """Return a context in which the main thread waits for another of this process."""
+    """Return a context in which this thread waits for another of this process."""
     reporter = _mine()
     if reporter is not None:
         reporter.awaited = thread
@@ -382,13 +387,13 @@ def tell_saving(what: Literal["ready", "begun", "over"]) -> None:
 # Stacks as `faulthandler` writes them, shortened to what tells where a script is.
 
 
-def stacks_of_this_process(main: int, awaited: threading.Thread | None) -> tuple[str, bool]:
+def stacks_of_this_process(thread: int, awaited: threading.Thread | None) -> tuple[str, bool]:
     """Return the stacks of this process, and whether TensorFlow waits for Python."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         threads = file.read().split("\n\n")
-    ids = [main] if awaited is None or not awaited.ident else [main, awaited.ident]
+    ids = [thread] if awaited is None or not awaited.ident else [thread, awaited.ident]
     its = [one for ident in ids for one in threads if f"0x{ident:016x} " in one]
     feeding = [one for one in threads if _BY_TENSORFLOW in one and one not in its]
     return _shortened([*its[:1], *feeding[:1], *its[1:]]), bool(feeding)

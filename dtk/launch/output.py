@@ -8,8 +8,6 @@ import contextlib
 import functools
 import os
 import re
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,11 +17,12 @@ from typing import IO, TextIO
 
 import click
 
-from dtk.cluster import progress, report_channel
+from dtk.cluster import report_channel
 from dtk.errors import ClusterError
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
+from dtk.launch.reader import Reader
 from dtk.launch.screen import Pace, Screen, ShownText, Sink
 from dtk.quiet import is_noise
 
@@ -35,7 +34,6 @@ _TASK_GONE = re.compile(
     r":UNKNOWN:Error received from peer |"
     r"This could happen if the remote target has been disconnected from the client\.$"
 )
-_ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
@@ -48,11 +46,15 @@ _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 class _Stream:
     """One stream of one process, while it is read."""
 
-    def __init__(self, rank: Rank, sink: Sink, prefix: str, stderr: bool, drawn: bool) -> None:
-        self.rank, self.sink, self.prefix, self.stderr = rank, sink, prefix, stderr
+    def __init__(
+        self, rank: Rank, pipe: IO[bytes], sink: Sink, prefix: str, stderr: bool, drawn: bool
+    ) -> None:
+        self.rank, self.pipe, self.sink, self.prefix = rank, pipe, sink, prefix
+        self.stderr = stderr
         self.drawn = drawn  # whether its unfinished rows are drawn
         self.text = ShownText()
         self.in_file, self.on_screen = Pace(_LINE), Pace(_LINE)
+        self.torn = b""  # the begin of an agent's record
         self.lock = threading.Lock()
         self.waits = True  # for the process to write
 
@@ -149,6 +151,7 @@ class JobOutput:
         # Lines are written in the order in which they were held, and before what is said next.
         self._writing = threading.RLock()
         self._sources: list[_Stream] = []
+        self._readers: list[Reader] = []
         self._closed = threading.Event()
 
     def _sink(self, stream: TextIO | None, name: str, is_file: bool = False) -> Sink:
@@ -180,6 +183,8 @@ class JobOutput:
 
     def open(self) -> None:
         """Make the directory for the files, if one was given, and begin to draw."""
+        # Two: whoever does not take the output may take what is wrong.
+        self._readers = [Reader(f"dtk {name}", self._state.stop) for name in ("output", "errors")]
         threading.Thread(target=self._guarded, args=(self._draw,), daemon=True).start()
         if self._directory is None:
             return
@@ -226,22 +231,15 @@ class JobOutput:
         number = self._state.processes.index(process)
         return click.style(label, fg=_COLORS[number % len(_COLORS)])
 
-    def relay(self, rank: Rank, reports: socket.socket | None) -> None:
-        """Start the threads that read what a process writes and reports."""
-        popen, process = rank.popen, rank.process
-        if reports is not None:
-            self._start_reader(rank, functools.partial(self._listen, rank, popen, reports))
-        for pipe, sink in zip((popen.stdout, popen.stderr), self._sinks, strict=True):
+    def relay(self, rank: Rank) -> None:
+        """Begin to read what a process writes."""
+        pipes = (rank.popen.stdout, rank.popen.stderr)
+        for pipe, sink, reader in zip(pipes, self._sinks, self._readers, strict=True):
             assert pipe is not None
-            drawn, prefix = self._is_drawn(process, sink), self._prefix(process, sink)
-            source = _Stream(rank, sink, prefix, pipe is popen.stderr, drawn)
+            drawn, prefix = self._is_drawn(rank.process, sink), self._prefix(rank.process, sink)
+            source = _Stream(rank, pipe, sink, prefix, pipe is rank.popen.stderr, drawn)
             self._sources.append(source)
-            self._start_reader(rank, functools.partial(self._read, source, pipe))
-
-    def _start_reader(self, rank: Rank, read: Callable[[], None]) -> None:
-        reader = threading.Thread(target=self._guarded, args=(read,), daemon=True)
-        rank.readers.append(reader)
-        reader.start()
+            rank.open.append(reader.add(pipe.fileno(), functools.partial(self._read, source)))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -263,6 +261,8 @@ class JobOutput:
         for source in list(self._sources):
             while not (source.waits or self._state.error):
                 time.sleep(_FRAME)
+        for reader in self._readers:
+            reader.close()
         self._closed.set()
         for source in list(self._sources):
             self._end(source)
@@ -274,35 +274,23 @@ class JobOutput:
 
     # --- reading a process ---
 
-    def _listen(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> None:
-        with reports:
-            while message := report_channel.receive(reports):
-                rank.hear(message)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(_ENDS)
-            return
-        if rank.popen is popen and progress.VARIABLE in rank.env:
-            rank.status = rank.new_status()
-            self.say(
-                f"{rank.process.name} has closed the descriptor of its reports "
-                f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
-            )
-
-    def _read(self, source: _Stream, pipe: IO[bytes]) -> None:
-        rank, torn = source.rank, b""
-        with pipe:
-            while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
-                source.waits = False
-                if source.stderr and rank.remote:
-                    read, records, torn = report_channel.cut(torn + read)
-                    for record in records:
-                        rank.hear(record)
-                with source.lock:
-                    self._take(source, source.text.feed(read, time.monotonic()))
-                source.waits = True
-        self._end(source)
+    def _read(self, source: _Stream) -> bool:
+        rank, read = source.rank, os.read(source.pipe.fileno(), 1 << 16)
+        if not read:
+            self._end(source)
+            return False
+        source.waits = False
+        if source.stderr and rank.remote:
+            read, records, source.torn = report_channel.cut(source.torn + read)
+            for record in records:
+                rank.hear(record)
+        with source.lock:
+            self._take(source, source.text.feed(read, time.monotonic()))
+        source.waits = True
+        return True
 
     def _end(self, source: _Stream) -> None:
+        source.pipe.close()
         with source.lock:
             self._take(source, source.text.feed(b"", time.monotonic(), final=True))
             self._screen.show(source, [])

@@ -104,7 +104,7 @@ class Rank:
         self.process, self.env, self.remote, self.guard = process, env, remote, guard
         self._events = events or EventLog()
         self.file: Sink | None = None
-        self.readers: list[threading.Thread] = []
+        self.open: list[threading.Event] = []  # set once it has ended, and all is read
         self.restarts = 0
         self.given_up = False
         self.started(popen)
@@ -156,8 +156,9 @@ class Rank:
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
-                state, cpu, io, total = told["usage"]
-                seen = usage.Usage(str(state), float(cpu), int(io), float(total))
+                state, cpu, io, total, *memory = told["usage"]
+                held = map(int, memory)
+                seen = usage.Usage(str(state), float(cpu), int(io), float(total), *held)
                 self.status.observe(seen, time.monotonic())
 
     def observe(self) -> None:
@@ -211,9 +212,9 @@ class Rank:
             self.popen.kill()
 
     def read_out(self, seconds: float) -> None:
-        """Wait until all is read that it has written."""
-        for reader in self.readers:
-            reader.join(seconds)
+        """Wait until it has ended, and all is read that it has written."""
+        for over in self.open:
+            over.wait(seconds)
 
     def remember(self, line: str, stderr: bool) -> None:
         """Keep the last lines, and everything from the start of the last traceback on."""

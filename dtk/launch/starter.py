@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dtk.launch import agent, job_processes, machines, mpi_places
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.rank import JobState, Rank
+from dtk.launch.reader import Reader
 
 # Settings of the user's that ranks on other hosts need as well.
 FORWARDED = (
@@ -32,6 +34,7 @@ FORWARDED = (
     "GRPC_",
     "PYTHON",
 )
+_ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _WATCH = 2.0  # seconds between two looks at a rank from outside
 # A process, or the remote shell that leads to it, and where its reports are read: None behind a
 # remote shell, where they are in its standard error.
@@ -58,6 +61,7 @@ class Starter:
         self._places: list[dict[str, str]] = []
         self._mpi: mpi_places.MPIPlaces | None = None
         self._local_hosts: set[str] = set()
+        self._reader = Reader("dtk ranks", state.stop)
 
     def prepare(self) -> None:
         """Hold the ports of this machine's ranks; start the guard and the servers of ranks."""
@@ -89,6 +93,7 @@ class Starter:
 
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
+        self._reader.close()
         self._held.close()
         self._thread.shutdown()
 
@@ -112,15 +117,39 @@ class Starter:
         self._attend(rank, reports)
 
     def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
-        """Start the threads that read what a process writes, and note its end."""
-        self._output.relay(rank, reports)
-        threading.Thread(target=self._reap, args=(rank, rank.popen), daemon=True).start()
+        """Read what a process writes and reports, and note its end."""
+        popen = rank.popen
+        self._output.relay(rank)
+        if reports is not None:
+            self._held.enter_context(reports)
+            self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
+        end = os.pidfd_open(popen.pid)
+        rank.open.append(self._reader.add(end, functools.partial(self._reap, rank, popen, end)))
 
-    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+    def _hear(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
+        if message := report_channel.receive(reports):
+            rank.hear(message)
+            return True
+        reports.close()
+        self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, popen))
+        return False
+
+    def _note_silence(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+        """Say that a process runs on, and reports nothing any more."""
+        if rank.popen is popen and rank.code is None and progress.VARIABLE in rank.env:
+            rank.status = rank.new_status()
+            self._output.say(
+                f"{rank.process.name} has closed the descriptor of its reports "
+                f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
+            )
+
+    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes], end: int) -> bool:
+        os.close(end)
         code = popen.wait()
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
+        return False
 
     def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
         # A rank is asked to end when the thread that started it does. This one ends with the job.
