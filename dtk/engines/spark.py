@@ -23,19 +23,23 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
+from dtk import importing, quiet
 from dtk.cluster import detect
 from dtk.cluster.environment import THREADS
+from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
 from dtk.launch.machines import Guard, is_foreign
+from dtk.trainer import undistributed_jobs
 from dtk.version import pip_install
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 
 _FUNCTION, _RESULT, _FAILURE = "function.pickle", "result.pickle", "failure.txt"
-_TAIL = 20  # lines shown of a rank that could not say why it ended
+_TAIL = 40  # lines shown of a rank that could not say why it ended
 _LAST_WORDS = 2.0  # seconds in which what a rank has printed is read, once it has ended
 # What tells the place of an executor, and not that of a rank; besides what `is_foreign`.
 _STARTERS = ("DTK_RUN", "MV2_COMM_WORLD_", "SLURM_", "TORCHELASTIC_")
@@ -158,6 +162,8 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
             job_processes.end(mark, 0.0)
             guard.close()
         if code or Path(folder, _FAILURE).is_file():  # such as of sys.exit(0)
+            if code == STUCK and rank:
+                time.sleep(_LAST_WORDS)  # Spark tells the first failure, and rank 0 knows more
             host = context.getTaskInfos()[rank].address
             raise RankError(f"rank {rank} on {host} {_why(folder, code, tail)}\n{_END}")
         if rank == 0:
@@ -230,6 +236,8 @@ def _run_rank(folder: str) -> None:
     """Be the rank: run the function, and leave its result or what it has failed of."""
     from pyspark import cloudpickle
 
+    importing.inside("tensorflow", quiet.filtered)
+    importing.inside("keras", undistributed_jobs.training_refused)
     try:
         train_fn, args = pickle.loads(Path(folder, _FUNCTION).read_bytes())
         result = train_fn(*args)

@@ -147,6 +147,34 @@ def test_a_rank_that_fails_is_named_with_its_line(spark):
     assert printed(spark).count("[1] ValueError: boom") == began + ATTEMPTS
 
 
+def test_a_rank_that_is_waited_for_and_one_that_trains_alone_are_refused(spark):
+    def stalls():
+        import os
+        import time
+
+        os.environ["DTK_STALL_TIMEOUT"] = "5"
+        import dtk
+
+        strategy = dtk.auto_strategy()
+        if strategy.rank == 1:
+            time.sleep(600)
+        strategy.communicator.barrier()
+
+    def trains_alone():
+        import keras
+        import numpy as np
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+
+    said = r"(?s)^rank 0 on \S+ ended with exit code 124.*rank 1\b.* in stalls"
+    with pytest.raises(dtk.errors.RankError, match=said):
+        dtk.engines.spark.run(_whole(stalls))
+    with pytest.raises(dtk.errors.RankError, match="before any strategy was made, in a job of 2"):
+        dtk.engines.spark.run(_whole(trains_alone))
+
+
 @pytest.mark.parametrize("what", ["rank", "executor"])
 def test_what_is_killed_starts_again_and_ends_as_without(spark, tmp_path, what):
     """In the third epoch, once; ranks leave their ids, and those of programs they have started."""
