@@ -56,6 +56,7 @@ def train(folder, epochs):
         strategy.distribute_datasets_from_function(lambda context: batches),
         epochs=epochs,
         verbose=0,
+        shuffle=False,  # the rows are
         # from where it was, when Spark starts the ranks again
         callbacks=[dtk.callbacks.Checkpoint(os.path.join(folder, "saved"))],
     )
