@@ -131,7 +131,8 @@ def test_a_printed_command_runs(command, tmp_path):
     words = [sys.executable if word == "python" else word for word in words]
     at = next(index for index, word in enumerate(words) if word.startswith("examples/"))
     launcher = [*ways[program], *words[:at]]
-    printed = run(launcher, words[at], *words[at + 1 :], folder=tmp_path)
+    here = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    printed = run(launcher, words[at], *words[at + 1 :], folder=tmp_path, **here)
     assert re.search(promised, printed), printed
     assert not re.search(r"\bnan\b", printed), printed
 
