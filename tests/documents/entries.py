@@ -99,6 +99,9 @@ ENTRIES = {
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
+    ("docs/engines/spark.md", "import dtk.engines.spark"): Printed(
+        "tests/engines/test_spark.py::test_what_the_documentation_shows"
+    ),
     ("docs/inference.md", "rows = np.lib.format"): Python(
         "compiled", after="assert predictions[500:510].shape == (10, 1)"
     ),
