@@ -179,6 +179,8 @@ def run(
     variables = dict(map(_variable, exported))
     os.environ.update(variables)  # as if they were set: threads and settings are planned by them
     where = job_options.places(hosts, hostfile)
+    if not where and not isolate:
+        where, remote_shell = job_options.places_in_slurm(workers, remote_shell)
     check_plan(command, workers, where, communicator, ps, evaluator)
     _check_fewest(min_workers, workers, where, ps)
     if isolate and where:

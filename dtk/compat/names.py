@@ -131,7 +131,7 @@ models:
     keras.src.losses.losses.LossFunctionWrapper  _fn_kwargs
     keras.metrics.MeanMetricWrapper  _fn _fn_kwargs
 what `fit` reads:
-    keras.Model  _loss_tracker
+    keras.Model  _loss_tracker _eval_epoch_iterator
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
         _current_iterator _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
         _interrupted_warning catch_stop_iteration

@@ -1,1 +1,1 @@
-"""Engines that start processes, restart them and place them: a module each, imported by name."""
+"""Ways to run dtk's ranks in the processes of other engines."""
