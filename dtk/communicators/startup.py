@@ -30,12 +30,14 @@ from dtk.cluster.environment import Environment
 from dtk.cluster.line import Line, introduce
 from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import JOB_SECRET
-from dtk.errors import CommunicatorError, at_rank
+from dtk.errors import CommunicatorError, as_passing, at_rank
 from dtk.quiet import device_start
 
 # Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
+# Where a wait was too long, and by which other ranks know that rank 0's was.
+_LIMIT = "(DTK_START_TIMEOUT sets the limit)"
 _WAITING = 1024  # connections that rank 0 has not taken yet
 
 
@@ -138,9 +140,10 @@ def _gather(
         answer = _host(meeting, names, hello, wait, from_elsewhere)
     else:
         answer = _ask(meeting, hello, wait)
-    if isinstance(answer, str):
-        raise _refused(rank, answer)
-    return answer
+    if isinstance(answer, list):
+        return answer
+    error = _refused(rank, answer)
+    raise as_passing(error) if _LIMIT in answer else error
 
 
 def _host(
@@ -176,8 +179,7 @@ def _host(
             elif not wait.left:
                 problem = (
                     f"the world of {size} is not complete after {wait.limit:g} s: no word from "
-                    f"{missing}. Did it start, and can it reach {meeting}? "
-                    "(DTK_START_TIMEOUT sets the limit)"
+                    f"{missing}. Did it start, and can it reach {meeting}? {_LIMIT}"
                 )
                 if stranger:
                     problem += (
@@ -243,7 +245,7 @@ def _problem(
 
 def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | str:
     """Wait until rank 0 tells all addresses, or what is wrong."""
-    pause = _FIRST_RETRY_SECONDS
+    pause, why = _FIRST_RETRY_SECONDS, ""
     while wait.left:
         wait.say(f"rank 0, which does not answer at {meeting}")
         try:
@@ -261,12 +263,14 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | s
                 f"what answers at {meeting} is not rank 0 of this job, or has another "
                 f"{JOB_SECRET}: give every rank the same"
             )
-        except OSError:
+        except OSError as error:
+            is_name = isinstance(error, socket.gaierror)
+            why = "its name means no address here, " if is_name else ""
             time.sleep(pause)
             pause = min(1.2 * pause, _RETRY_SECONDS)
     return (
-        f"no answer from rank 0 ({meeting}) within {wait.limit:g} s: did it start, and can this "
-        "host reach it? (DTK_START_TIMEOUT sets the limit)"
+        f"no answer from rank 0 ({meeting}) within {wait.limit:g} s: {why}did it start, and can "
+        f"this host reach it? {_LIMIT}"
     )
 
 
