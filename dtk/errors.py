@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-
 # Exit code of a process that the same command may well bring further, as of EX_TEMPFAIL.
 TRY_AGAIN = 75
 

@@ -46,6 +46,8 @@ FULL = (
     r"strategies/\S+\[.*served-[13]",
     r"strategies/test_proximal.py::test_late_gradients",
     r"callbacks/test_\w+.py::test_behind_parameter_servers",
+    # minutes of real pods that are killed and started again
+    r"engines/test_kubernetes.py::test_(?!manifests|the_dockerfile|exit_codes)",
     r"callbacks/test_trackers.py",  # MLflow and Weights & Biases are 190 MB
     # one way of being interrupted of each kind
     r"callbacks/test_checkpoint.py::test_resumed_equals_uninterrupted\[collective-2-(averaging"

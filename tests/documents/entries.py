@@ -101,6 +101,9 @@ ENTRIES = {
     ("docs/data.md", "data: arrays of 1000 rows"): Printed(
         "tests/documents/test_blocks.py::test_what_describe_prints"
     ),
+    ("docs/engines/kubernetes.md", "dtk: rank 1: waiting for"): Printed(
+        "tests/engines/test_kubernetes.py::test_without_the_service_each_pod_says_whom_it_misses"
+    ),
     ("docs/inference.md", "rows = np.lib.format"): Python(
         "compiled", after="assert predictions[500:510].shape == (10, 1)"
     ),
