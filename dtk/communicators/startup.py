@@ -20,12 +20,13 @@ import multiprocessing.connection
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtk.cluster import slurm
+from dtk.cluster import progress, slurm
 from dtk.cluster.environment import Environment
 from dtk.cluster.line import Line, introduce
 from dtk.cluster.startup_barrier import Wait
@@ -330,15 +331,21 @@ def at_most(timeout: float) -> Iterator[None]:
     """End this process when the block takes longer than `timeout` seconds.
 
     The block may hold the interpreter lock and never return, so nothing gentler would work. The
-    launcher then ends the other ranks.
+    launcher then ends the other ranks. Where dtk has none, it is a signal that ends the process:
+    `faulthandler` would end it with 1, as if the script had failed, and engines give up at that.
     """
+    handler = signal.getsignal(signal.SIGALRM)
+    by_signal = handler is signal.SIG_DFL and not progress.is_launched()
     with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr may not be a real file
         sys.stderr.fileno()
-        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
+        faulthandler.dump_traceback_later(timeout, exit=not by_signal, file=sys.stderr)
+    before = signal.setitimer(signal.ITIMER_REAL, timeout + 1.0) if by_signal else (0.0, 0.0)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if by_signal:
+            signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 @contextlib.contextmanager
