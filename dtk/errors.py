@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+# TensorFlow's, where another rank is gone or cut off; by name, without importing it.
+_LOST = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 # Exit code of a process that the same command may well bring further, as of EX_TEMPFAIL.
 TRY_AGAIN = 75
 
@@ -147,8 +149,7 @@ def exit_code(error: BaseException) -> int:
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
-    # TensorFlow's, where another rank is gone; without importing it.
-    lost = type(error).__name__ == "UnavailableError"
+    lost = type(error).__name__ in _LOST
     return TRY_AGAIN if lost or getattr(error, "passing", False) else 1
 
 

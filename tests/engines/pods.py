@@ -192,11 +192,18 @@ class Cluster:
         """The newest of that name."""
         return next(pod for pod in reversed(self.starts) if pod.host == host)
 
+    def cut_off(self, pod: Pod) -> None:
+        """As a node that loses its network: nothing comes, and nobody is told."""
+        self._do(f"ip link set {self._veth(self.starts.index(pod) + 1)} down")
+
+    def _veth(self, number: int) -> str:
+        return f"{self._mark}v{number}"
+
     def start(self, job: Job, index: int, more: Sequence[str]) -> Pod:
         number = len(self.starts) + 1
         namespace, address = f"{self._mark}{number}", f"{self._net}.{number}"
         self._do(f"ip netns add {namespace}", f"ip netns del {namespace}")
-        veth = f"{self._mark}v{number}"
+        veth = self._veth(number)
         self._do(f"ip link add {veth} type veth peer name eth0 netns {namespace}")
         self._do(f"ip link set {veth} master {self._mark}b up")
         self._do(f"ip -n {namespace} addr add {address}/24 dev eth0")

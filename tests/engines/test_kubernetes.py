@@ -101,18 +101,23 @@ def saved(cluster):
 
 
 def strike(cluster, *blows):
-    """After so many epochs, a signal to the pod of that name."""
+    """After so many epochs, a signal to the pod of that name, or the loss of its network."""
     for epochs, host, number in blows:
         while saved(cluster) < epochs:
             yield
-        cluster.pod(host).process.send_signal(number)
-        while cluster.pod(host).code is None:
+        pod = cluster.pod(host)
+        if number is CUT_OFF:
+            cluster.cut_off(pod)
+        else:
+            pod.process.send_signal(number)
+        while pod.code is None:
             yield
 
 
+CUT_OFF = None
 BLOWS = {
     "indexed-job.yaml": [(3, 1, signal.SIGKILL), (9, 0, signal.SIGKILL), (15, 1, signal.SIGTERM)],
-    "jobset.yaml": [(3, 0, signal.SIGKILL)],
+    "jobset.yaml": [(3, 0, signal.SIGKILL), (9, 1, CUT_OFF)],
     "trainer.yaml": [(3, 1, signal.SIGTERM)],
 }
 
@@ -129,7 +134,10 @@ def test_killed_pods_come_again_and_end_with_the_weights_of_one_process(cluster,
             [pod for pod in cluster.starts if pod.index == one][attempt]
             for one in (index, 1 - index)
         )
-        assert struck.code == 128 + number
+        # Who is cut off notices that as the others do; or is ended by the JobSet.
+        assert struck.code in ((75, 137, 143) if number is CUT_OFF else (128 + number,)), (
+            struck.said
+        )
         # Of SIGTERM the other hears in time to save; a JobSet ends what does not end at once.
         fits = (143,) if number == signal.SIGTERM else (75, 143) if "jobset" in name else (75,)
         assert other.code in fits, other.said
