@@ -30,7 +30,7 @@ ALL := .[test-all,release,docs]
 FOR_HOROVOD := g++:g++ make:make mpicxx:libopenmpi-dev mpirun:openmpi-bin
 FOR_TESTS := $(FOR_HOROVOD) cmake:cmake ip:iproute2 nft:nftables
 # daemons, which Debian starts where it can: for the whole matrix only
-FOR_ALL := munged:munge slurmctld:slurmctld slurmd:slurmd srun:slurm-client
+FOR_ALL := munged:munge slurmctld:slurmctld slurmd:slurmd srun:slurm-client java:default-jre-headless
 
 # pip's advice about itself is not about dtk
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -40,7 +40,7 @@ help:
 	@echo 'make demo      train a small network on two processes and compare with one (4 minutes the first time)'
 	@echo 'make test      install what the tests need, Horovod included, then lint, types and tests'
 	@echo 'make test-fast lint, types and the tests of one process'
-	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm, which it installs'
+	@echo 'make test-all  the same with the whole equivalence matrix, and with Slurm and Java, which it installs'
 	@echo 'make test-gpus  the tests of TensorFlow collectives on GPUs that this machine pretends to have'
 	@echo 'make test-versions  the tests of one process and a job of two, with every TensorFlow, Keras and Python of tools/versions.txt'
 	@echo 'make test-faults  kill and stop ranks and cut links at random moments, for some hours, and say what does not survive'

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         strategies,
     )
     from dtk.launch.notebook import notebook_launcher
-    from dtk.strategies import auto_strategy
+    from dtk.strategies.auto_strategy import auto_strategy
 
 __all__ = [
     "__version__",

@@ -46,11 +46,17 @@ SMALLER = {
     "model_parallel.py": ("--epochs 1", r"a step sends \S+ kB"),
     "pipeline_mlp.py": ("--epochs 1", r"norm of all weights"),
     "predict_to_disk.py": ("--rows 20000 --epochs 1", r"process in 100 rows: (0e|\de-0)"),
+    "spark_digits.py": ("--epochs 2", r"accuracy \S+ on 2 ranks of Spark"),
     "search_digits.py": ("--epochs 2 --trials 2", r"validation accuracy \S+ with"),
     "spatial_unet.py": ("--images 8 --epochs 1", r"test loss \S+,"),
     "train.py": ("--data digits --images 64 --epochs 1 --test-at-end", r"test accuracy"),
     "vgg16_channel_parallel.py": ("--data digits --steps 2 --batch-size 8", r": loss \S+,"),
 }
+# Spark's own words, and what its executors have printed, each line behind its rank.
+_OF_SPARK = re.compile(
+    r"\[\d\] |\d\d/\d\d/\d\d \S+ WARN |WARNING: Using incubator modules|Using Spark's default log4j"
+    r"|Setting default log level|To adjust logging level"
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
@@ -73,6 +79,7 @@ def run(launcher, script, *arguments, code=0, folder=None, **environ):
         said = done.stderr.splitlines()
         if launcher[:4] != DTK_RUN[:4]:  # elsewhere TensorFlow's import says what it always says
             said = [line for line in said if not quiet.is_noise(line, "2", gpu=False)]
+        said = [line for line in said if not _OF_SPARK.match(line)]
         assert not said, "an example leaves nothing on the screen that must be ignored"
         return done.stdout
     return done.stdout + done.stderr
@@ -114,6 +121,8 @@ def test_a_printed_command_runs(command, tmp_path):
     program, *words = [*shlex.split(command), *shlex.split(smaller)]
     if program == "mpirun" and (reason := missing("horovod-mpi")):
         pytest.skip(reason)
+    if command.startswith("python examples/spark") and (reason := missing("spark")):
+        pytest.skip(reason)
     as_root = ["--allow-run-as-root", "--oversubscribe"]  # which root needs, and two cores
     ways = {
         "dtk": [sys.executable, "-m", "dtk.cli.main"],
@@ -123,7 +132,8 @@ def test_a_printed_command_runs(command, tmp_path):
     words = [sys.executable if word == "python" else word for word in words]
     at = next(index for index, word in enumerate(words) if word.startswith("examples/"))
     launcher = [*ways[program], *words[:at]]
-    printed = run(launcher, words[at], *words[at + 1 :], folder=tmp_path)
+    here = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    printed = run(launcher, words[at], *words[at + 1 :], folder=tmp_path, **here)
     assert re.search(promised, printed), printed
     assert not re.search(r"\bnan\b", printed), printed
 

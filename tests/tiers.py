@@ -48,6 +48,7 @@ FULL = (
     r"callbacks/test_\w+.py::test_behind_parameter_servers",
     # minutes of real pods that are killed and started again
     r"engines/test_kubernetes.py::test_(?!manifests|the_dockerfile|exit_codes)",
+    r"engines/test_spark.py::(?!test_without_pyspark)",  # with Java, 600 MB
     r"callbacks/test_trackers.py",  # MLflow and Weights & Biases are 190 MB
     # one way of being interrupted of each kind
     r"callbacks/test_checkpoint.py::test_resumed_equals_uninterrupted\[collective-2-(averaging"

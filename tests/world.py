@@ -68,6 +68,8 @@ def missing(backend: str) -> str | None:
     """Why a backend cannot run here, and what to do about it; None if it can."""
     if backend == "nccl":
         return _missing_for_gpus()
+    if backend == "spark":
+        return _missing_for_spark()
     if backend == "mpi-wheel" and mpi_installs.mpirun() is None:
         return "no mpi4py, or no mpirun beside python: pip install './dtk[mpi]'"
     if not backend.startswith("horovod"):
@@ -78,6 +80,14 @@ def missing(backend: str) -> str | None:
         return (
             "no mpirun: install Debian's openmpi-bin and libopenmpi-dev, then `dtk install-horovod`"
         )
+    return None
+
+
+def _missing_for_spark() -> str | None:
+    if any(importlib.util.find_spec(name) is None for name in ("pyspark", "pyarrow")):
+        return "pyspark or pyarrow is not installed: pip install './dtk[spark]'"
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        return "Spark needs Java: apt-get install default-jre-headless"
     return None
 
 

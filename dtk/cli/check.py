@@ -9,7 +9,8 @@ import click
 from dtk.cli.run import command_of
 from dtk.cluster.variables import SELF_TEST
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_options, plan
+from dtk.launch import job_options
+from dtk.launch.job_spec import JobRun, JobSpec
 
 
 @click.command(
@@ -48,12 +49,13 @@ def check(
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
     job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
-    planned = plan(command, workers, communicator=communicator)
-    ranks = [process.with_env({SELF_TEST: "only"}) for process in planned]
-    job = Job(ranks, stall_timeout=stall_timeout)
-
-    def wait() -> int:
-        with job:
-            return job.wait()
-
-    sys.exit(job_options.interruptible(wait, "check", [job]))
+    running = JobRun(
+        JobSpec(
+            command=command,
+            workers=workers,
+            communicator=communicator,
+            stall_timeout=stall_timeout,
+            variables={SELF_TEST: "only"},
+        )
+    )
+    sys.exit(job_options.interruptible(running.wait, "check", running.jobs))

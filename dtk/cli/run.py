@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib.machinery
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import click
 
-from dtk.cluster import Host, progress, recording
+from dtk.cluster import Host, progress
 from dtk.cluster.detect import check_not_launched
-from dtk.cluster.variables import RESTARTS, SAVE_GRACE
+from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import (
-    Job,
-    check_plan,
-    job_file,
-    job_options,
-    machines,
-    network,
-    plan,
-    screen,
-    step_settings,
-    views,
-)
-from dtk.launch.attempts import Attempt, Attempts
+from dtk.launch import Job, check_plan, job_file, job_options, network, screen, views
+from dtk.launch.job_spec import JobRun, JobSpec
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
 _BINARY = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # how programs of Linux and macOS begin
-# Packages that ranks import. Each is a folder, so a file with the same name is another module.
+# Packages that ranks import. Each is a folder, so a file with the same name is another module, and
+# a folder beside the script hides the installed one.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
+# What joins processes by another library: the line, and what to do about it.
+_HOROVOD = re.compile(r"^\s*(?:import|from)\s+horovod\b")
+_MULTI_WORKER = re.compile(r"^[^#]*\bMultiWorkerMirroredStrategy\s*\(")
+_USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 
 
 @click.command(
@@ -183,6 +179,8 @@ def run(
     variables = dict(map(_variable, exported))
     os.environ.update(variables)  # as if they were set: threads and settings are planned by them
     where = job_options.places(hosts, hostfile)
+    if not where and not isolate:
+        where, remote_shell = job_options.places_in_slurm(workers, remote_shell)
     check_plan(command, workers, where, communicator, ps, evaluator)
     _check_fewest(min_workers, workers, where, ps)
     if isolate and where:
@@ -196,73 +194,54 @@ def run(
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    def planned(attempt: Attempt) -> Job:
-        facts: dict[str, machines.HostFacts] = {}
-
-        def survey(host: str, ports: int) -> machines.HostFacts:
-            facts[host] = machines.survey(host, ports, remote_shell)
-            return facts[host]
-
-        make = functools.partial(
-            plan,
-            command,
-            attempt.workers,
-            hosts=attempt.hosts,
-            ps=ps,
-            evaluator=evaluator,
-            bind=bind,
-            survey=survey,
-        )
-        processes = make(communicator=communicator)
-        if communicator == "auto" and not ps and not attempt.hosts and len(processes) > 1:
-            # Measurements are kept by the number of threads of a rank, which is known only now.
-            best = step_settings.communicator(command, processes[0].env)
-            if best in job_options.installed():
-                processes = make(communicator=best)
-        for notice in machines.compare(facts):
-            screen.say(notice)
-        places = {one.name: one.host for one in processes}
-        log.begin_attempt(attempt.number, places, 0 if ps else len(processes))
-        told = {**variables, SAVE_GRACE: f"{save_grace:g}"}
-        told[recording.VARIABLE] = "steps" if events or timeline or report else "summary"
-        # So a rank that crashes in C++ prints where in the script.
-        told["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
-        if not ps:
-            told[RESTARTS] = str(attempt.number)
-        used = None
-        for index, one in enumerate(processes):
-            env, settings = step_settings.apply(one.argv, {**one.env, **told})
-            used = used or settings
-            processes[index] = one.with_env(env)
-        if used is not None and not attempt.number:
-            screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
-        return Job(
-            processes,
-            output_dir=output_dir,
-            remote_shell=remote_shell,
-            grace=timeout_grace,
-            save_grace=save_grace,
-            max_restarts=max_restarts,
-            stall_timeout=stall_timeout,
-            append=attempt.number > 0,
-            events=log,
-        )
-
-    def answers(host: str) -> bool:
-        with contextlib.suppress(ClusterError):
-            machines.survey(host, 0, remote_shell)
-            return True
-        return False
-
     if given := job_file.told(ctx):
         screen.say(given)
-    restarts = 0 if ps else max_restarts  # with servers, the job starts its workers again itself
-    attempts = Attempts(planned, answers, screen.say, where, workers, min_workers, restarts)
-    with views.watching(ctx.params, attempts.jobs, command[1:], screen.say) as log:
-        attempts.events = log
-        code = job_options.interruptible(attempts.run, "run", attempts.jobs)
+    spec = JobSpec(
+        command=command,
+        workers=workers,
+        communicator=communicator,
+        hosts=where,
+        ps=ps,
+        evaluator=evaluator,
+        bind=bind,
+        max_restarts=max_restarts,
+        min_workers=min_workers,
+        remote_shell=remote_shell,
+        stall_timeout=stall_timeout,
+        grace=timeout_grace,
+        save_grace=save_grace,
+        output_dir=output_dir,
+        variables=variables,
+        records_steps=bool(events or timeline or report),
+    )
+    jobs: list[Job] = []
+    with views.watching(ctx.params, jobs, command[1:], screen.say) as log:
+        running = JobRun(spec, log, jobs=jobs)
+        code = job_options.interruptible(running.wait, "run", jobs)
         log.record("job end", code=code)
+    ranks = len(jobs[-1].states) if jobs else 0
+    if (code or ranks > 1) and not module and (told := _of_another_library(command[1])):
+        screen.say(told)
     sys.exit(code)
+
+
+def _of_another_library(script: str) -> str:
+    """Return what to do with a script that Horovod or TensorFlow would join to others, not dtk."""
+    with contextlib.suppress(OSError):
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate([] if _USES_DTK.search(text) else text.splitlines(), 1):
+            moved = f"`dtk migrate {shlex.quote(script)}` shows the script in dtk's names"
+            if _HOROVOD.match(line):
+                return (
+                    f"{script}:{number} is for Horovod, which `dtk run` does not start: {moved}; "
+                    "or write `import dtk.migrate.horovod as hvd` there, and leave the rest"
+                )
+            if _MULTI_WORKER.match(line):
+                return (
+                    f"{script}:{number} is for TensorFlow's own strategy, with which Keras 3 does "
+                    f"not train on several workers: {moved}"
+                )
+    return ""
 
 
 def _variable(given: str) -> tuple[str, str]:
@@ -326,16 +305,29 @@ def _is_program(path: Path) -> bool:
 
 
 def _check_shadows(folder: Path) -> None:
-    """Refuse files beside the script that would be imported instead of packages."""
+    """Refuse files and folders beside the script that would be imported instead of packages."""
     if os.environ.get("PYTHONSAFEPATH"):  # then Python does not search the script's folder
         return
     for name in _IMPORTED:
         file = folder / f"{name}.py"
-        if file.is_file():
-            raise ClusterError(
-                f"{file} would be imported in place of the package {name}, as it stands beside the "
-                "script; rename it"
-            )
+        if _is_other_package(folder, name):
+            file = folder / name
+        elif not file.is_file():
+            continue
+        raise ClusterError(
+            f"{file} would be imported in place of the package {name}, as it stands beside the "
+            "script; rename it"
+        )
+
+
+def _is_other_package(folder: Path, name: str) -> bool:
+    """Return whether a folder beside the script hides the package of its name."""
+    package = folder / name / "__init__.py"  # without it, Python goes on to the one installed
+    if not package.is_file() or (folder / name / "launch" / "bootstrap").is_dir():
+        return False  # such as a checkout of dtk itself
+    others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
+    found = importlib.machinery.PathFinder.find_spec(name, others)
+    return found is not None and bool(found.origin) and not package.samefile(str(found.origin))
 
 
 def _module_exists(top: str) -> bool:

@@ -30,7 +30,8 @@ from dtk.cli.run import command_of
 from dtk.cluster import variables as names
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
-from dtk.launch import Job, Process, job_options, plan, step_settings
+from dtk.launch import job_options, plan, step_settings
+from dtk.launch.job_spec import JobRun, JobSpec
 from dtk.launch.step_settings import StepSettings
 
 AS_IT_COMES = "as it comes"
@@ -86,10 +87,10 @@ def tune(
     job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
 
-    def planned(name: str | None) -> list[Process]:
-        return plan(command, workers, communicator=name or communicator)
-
-    threads = planned(None)[0].env["OMP_NUM_THREADS"]
+    spec = JobSpec(
+        command=command, workers=workers, communicator=communicator, stall_timeout=stall_timeout
+    )
+    threads = plan(command, workers, communicator=communicator)[0].env["OMP_NUM_THREADS"]
     others = job_options.installed()[1:] if communicator == "auto" else []
     file = step_settings.file_of(command, threads)
     if forget:
@@ -100,7 +101,7 @@ def tune(
     with rich.console.Console(stderr=True).status("starting ...") as status:
         found = Tuning(
             ways(int(threads), os.environ, others),
-            functools.partial(measure, planned, stall_timeout),
+            functools.partial(measure, spec),
             lambda name: status.update(f"measuring: {name}"),
             rounds,
         )
@@ -160,19 +161,15 @@ def ways(
     return {name: new for name, new in tried.items() if not new.keys() & environ.keys()}
 
 
-def measure(
-    planned: Callable[[str | None], Sequence[Process]], stall_timeout: float, variables: Variables
-) -> Timing:
+def measure(spec: JobSpec, variables: Variables) -> Timing:
     """Measure the script's step with some settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")
         given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
-        communicator = given.pop(COMMUNICATOR, None)
+        communicator = given.pop(COMMUNICATOR, spec.communicator)
         said = io.StringIO()
-        ranks = [one.with_env(given) for one in planned(communicator)]
-        with Job(ranks, stall_timeout=stall_timeout, stdout=io.StringIO(), stderr=said) as job:
-            code = job.wait()
-        if code:
+        asked = dataclasses.replace(spec, communicator=communicator, variables=given)
+        if code := JobRun(asked, stdout=io.StringIO(), stderr=said).wait():
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
         return Timing(**json.loads(file.read_text()))
 

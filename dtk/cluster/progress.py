@@ -178,6 +178,7 @@ class _Reporter:
             alone=position.alone,
             joining=position.joining,
             loops=self.loops,
+            batches=_batches_of_steps(),
             refused=self.refused,
             feeds=feeds,
             what=what,
@@ -209,12 +210,13 @@ _polling: set[int] = set()
 
 
 _bytes_of_graphs: Callable[[], int] = int
+_batches_of_steps: Callable[[], int] = int
 
 
-def count_bytes_by(count: Callable[[], int]) -> None:
-    """Note what counts the bytes that graphs have sent."""
-    global _bytes_of_graphs
-    _bytes_of_graphs = count
+def count_by(bytes_of_graphs: Callable[[], int], batches_of_steps: Callable[[], int]) -> None:
+    """Note what counts the bytes that graphs have sent, and the batches that steps have had."""
+    global _bytes_of_graphs, _batches_of_steps
+    _bytes_of_graphs, _batches_of_steps = bytes_of_graphs, batches_of_steps
 
 
 def is_timeout(seconds: float) -> bool:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 
 from dtk.cluster.environment import Environment
+from dtk.cluster.hostfile import Host
 from dtk.cluster.variables import integer, place
 from dtk.errors import ClusterError
 
@@ -104,6 +107,29 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
     return 0 <= integer(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts of the job whose shell this is, with a slot for each task; () elsewhere.
+
+    >>> allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3",
+    ...             "SLURM_TASKS_PER_NODE": "2,1"})
+    (Host(name='n1', slots=2), Host(name='n2', slots=1))
+    """
+    if "SLURM_JOB_ID" not in environ or in_step(environ):
+        return ()
+    names = expand_nodelist(environ.get("SLURM_JOB_NODELIST", "localhost"))
+    # Of a job that has asked for nodes alone, Slurm makes as many tasks as there are cores.
+    asked = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"} & environ.keys()
+    tasks = expand_tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1")) if asked else ()
+    slots = tasks if len(tasks) == len(names) else (1,) * len(names)
+    return tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
+
+
+def remote_shell(environ: Mapping[str, str]) -> str:
+    """Return what reaches other hosts of the job, as ssh does."""
+    job = f"--jobid={environ['SLURM_JOB_ID']}"
+    return shlex.join([sys.executable, "-m", "dtk.cluster.srun_shell", job])
 
 
 def process_manager(environ: Mapping[str, str]) -> str:

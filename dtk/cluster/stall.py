@@ -9,7 +9,8 @@ is inside: then nobody waits for anybody. See `dtk.cluster.progress`. Otherwise 
     ended       the same for at most a minute, and the rank's script is over
     endless     others are inside and wait, and a rank has computed outside for twelve timeouts
     feeding     all are inside, and one has Python of its own to wait for, such as a generator
-    short       all are inside, and the data of one has come to its end once more than others'
+    short       all are inside, and the data of one has come to its end once more than others'; for
+                seconds only, where others have a batch that this one has never had
     different   all are inside, but not in the same
     nobody      all are inside the same, and none computes
     cut off     a rank is silent for less than that, and another has ended since it has lost one
@@ -47,10 +48,15 @@ ADVICE = (
 )
 STUCK = 124  # exit code of a job that has stopped moving, as of timeout(1)
 _LEFT = 60.0  # seconds that ranks wait, idle, for one whose script is over: it never comes
+_ENDED = 5.0  # and for one that has no batch of their step, as they have one
 # Ranks report this often, or four times in the timeout: of two that seem to have stopped together,
 # the silent one shall be noticed first.
 _LATEST_REPORT = 5.0
 _SHORT = "has come to the end of its data before the others"
+_SAME_DATA = (
+    "Give every rank the same global data, of as many batches: look at what this rank's dataset, "
+    "generator or files have less. For a part per rank there is dtk.data.shard."
+)
 # Seconds that a chief may be silent for longer, while TensorFlow waits for a worker to come back.
 _REPLACING = 15.0
 # A rank that only waits uses less than this part of a core, and so many bytes a second:
@@ -69,6 +75,7 @@ class RankReport:
     alone: bool = False  # whether it is where others are inside, and does what needs none of them
     joining: bool = False  # whether it waits for the others to start, and may be unable to report
     loops: int = 0  # how often it has come to the end of its data
+    batches: int = 0  # how many batches its steps have had
     refused: bool = False  # whether it has taken part in a collective in which others have not
     feeds: bool = False  # whether TensorFlow waits for Python of this rank's, as for a generator
     what: str = "the start"  # where it is, or was last
@@ -249,6 +256,8 @@ def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | Non
     recently = now - min(timeout, _LEFT)
     if left and all(one.waits and max(one.moved, one.busy) <= recently for one in there):
         return Stall(left, "has left its script", waiting)
+    if ended := _ended(ranks, now - min(timeout, _ENDED)):
+        return Stall(ended, f"{_SHORT}, and waits", _others(ranks, ended))
     if any(rank.moved > since for rank in there):
         return None
     if idle := _indices(ranks, lambda rank: not rank.waits and rank.is_idle(since)):
@@ -291,6 +300,16 @@ def _ahead(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     loops = [0 if rank.last is None else rank.last.loops for rank in ranks]
     ahead = tuple(index for index, count in enumerate(loops) if count == max(loops))
     return ahead if len(ahead) < len(loops) else ()
+
+
+def _ended(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
+    """Return the ranks whose data has ended before a batch that others have, while all wait."""
+    if any(not one.waits or max(one.moved, one.busy) > since for one in ranks):
+        return ()
+    ahead = _ahead(ranks)
+    batches = [0 if one.last is None else one.last.batches for one in ranks]
+    most = max((batches[index] for index in ahead), default=0)
+    return ahead if most < max(batches) else ()
 
 
 def find_short(ranks: Sequence[RankStatus]) -> Stall | None:
@@ -404,7 +423,7 @@ def describe_missing(stall: Stall, ranks: Sequence[RankStatus]) -> list[str]:
         if rank.left:
             text = f"{text[:-1]}, and {ADVICE}"
         lines += [text, *_stack(rank)]
-    return lines
+    return [*lines, _SAME_DATA] if stall.why.startswith(_SHORT) else lines
 
 
 def describe_cause(stall: Stall, ranks: Sequence[RankStatus]) -> str:

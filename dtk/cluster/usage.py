@@ -6,8 +6,10 @@ Uses the standard library alone, see `dtk.launch.agent`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # What another host's agent reports of a rank that the out-of-memory killer has ended.
@@ -25,16 +27,22 @@ class Usage(NamedTuple):
     cpu: float
     io: int  # bytes that the process and these programs have read from storage and written there
     total: float = 0.0  # seconds that all its threads and these programs have computed
+    memory: int = 0  # bytes that it holds itself
+    allowed: int = 0  # bytes that it, and all beside it, may hold
 
 
 def of(pid: int) -> Usage | None:
-    """Look at a process of this machine."""
+    """Look at a process of this machine; None where there is none, or one that is over."""
     try:
         main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")
     except OSError:
         return None
+    if total[0] in "ZX":
+        return None
     seconds, moved = of_started(pid)
-    return Usage(main[0], _seconds(main) + seconds, io(pid) + moved, _seconds(total) + seconds)
+    held = int(total[21]) * os.sysconf("SC_PAGE_SIZE")
+    own, all_of_it = _seconds(main) + seconds, _seconds(total) + seconds
+    return Usage(main[0], own, io(pid) + moved, all_of_it, held, memory_allowed())
 
 
 def of_started(pid: int) -> tuple[float, int]:
@@ -90,20 +98,35 @@ def memory() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@functools.cache
+def memory_allowed(proc: str = "/proc/self", groups: str = "/sys/fs/cgroup") -> int:
+    """Return the bytes that this process and those beside it may hold: a container's, or all."""
+    allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder in _groups_of("memory", proc, groups):
+        for file in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                allowed.append(int(pathlib.Path(folder, file).read_text()))
+    return min(allowed)
+
+
 def cores_allowed(proc: str = "/proc/self", groups: str = "/sys/fs/cgroup") -> int | None:
     """Return how many cores' time this process may use, as in a container; None: all of it."""
-    allowed = []
+    folders = _groups_of("cpu", proc, groups)
+    return min((cores for one in folders for cores in _cores_of_group(one)), default=None)
+
+
+def _groups_of(controller: str, proc: str, groups: str) -> Iterator[str]:
+    """Yield the folders of a process's control groups, from its own one up."""
     with contextlib.suppress(OSError), open(f"{proc}/cgroup") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
-            of_cpu = "cpu" in controllers.split(",")
+            is_named = controller in controllers.split(",")  # of version 1
             # A container may see its own group alone, as the root.
-            while of_cpu or not controllers:
-                allowed += _cores_of_group(f"{groups}/cpu{path}" if of_cpu else f"{groups}{path}")
+            while is_named or not controllers:
+                yield f"{groups}/{controller}{path}" if is_named else f"{groups}{path}"
                 if path in ("", "/"):
                     break
                 path = os.path.dirname(path)
-    return min(allowed, default=None)
 
 
 def _cores_of_group(folder: str) -> list[int]:

@@ -225,13 +225,23 @@ class CollectiveSequencer:
 
 
 _all: weakref.WeakSet[CollectiveSequencer] = weakref.WeakSet()
-progress.count_bytes_by(lambda: sum(one.bytes for one in list(_all)))
 
 
 @functools.cache
 def _batches() -> tf.Tensor:
     """Return the resource that counts batches as they arrive."""
     return counters(placement.host())
+
+
+def _batches_so_far() -> int:
+    """Return how many batches have arrived."""
+    if not _batches.cache_info().currsize:  # nothing has: and TensorFlow may not have begun
+        return 0
+    with tf.init_scope():
+        return int(tf.raw_ops.ReadVariableOp(resource=_batches(), dtype=tf.int64)[0])
+
+
+progress.count_by(lambda: sum(one.bytes for one in list(_all)), _batches_so_far)
 
 
 def ended_before() -> list[tf.Operation]:

@@ -32,7 +32,7 @@ from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
 from dtk.input import digests, row_maps, slicing
 from dtk.nests import Array, Logs, Specs, Tree
-from dtk.patches import patch
+from dtk.patches import patch, temporarily
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
 
@@ -69,6 +69,15 @@ def _cut(
         return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
     dataset = tf_datasets.drawn_in_order(dataset)
     return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
+
+
+def calling_data(
+    strategy: tf.distribute.Strategy, what: str
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which messages give data that is cut this name; "": there are none."""
+    if not hasattr(strategy.extended, "what_is_read"):  # a strategy that says nothing
+        return contextlib.nullcontext()
+    return temporarily(strategy.extended, what_is_read=what)
 
 
 def _padded(local: tf.data.Dataset, count: int) -> tf.data.Dataset:
@@ -294,10 +303,17 @@ class Feed:
         else:
             own = isinstance(given, PerRankDataset) and given.whole is None
             cut = self._as_long_as_any(iterator, given) if own else self._cut
+            if iterator is getattr(self.model, "_eval_epoch_iterator", None):
+                cut = functools.partial(self._cut_validation, cut)
             iterator._distributed_dataset = EpochDataset(given, adapter, cut)
         if callbacks is not None and self.iterator is None:
             self._begin(iterator, given, callbacks)
         return spec_of(given)
+
+    def _cut_validation(self, cut: Callable[[Dataset], Dataset], given: Dataset) -> Dataset:
+        """Cut what `fit` validates on, which messages name."""
+        with calling_data(self.strategy, "validation_data"):
+            return cut(given)
 
     def _as_long_as_any(
         self, iterator: CutEpochIterator, given: PerRankDataset

@@ -131,7 +131,7 @@ models:
     keras.src.losses.losses.LossFunctionWrapper  _fn_kwargs
     keras.metrics.MeanMetricWrapper  _fn _fn_kwargs
 what `fit` reads:
-    keras.Model  _loss_tracker
+    keras.Model  _loss_tracker _eval_epoch_iterator
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
         _current_iterator _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
         _interrupted_warning catch_stop_iteration
@@ -175,6 +175,8 @@ def check() -> None:
     """Raise VersionError if a name is missing, or Keras computes with something else."""
     import keras
 
+    if not hasattr(keras, "backend"):  # a file or folder of the script's that has this name
+        raise gone("keras.backend", "every step")
     backend = keras.backend.backend()
     if backend != "tensorflow":
         raise VersionError(
@@ -202,7 +204,7 @@ def gone(name: str, purpose: str) -> VersionError:
     module = sys.modules.get(package)
     found = getattr(module, "__version__", None)
     if module is not None and found is None:
-        at = module.__file__ or ", ".join(module.__path__)
+        at = (module.__file__ or ", ".join(module.__path__)).removesuffix("/__init__.py")
         return VersionError(
             f"{at} is imported in place of {package}, as it stands beside the script or in "
             "PYTHONPATH; rename it"

@@ -188,6 +188,22 @@ def is_of_this_rank(dataset: object) -> bool:
     )
 
 
+def has_batches(dataset: tf.data.Dataset) -> bool:
+    """Return whether a dataset's elements are batches, as far as can be seen."""
+    for node in (dataset, *_sources(dataset)):
+        if "Batch" in _kind(node):
+            return True
+        if _kind(node) in ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave"):
+            break
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(dataset.element_spec)]
+    return all(one is not None and one.rank != 0 and one[:1] == [None] for one in shapes)
+
+
+def own_rows(cut: PerRankDataset | tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset that a strategy has cut as one that may be mapped and cached further."""
+    return mark_of_this_rank(cut.local) if isinstance(cut, PerRankDataset) else cut
+
+
 def is_per_replica(dataset: object) -> bool:
     """Return whether a dataset holds batches of single replicas of this process."""
     return isinstance(dataset, input_lib.DistributedDatasetsFromFunction)

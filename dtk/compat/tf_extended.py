@@ -139,6 +139,8 @@ class _Collective(tf.distribute.StrategyExtended):
 class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     """Extended object of processes that hold one replica each; a communicator reduces values."""
 
+    what_is_read = "the dataset"  # for messages
+
     def __init__(
         self, container_strategy: tf.distribute.Strategy, device: str, communicator: Communicator
     ):
@@ -289,20 +291,25 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             return None
         found = take_apart(dataset)
         why = found if isinstance(found, str) else found and found.why
-        if why is not None and why not in self._reasons:
+        if why is not None and why not in self._reasons and self.what_is_read:
             self._reasons.add(why)
             self._say_why_all_is_read(dataset, why)
         return None if isinstance(found, str) else found
 
     def _say_why_all_is_read(self, dataset: tf.data.Dataset, why: str) -> None:
         cure = "dtk.data.shard(files_or_dataset, strategy, batch_size) gives each its own part"
+        if "whole batches" in why:  # such as those of Keras's utilities
+            cure = (
+                "dtk.data.shard(dataset, strategy).map(f), in place of dataset.map(f), maps each "
+                "worker's own rows alone"
+            )
         if os.environ.get(SELF_TEST) == "only":  # `dtk check` trains nothing: it may read
             seconds, size = slicing.seconds_of_batch(dataset), self._communicator.size
             cure += f", and saves {seconds * (size - 1) / size:.3f} of {seconds:.3f} s a step"
         if self._communicator.rank == 0:
             print(
-                f"dtk: at {script_line()}, every worker maps all rows of the dataset, not only its "
-                f"own: {why}. {cure}",
+                f"dtk: at {script_line()}, every worker maps all rows of {self.what_is_read}, not "
+                f"only its own: {why}. {cure}",
                 flush=True,
             )
 

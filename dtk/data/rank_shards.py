@@ -20,12 +20,16 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.base import Communicator
-from dtk.compat import py_datasets, tf_datasets
+from dtk.compat import keras_data, py_datasets, tf_datasets
 from dtk.errors import at_rank
 from dtk.even_division import even_sizes
 from dtk.input.slicing import read_ahead
 from dtk.nests import Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
+
+_NO_BATCHES = (
+    "of a dataset of single elements; give the global batch, or batches of it: .batch(n) before"
+)
 
 
 def shard(
@@ -42,13 +46,15 @@ def shard(
         source: File names: rank r takes every `size`-th, from the r-th on. Or a dataset of single
             elements: rank r takes elements the same way. With fewer files than ranks every rank
             reads all files and takes every `size`-th element. Every rank runs a dataset's own `map`
-            on all elements, so decode in `read`, or in a `map` on the result. Or a
+            on all elements, so decode in `read`, or in a `map` on the result. Or, without
+            `batch_size`, a dataset of global batches, such as Keras's utilities make: rank r takes
+            its rows of each, as `fit` does, and a `map` on the result is given these alone. Or a
             `keras.utils.PyDataset`: rank r makes items r, r + size, ..., and the items of all ranks
             in one step are the global batch. If it shuffles itself when an epoch ends, it must do
             so alike on all ranks.
         strategy: The strategy whose ranks share the data.
         batch_size: The global batch; in each step a rank reads the rows of its slice. None for a
-            `PyDataset`, which has batches.
+            `PyDataset` or a dataset that has batches.
         read: Turns a file name (a string tensor) into a dataset of elements, such as
             `tf.data.TFRecordDataset`; only needed for file names.
         steps: Steps of an epoch, the same on all ranks; every rank must have data for them. None:
@@ -86,6 +92,12 @@ def shard(
         )
     if isinstance(source, keras.utils.PyDataset) and batch_size is None:
         return _shared_items(source, strategy, steps)
+    if batch_size is None and isinstance(source, tf.data.Dataset):
+        if not tf_datasets.has_batches(source):
+            raise ValueError(at_rank(rank, f"batch_size=None {_NO_BATCHES}"))
+        batches = source if steps is None else source.take(steps)
+        with keras_data.calling_data(strategy, ""):
+            return tf_datasets.own_rows(strategy.experimental_distribute_dataset(batches))
     if isinstance(source, keras.utils.PyDataset) or batch_size is None:
         raise ValueError(
             at_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import threading
@@ -12,9 +13,9 @@ from typing import IO, TypeAlias
 
 import click
 
-from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile
+from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile, slurm
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, job_file, machines
+from dtk.launch import COMMUNICATORS, Job, job_file, machines, screen
 from dtk.launch.plan import check_slots as check_slots
 
 # What `signal.signal` takes and returns.
@@ -186,3 +187,18 @@ def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
     if hostfile is not None:
         return read_hostfile(hostfile)
     return () if hosts is None else parse_hosts(hosts)
+
+
+def places_in_slurm(workers: int | None, remote_shell: str) -> tuple[tuple[Host, ...], str]:
+    """Return the hosts of an allocation of Slurm's, and what reaches them.
+
+    None where there is no allocation, or one on this host alone that `workers` were asked of.
+    """
+    found = slurm.allocation(os.environ)
+    if not found or (workers is not None and len(found) == 1 and machines.is_local(found[0].name)):
+        return (), remote_shell
+    if remote_shell == machines.DEFAULT_REMOTE_SHELL:
+        remote_shell = slurm.remote_shell(os.environ)
+    slots = ", ".join(f"{host.name}:{host.slots}" for host in found)
+    screen.say(f"on the hosts of Slurm's job {os.environ['SLURM_JOB_ID']}, by srun: {slots}")
+    return found, remote_shell

@@ -115,7 +115,8 @@ class MPIPlaces:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not machines.is_foreign(name) and not name.startswith(_ALLOCATIONS)
+            if name == "SLURM_CONF"  # by which srun finds its controller
+            or not (machines.is_foreign(name) or name.startswith(_ALLOCATIONS))
         }
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -148,7 +149,8 @@ class MPIPlaces:
                     if not line:
                         raise CommunicatorError(self._why(held_up))
                     env = _variables(line)
-                    found[int(env["PMIX_RANK"])] = env
+                    if "PMIX_RANK" in env:  # else it is a line of MPI's own, about what is wrong
+                        found[int(env["PMIX_RANK"])] = env
         finally:
             late.cancel()
         if self._alone:  # no port for messages that no other host sends
@@ -247,7 +249,11 @@ def _lock(folder: Path) -> int:
 
 def _variables(line: bytes) -> dict[str, str]:
     """Return those of a process that MPI reads."""
-    pairs = base64.b64decode(line).decode(errors="surrogateescape").split("\0")
+    try:
+        text = base64.b64decode(line)
+    except ValueError:
+        return {}
+    pairs = text.decode(errors="surrogateescape").split("\0")
     split = (pair.partition("=") for pair in pairs if pair.startswith(_OURS))
     return {name: value for name, _, value in split}
 

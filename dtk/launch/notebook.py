@@ -5,6 +5,7 @@ The function goes to the ranks as bytes in a file. Each rank is this module, sta
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import sys
@@ -13,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from dtk.cluster import detect, progress
+from dtk.cluster import detect
 from dtk.errors import ClusterError, RankError
 from dtk.launch.job import Job
-from dtk.launch.plan import plan
+from dtk.launch.job_spec import JobRun, JobSpec
 from dtk.version import pip_install
 
 Result = TypeVar("Result")
 
-_FUNCTION, _RESULT = "function.pickle", "result.pickle"
+_FUNCTION, _RESULT, _ERROR = "function.pickle", "result.pickle", "error-{}.pickle"
 
 
 def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = "auto") -> Result:
@@ -44,7 +45,8 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
 
     Raises:
         ClusterError: It was called on a rank of a job, `n` is below 1, or `fn` cannot be copied.
-        RankError: A rank has failed. The message names it; its traceback is in the cell.
+        RankError: A rank has failed. The message names it, its traceback is in the cell, and
+            `__cause__` is its exception, where that can be copied.
         ModuleNotFoundError: cloudpickle is not installed.
 
     Example:
@@ -59,15 +61,12 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         )
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
         Path(folder, _FUNCTION).write_bytes(_packed(fn))
-        settings = {"PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", __name__, folder]
-        planned = plan(command, n, communicator=communicator)
-        ranks = [process.with_env(settings) for process in planned]
-        out, err = _Cell(sys.stdout), _Cell(sys.stderr)
-        with Job(ranks, stall_timeout=progress.DEFAULT_TIMEOUT, stdout=out, stderr=err) as job:
-            code = job.wait()
-        if code:
-            raise RankError(_reason(job, code))
+        spec = JobSpec(command=command, workers=n, communicator=communicator)
+        running = JobRun(spec, stdout=_Cell(sys.stdout), stderr=_Cell(sys.stderr))
+        if code := running.wait():
+            job = running.jobs[-1]
+            raise RankError(_reason(job, code)) from _exception(job, folder)
         result: Result = pickle.loads(Path(folder, _RESULT).read_bytes())
         return result
 
@@ -112,11 +111,28 @@ def _reason(job: Job, code: int) -> str:
     return f"{process.name} failed with exit code {code}: {last}"
 
 
+def _exception(job: Job, folder: str) -> BaseException | None:
+    """Return what the function has raised on the rank that failed; None if that is not known."""
+    error: object = None
+    if job.failure is not None:
+        with contextlib.suppress(Exception):  # none is there, or its class is not here
+            file = Path(folder, _ERROR.format(job.failure[0].rank))
+            error = pickle.loads(file.read_bytes())
+    return error if isinstance(error, BaseException) else None
+
+
 def _run_rank(folder: str) -> None:
-    """Run the function, and leave its result if this is rank 0."""
+    """Run the function, and leave its result if this is rank 0, or what it raises."""
     paths, packed = pickle.loads(Path(folder, _FUNCTION).read_bytes())
     sys.path[:] = paths
-    result = pickle.loads(packed)()
+    try:
+        result = pickle.loads(packed)()
+    except Exception as error:
+        import cloudpickle
+
+        with contextlib.suppress(Exception):  # the launcher knows its text
+            Path(folder, _ERROR.format(detect().rank)).write_bytes(cloudpickle.dumps(error))
+        raise
     if detect().rank == 0:
         import cloudpickle
 

@@ -34,6 +34,14 @@ _NEXT = (
     "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
     "checkpoint when it is started again; `dtk run --max-restarts 3 ...` does so by itself."
 )
+_KILLED = (
+    "dtk: SIGKILL comes from outside: mostly from the kernel, a container or Slurm, for want of "
+    "memory (`dmesg`, or their logs, say so); else from `kill -9` or a limit of time."
+)
+_LESS = (
+    "dtk: fewer ranks on that host, a smaller batch, or data that is read from files in place of "
+    "held arrays need less memory."
+)
 
 
 class JobOutcome:
@@ -165,9 +173,19 @@ class JobOutcome:
             lines = [text, *words]
             if count > 1 and (told := advice_on_files(words, rank.process.rank)):
                 lines.append(told)
-        if rank.signal == signal.SIGKILL and not (restarts or self.served):
-            lines.append(_NEXT)
+        if rank.signal == signal.SIGKILL and not rank.stuck:
+            lines.append(_of_the_kill(rank))
+            lines += [] if restarts or self.served else [_NEXT]
         return "\n".join(["", *lines, ""])
+
+
+def _of_the_kill(rank: Rank) -> str:
+    """Return what SIGKILL mostly means, beside the memory that a rank was last seen to hold."""
+    text, seen = _LESS if rank.was_short_of_memory else _KILLED, rank.status.seen
+    if seen is not None and seen[0].memory:
+        held, allowed = seen[0].memory / 1e9, seen[0].allowed / 1e9
+        text += f" It held {held:.1f} GB when last seen; all on its host may hold {allowed:.1f} GB."
+    return text
 
 
 def leaver_report(left: Rank) -> str:

@@ -34,6 +34,8 @@ _TASK_GONE = re.compile(
     r":UNKNOWN:Error received from peer |"
     r"This could happen if the remote target has been disconnected from the client\.$"
 )
+# srun's, where nothing is bound to cores anyway.
+_NOT_BOUND = "srun: cluster configuration lacks support for cpu binding"
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
@@ -308,6 +310,7 @@ class JobOutput:
                 rank.dump.append(line)
             elif not stderr or not (
                 is_noise(line, rank.process.env.get("TF_CPP_MIN_LOG_LEVEL"))
+                or line == _NOT_BOUND
                 or (rank.process.role == "chief" and _TASK_GONE.match(line))
             ):
                 rank.remember(line, stderr)

@@ -156,8 +156,9 @@ class Rank:
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
-                state, cpu, io, total = told["usage"]
-                seen = usage.Usage(str(state), float(cpu), int(io), float(total))
+                state, cpu, io, total, *memory = told["usage"]
+                held = map(int, memory)
+                seen = usage.Usage(str(state), float(cpu), int(io), float(total), *held)
                 self.status.observe(seen, time.monotonic())
 
     def observe(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from dtk.launch.events import Event, EventLog, Steps
+from dtk.launch.events import Event, EventLog, RankName, Steps
 
 Line: TypeAlias = list[tuple[float, float]]  # seconds since the job's start, value
 _COLORS = ("#2563eb", "#ea580c", "#059669")
@@ -24,6 +24,13 @@ _PARTS = {  # of a rank's time
     "sending": "#059669",
     "waiting for others": "#dc2626",
     "outside of steps": "#94a3b8",
+}
+_CURES = {  # where else than in this report to read on
+    "computing": "more ranks, or faster ones, make it shorter",
+    "reading input": "docs/data.md has what makes a pipeline faster",
+    "sending": "docs/exchanges.md has what sends less",
+    "waiting for others": "give slower ranks less other work",
+    "outside of steps": "callbacks, and the script between two steps",
 }
 _STYLE = """
 body { margin: 0 auto; max-width: 1240px; padding: 24px; background: #f8fafc; color: #0f172a;
@@ -54,10 +61,48 @@ def page(log: EventLog) -> str:
     rest = [_card(name.title(), _table(facts), wide=False) for name, facts in tables]
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{command}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{command}</h1>{_facts(log, begun)}<main>"
+        f"<style>{_STYLE}</style></head><body><h1>{command}</h1>"
+        f"<p><b>{html.escape(headline(log))}</b></p>{_facts(log, begun)}<main>"
         f"{_where_time_goes(log)}{''.join(_charts(log, begun))}{_happened(log, begun)}"
         f"{''.join(rest)}</main></body></html>\n"
     )
+
+
+def headline(log: EventLog) -> str:
+    """Return why the job failed, or what most of its ranks' time went to; "" if that is unknown."""
+    told = [one for one in log.kept if one["kind"] in ("failure", "stall")]
+    if log.kept[-1]["code"] != 0:
+        return _why(told[-1]) if told else ""
+    found = _shares(log)
+    if not found:
+        return ""
+    mean = {name: sum(parts[name] for parts in found.values()) / len(found) for name in _PARTS}
+    most = max(mean, key=lambda name: mean[name])
+    return f"{mean[most]:.0%} of the time of training is {most}: {_CURES[most]}."
+
+
+def _why(failure: Event) -> str:
+    """Return the exception of the rank that failed, or else the first lines of what was told."""
+    lines = [one.removeprefix("dtk: ") for one in str(failure["text"]).splitlines() if one.strip()]
+    starts = [i for i, one in enumerate(lines) if one.startswith("Traceback (most recent call")]
+    # What a traceback quotes is indented; the exception is not.
+    raised = [one for one in lines[starts[-1] + 1 :] if one[:1].strip()] if starts else []
+    if raised:
+        rank = failure["rank"]
+        who = f"rank {rank}" if isinstance(rank, int) else rank or "dtk run"
+        return f"{who} failed: {raised[0]}"
+    return " ".join(lines[: 1 + (failure["kind"] == "stall")])
+
+
+def _shares(log: EventLog) -> dict[RankName, dict[str, float]]:
+    """Return the parts of each rank's time, in the last attempt with steps."""
+    attempt = max((one for one, _ in log.steps), default=0)
+    waited = log.waited(attempt)
+    return {
+        rank: _parts(line, waited.get(rank, 0.0) if isinstance(rank, int) else 0.0)
+        for (one, rank), line in log.steps.items()
+        if one == attempt
+    }
 
 
 def _facts(log: EventLog, begun: float) -> str:
@@ -86,12 +131,11 @@ def _facts(log: EventLog, begun: float) -> str:
 def _where_time_goes(log: EventLog) -> str:
     """Return a bar for each rank of the last attempt with steps, of what its time went to."""
     attempt = max((one for one, _ in log.steps), default=0)
-    waited, slowest = log.waited(attempt), log.slowest(attempt)
-    ranks = {rank: line for (one, rank), line in log.steps.items() if one == attempt}
+    waited, slowest, ranks = log.waited(attempt), log.slowest(attempt), _shares(log)
     heads = "".join(f"<th>{_key(color)}{name}</th>" for name, color in _PARTS.items())
     rows, working = "", 0.0
     for rank in sorted(ranks, key=lambda one: (isinstance(one, str), one)):
-        parts = _parts(ranks[rank], waited.get(rank, 0.0) if isinstance(rank, int) else 0.0)
+        parts = ranks[rank]
         working += (1.0 - parts["waiting for others"] - parts["sending"]) / len(ranks)
         bar = "".join(
             f'<span style="width:{100 * part:.2f}%;background:{_PARTS[name]}"></span>'
@@ -172,13 +216,15 @@ def _chart(
         return _LEFT + across, _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     drawn, keys = "", ""
-    for tick in ticks:
+    for tick, label in zip(ticks, _labels(ticks), strict=True):
         y = place(left, tick)[1]
         drawn += f'<path d="M{_LEFT} {y:.1f}H{_WIDTH}" stroke="#e2e8f0"/>'
-        drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
-    for tick in (one for one in _ticks(left, right, 8) if left <= one <= right):
+        drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    times = [one for one in _ticks(left, right, 8) if left <= one <= right]
+    digits = next(n for n in range(13) if all(round(one, n) == one for one in times) or n == 12)
+    for tick in times:
         x, y = place(tick, low)[0], _HEIGHT - 6
-        drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick)}</text>'
+        drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick, digits)}</text>'
     for x in (place(mark, low)[0] for mark in marks if left <= mark <= right):
         way = f"M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
         drawn += (
@@ -212,6 +258,16 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(scale * one for one in (1, 2, 5, 10) if scale * one >= least)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(step * i, 12) for i in range(first, last + 1)]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Write ticks with as many digits as tell them apart.
+
+    >>> _labels([0.99991, 0.99992]), _labels([0.0, 200000.0])
+    (['0.99991', '0.99992'], ['0', '2e+05'])
+    """
+    written = ([f"{tick:.{digits}g}" for tick in ticks] for digits in range(4, 18))
+    return next(labels for labels in written if len(set(labels)) == len(ticks))
 
 
 def _happened(log: EventLog, begun: float) -> str:
@@ -253,5 +309,12 @@ def _number(event: Event, name: str) -> float:
     return float(str(event[name]))
 
 
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+def _clock(seconds: float, digits: int = 0) -> str:
+    """Write a time, with so many digits behind its seconds.
+
+    >>> _clock(28.5), _clock(28.5, 1)
+    ('0:00:28', '0:00:28.5')
+    """
+    whole = math.floor(seconds) if digits else round(seconds)
+    part = f"{seconds - whole:.{digits}f}"[1:] if digits else ""
+    return f"{datetime.timedelta(seconds=whole)}{part}"

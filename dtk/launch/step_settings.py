@@ -15,7 +15,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtk import cache
+from dtk.cache import folder, replacing
 from dtk.cluster import environment
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.launch import agent
@@ -41,12 +41,12 @@ def file_of(command: Sequence[str], threads: str) -> Path:
     version = agent.versions().get("tensorflow", "unknown")
     told = [name, platform.machine(), environment.instructions(), threads, version]
     key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
-    return cache.folder() / "step-settings" / f"{key}.json"
+    return folder() / "step-settings" / f"{key}.json"
 
 
 def save(file: Path, found: StepSettings) -> None:
     """Keep settings."""
-    with cache.replacing(file) as draft:
+    with replacing(file) as draft:
         draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}, indent=1))
 
 
@@ -84,9 +84,11 @@ def apply(
     return {**env, **used, STEP_SETTINGS: found.model}, settings
 
 
-def communicator(command: Sequence[str], env: Mapping[str, str]) -> str | None:
+def communicator(
+    command: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> str | None:
     """Return the communicator that was found fastest between processes of one machine, if any."""
-    if COMMUNICATOR in os.environ or os.environ.get(STEP_SETTINGS) == "0":
+    if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
         return None
     found = _kept(command, env)
     return None if found is None else found.variables.get(COMMUNICATOR)

@@ -1,9 +1,10 @@
 """A job as a trace for Perfetto and chrome://tracing: https://ui.perfetto.dev opens it.
 
-One process of the trace is one rank. A step is one call of its graph; about once a second the
-messages inside of one are shown, each from when this rank's values were ready: what is longer than
-another rank's was waiting for it. How long a rank was in collectives, its memory and its samples
-per second are counters.
+One process of the trace is one rank, and `dtk run` itself another. Numbers of processes and tracks
+begin at 1: viewers take 0 for an idle processor. A step is one call of its graph; about once a
+second the messages inside of one are shown, each from when this rank's values were ready: what is
+longer than another rank's was waiting for it. How long a rank was in collectives, its memory and
+its samples per second are counters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 
 from dtk.launch.events import Event, EventLog, Messages, RankName, Steps
 
-_LAUNCHER = -1
+_LAUNCHER = 1
+_TRACKS = {"steps": 1, "events": 2, "messages": 3}
 _MARKS = ("epoch", "stall", "failure", "restart", "attempt start", "rank end", "job end")
 
 
@@ -20,12 +22,13 @@ def trace(log: EventLog) -> str:
     """Return the trace's JSON."""
     begun = float(str(log.kept[0]["time"]))
     ranks = dict.fromkeys(rank for _, rank in log.steps)
-    numbers = {r: r if isinstance(r, int) else 10_000 + i for i, r in enumerate(ranks)}
+    numbers = {rank: _LAUNCHER + 1 + place for place, rank in enumerate(sorted(ranks, key=_order))}
     names = {_LAUNCHER: "dtk run", **{pid: f"rank {rank}" for rank, pid in numbers.items()}}
-    found: list[Event] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-        for pid, name in names.items()
-    ]
+    found: list[Event] = []
+    for pid, process in names.items():
+        found.append(_name("process_name", pid, 1, process))
+        tracks = ("events",) if pid == _LAUNCHER else _TRACKS
+        found += [_name("thread_name", pid, _TRACKS[track], track) for track in tracks]
     found += [_mark(one, begun, numbers) for one in log.kept if one["kind"] in (*_MARKS, "save")]
     for (_, rank), told in log.steps.items():
         for steps in told:
@@ -36,11 +39,20 @@ def trace(log: EventLog) -> str:
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
 
 
+def _name(what: str, pid: int, track: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
+
+
+def _order(rank: RankName) -> tuple[bool, int, str]:
+    """Return what ranks are ordered by: numbers first, then names such as "ps 0"."""
+    return (False, rank, "") if isinstance(rank, int) else (True, 0, rank)
+
+
 def _mark(event: Event, begun: float, numbers: dict[RankName, int]) -> Event:
     """Return a save as a slice, and what else has no length as an instant."""
     rank, when = event["rank"], float(str(event["time"])) - begun
     pid = numbers.get(rank, _LAUNCHER) if isinstance(rank, int | str) else _LAUNCHER
-    mark = {"name": event["kind"], "pid": pid, "tid": 1, "args": event}
+    mark = {"name": event["kind"], "pid": pid, "tid": _TRACKS["events"], "args": event}
     if event["kind"] != "save":
         return {**mark, "ph": "i", "s": "p" if pid != _LAUNCHER else "g", "ts": _micro(when)}
     took = float(str(event["seconds"]))
@@ -53,7 +65,7 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
     if len(steps.begins) == steps.number:
         numbered = zip(steps.begins, steps.took, strict=True)
         bars = [(f"step {n}", *one) for n, one in enumerate(numbered, int(steps.first))]
-    own: Event = {"ph": "X", "cat": "step", "pid": pid, "tid": 0}
+    own: Event = {"ph": "X", "cat": "step", "pid": pid, "tid": _TRACKS["steps"]}
     own["args"] = {"epoch": steps.epoch, "loss": steps.loss}
     found = []
     for name, begin, took in bars:
@@ -73,11 +85,11 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
 
 def _messages(sent: Messages, begun: float, pid: int, attempt: int) -> list[Event]:
     """Return the messages of a step, which may overlap."""
-    found = []
+    found, track = [], _TRACKS["messages"]
     for place, (name, begin, took) in enumerate(sent.spans):
         start = _micro(sent.time - begun + begin / 1000)
         number = f"{attempt}-{pid}-{sent.step}-{place}"
-        own: Event = {"cat": "collective", "pid": pid, "tid": 2, "id": number}
+        own: Event = {"cat": "collective", "pid": pid, "tid": track, "id": number}
         found.append({**own, "ph": "b", "name": name, "ts": start, "args": {"step": sent.step}})
         found.append({**own, "ph": "e", "name": name, "ts": start + round(1000 * took)})
     return found

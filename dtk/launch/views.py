@@ -16,6 +16,7 @@ from dtk.launch import agent, monitor, report_page, timeline
 from dtk.launch.events import EventLog
 from dtk.launch.job import Job
 
+_OPENS = {"timeline": "https://ui.perfetto.dev", "report": "a browser"}
 _RECENT = 5.0  # seconds of which `dtk top` tells the rates
 
 
@@ -45,19 +46,25 @@ def watching(
         if log.kept[-1]["kind"] != "job end":
             log.record("job end", code=None)
         log.close()
-        for file, make in zip(others, (timeline.trace, report_page.page), strict=True):
-            if file is not None:
-                _write(Path(file), functools.partial(make, log), say)
+        views = [] if events is None else [f"events {Path(events).resolve()}"]
+        drawn = (("timeline", timeline.trace), ("report", report_page.page))
+        for (name, make), file in zip(drawn, others, strict=True):
+            if file is not None and _write(Path(file), functools.partial(make, log), say):
+                views.append(f"{name} {Path(file).resolve()}, for {_OPENS[name]}")
+        if views:
+            say(f"written: {'; '.join(views)}")
 
 
-def _write(file: Path, make: Callable[[], str], say: Callable[[str], None]) -> None:
+def _write(file: Path, make: Callable[[], str], say: Callable[[str], None]) -> bool:
     try:
         with written(file) as draft:
             draft.write_text(make(), encoding="utf-8")
+        return True
     except OSError as error:
         say(f"{file} could not be written: {error.strerror}")
     except Exception:  # noqa: BLE001 - the job's own end and exit code count more than its picture
         say(f"{file} could not be drawn, by a fault of dtk:\n{traceback.format_exc()}")
+    return False
 
 
 def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.JobSnapshot:

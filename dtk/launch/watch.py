@@ -162,7 +162,7 @@ class Watch:
                 if state.changed.wait_for(self._is_over, TIE):
                     return
                 lost = outcome.lost()
-            # Outside of the lock, which noting their ends needs, and which no slow reader may keep.
+            # Release the lock: noting ends needs it, and a slow terminal must not hold it.
             if self._notice:
                 self._output.say(self._notice)
                 self._notice = ""

@@ -59,6 +59,11 @@ class Method:
     exact: bool = False  # whether training equals that of one process
     served: bool = False  # whether it needs parameter servers
 
+    @property
+    def label(self) -> str:
+        """Its name in tables, marked if it changes training."""
+        return self.name if self.exact else f"{self.name} *"
+
 
 def early(size: float, half_length: float) -> float:
     """Return the part of the bytes that can go before the last gradient is ready.

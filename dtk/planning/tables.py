@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dtk.bench.report import size
 from dtk.planning.inputs import Cluster, Link, PlanError, Training
-from dtk.planning.plan_methods import METHODS, Prediction, predict
+from dtk.planning.plan_methods import Prediction, predict
 from dtk.version import pip_install
 
 Predictions = Sequence[Sequence[Prediction]]
@@ -19,35 +19,48 @@ TARGET = 0.7
 # How much faster a method must be to be preferred if it changes training more.
 GAIN = 1.1
 LOSSY = (
-    f"Exact: {'; '.join(method.name for method in METHODS if method.exact)}. The others change "
-    "training, fp16 least and block momentum most: see docs/exchanges.md."
+    "* Training is no longer that of one process: fp16 changes it least, block momentum most; see "
+    "docs/exchanges.md."
 )
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The method to use, and why."""
+    """The exact method to use, what is faster and changes training, and why."""
 
     chosen: Prediction
+    faster: tuple[Prediction, ...]
     reasons: tuple[str, ...]  # sentences
 
 
 def advise(predictions: Predictions, job: Training, cluster: Cluster, target: float) -> Advice:
-    """Choose the most workers that keep the target efficiency, and the least changing method.
+    """Choose the most workers that keep the target efficiency, without a change of training.
 
-    A method that changes training more is chosen only if it trains on a tenth more rows per second.
+    A method further down the list is named only if it trains on a tenth more rows per second.
     """
     best = [_furthest(of, target) for of in predictions if of[0].method.use]
     kept = [one for one in best if one.efficiency >= target]
-    chosen, *others = kept or best
-    for one in others:
-        if one.rows > GAIN * chosen.rows:
-            chosen = one
+    exact = [one for one in kept if one.method.exact] or [one for one in best if one.method.exact]
+    chosen = _faster(exact[1:], exact[0])[-1]
+    changing = [one for one in kept or best if not one.method.exact]
+    faster = _faster(changing, chosen)[1:]
     reasons = [_what(chosen, job, cluster)]
     if not kept:
         reasons.append(f"Nothing keeps {target:.2f} on {chosen.workers} workers or more.")
-    reasons += _why_not_dense(predictions[0], chosen, job, cluster, target)
-    return Advice(chosen, tuple(reasons))
+    reasons += _why_not_dense(predictions[0], job, cluster, target)
+    if faster:
+        reasons.append("Faster, but training changes; compare the accuracy before you rely on one:")
+        reasons += [f"  * {_how(one, job, cluster)}." for one in faster]
+    return Advice(chosen, tuple(faster), tuple(reasons))
+
+
+def _faster(candidates: Sequence[Prediction], than: Prediction) -> list[Prediction]:
+    """Return a prediction, and what is faster than it, and than what is before it."""
+    found = [than]
+    for one in candidates:
+        if one.rows > GAIN * found[-1].rows:
+            found.append(one)
+    return found
 
 
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
@@ -60,36 +73,32 @@ def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
 def _what(chosen: Prediction, job: Training, cluster: Cluster) -> str:
     if chosen.workers == 1:
         return f"Use 1 worker: {chosen.rows:.0f} rows per second."
-    use = chosen.method.use.format(job.block_steps * job.batch(chosen.workers))
-    with_ = f" with {cluster.servers} servers" if chosen.method.served else ""
     return (
-        f"Use {chosen.workers} workers{with_} and {use}: {1000 * chosen.seconds:.3g} ms per step, "
-        f"{chosen.rows:.0f} rows per second, {chosen.efficiency:.2f} of what as many workers could "
+        f"Use {_how(chosen, job, cluster)}, {chosen.efficiency:.2f} of what as many workers could "
         "do without each other."
     )
 
 
+def _how(one: Prediction, job: Training, cluster: Cluster) -> str:
+    use = one.method.use.format(job.block_steps * job.batch(one.workers))
+    with_ = f" with {cluster.servers} servers" if one.method.served else ""
+    return (
+        f"{one.workers} workers{with_} and {use}: {1000 * one.seconds:.3g} ms per step, "
+        f"{one.rows:.0f} rows per second"
+    )
+
+
 def _why_not_dense(
-    dense: Sequence[Prediction],
-    chosen: Prediction,
-    job: Training,
-    cluster: Cluster,
-    target: float,
+    dense: Sequence[Prediction], job: Training, cluster: Cluster, target: float
 ) -> list[str]:
     below = [one for one in dense if one.efficiency < target]
     if not below:
         return [f"Whole gradients (dense) keep {target:.2f} on all of them."]
-    first, exact = below[0], _furthest(dense, target)
-    reasons = [
+    first = below[0]
+    return [
         f"Whole gradients (dense) fall below {target:.2f} from {first.workers} workers on "
         f"({first.efficiency:.2f}), for {bound(first, job, cluster)}."
     ]
-    if not chosen.method.exact and exact.efficiency >= target:
-        reasons.append(
-            f"To leave training as it is, use dense on {exact.workers}: {exact.efficiency:.2f}, "
-            f"{exact.rows:.0f} rows per second."
-        )
-    return reasons
 
 
 def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
@@ -131,7 +140,7 @@ def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
 
 def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[tuple[str, ...]]:
     header = ("workers", *(str(one.workers) for one in predictions[0]))
-    return [header, *((of[0].method.name, *map(cell, of)) for of in predictions)]
+    return [header, *((of[0].method.label, *map(cell, of)) for of in predictions)]
 
 
 def _short(value: float) -> str:
@@ -223,6 +232,7 @@ def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Adv
         "job": asdict(job),
         "cluster": asdict(cluster),
         "recommended": {**_record(advice.chosen), "reasons": advice.reasons},
+        "faster": [_record(one) for one in advice.faster],
         "predictions": [_record(one) for of in predictions for one in of],
     }
     # JSON has no infinities: a link without limit is null.

@@ -67,14 +67,16 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
         if tf.executing_eagerly():
             return fn
         function = tf.function(fn)
+        at_once = keras_variables.created_at_once
 
         # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.
         @tf.autograph.experimental.do_not_convert
         def call(*args: Tree, **kwargs: Tree) -> _Made:
-            if not any(map(keras_variables.is_variable, tf.nest.flatten((args, kwargs)))):
-                return function(*args, **kwargs)
-            # As arguments of a tf.function, variables of Keras would become tensors.
-            return tf.function(lambda: fn(*args, **kwargs))()
+            with at_once(lambda made: None):
+                if not any(map(keras_variables.is_variable, tf.nest.flatten((args, kwargs)))):
+                    return function(*args, **kwargs)
+                # As arguments of a tf.function, variables of Keras would become tensors.
+                return tf.function(lambda: fn(*args, **kwargs))()
 
         return call
 

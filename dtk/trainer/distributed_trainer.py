@@ -395,7 +395,7 @@ class DistributedTrainer(ModelState):
         """Prepare for an epoch of `fit`."""
 
     def flush(self) -> None:
-        """Wait for steps in flight (here, none: a step is over when its call returns)."""
+        """Finish steps in flight, and average local weights."""
         self.synchronize_weights()
 
     def synchronize_weights(self) -> None:

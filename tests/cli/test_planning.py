@@ -68,7 +68,7 @@ def test_it_recommends_says_what_it_assumes_and_warns_of_change():
     out = run(*GIVEN, *NETWORK, "--workers-per-host", "4").stdout
     assert re.search(r"^Use \d+ workers and AllReduceStrategy\(.*\): .* rows per second", out, re.M)
     assert "Assumed: a step of 85 ms for 32 rows" in out and "1 Gbit/s" in out
-    assert "change training" in out and "docs/exchanges.md" in out
+    assert "Faster, but training changes; " in out and "docs/exchanges.md" in out
     assert "price" not in out
 
 

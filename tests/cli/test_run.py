@@ -13,10 +13,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+import dtk as dtk_package
 from dtk.cli import run
 from dtk.cli.main import main
 from dtk.errors import ClusterError
-from dtk.launch import attempts, job_options, plan
+from dtk.launch import attempts, job_options, job_spec, plan
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
@@ -87,6 +88,29 @@ def test_the_failing_ranks_traceback_is_the_last_thing_seen(script, tmp_path):
     assert str(tmp_path / "out" / "rank-1.log") in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import horovod.tensorflow.keras as hvd", "or write `import dtk.migrate.horovod as hvd`"),
+        ("s = tf.distribute.MultiWorkerMirroredStrategy()", "is for TensorFlow's own strategy, "),
+        ("import dtk; from horovod import x", ""),
+    ],
+    ids=["Horovod", "TensorFlow", "beside dtk"],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_script_for_another_library_is_told_how_to_move(script, line, said, trains):
+    """It ended in errors of MPI's own, or in as many trainings as there are ranks."""
+    path = script(f"{'pass' if trains else 'raise ValueError()'}\nif 0:\n    {line}")
+    done = dtk("run", "-n", "2", path)
+    assert (done.returncode == 0) == trains
+    if said:
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"dtk run: {path}:3 is for ") and said in last
+        assert f"`dtk migrate {path}`" in last
+    else:
+        assert "migrate" not in done.stderr
+
+
 ROLES = """
 import json, os, pathlib, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -133,12 +157,26 @@ def test_a_file_that_would_take_the_place_of_a_package_is_named(script, name, mo
         )
 
 
-def test_a_folder_in_place_of_keras_is_left_to_the_strategy_to_name(script, tmp_path):
-    """Its import failed in dtk's code: module 'keras' has no attribute 'Model'."""
-    (tmp_path / "keras").mkdir()
-    script("", "keras/__init__.py")
-    done = dtk("run", "-n", "2", script("import dtk, keras; print(len(dir(keras)) < 20)"))
-    assert (done.returncode, done.stdout.count("True")) == (0, 2), done.stderr
+@pytest.mark.parametrize("name", ["dtk", "keras", "tensorflow"])
+def test_a_folder_that_would_is_named_if_it_is_a_package(script, name, tmp_path, monkeypatch):
+    """Ranks failed in dtk's own code: module 'keras' has no attribute 'backend'."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    path = script("import keras as k, importlib.util as u; print(u.find_spec('dtk').origin)")
+    (tmp_path / name / "data.csv").touch()
+    done = dtk("run", "-n", "2", path)  # Python goes on to the package that is installed
+    assert done.returncode == 0, done.stderr
+    script("", f"{name}/__init__.py")
+    assert refused("-n", "2", path) == (
+        f"dtk run: {tmp_path / name} would be imported in place of the package {name}, as it "
+        "stands beside the script; rename it\n"
+    )
+
+
+def test_a_checkout_of_dtk_beside_the_script_is_dtk(script, tmp_path):
+    (tmp_path / "dtk").symlink_to(Path(dtk_package.__file__).parent)
+    done = dtk("run", "-n", "1", script("import dtk; print(dtk.__file__)"))
+    assert done.stdout == f"[0] {tmp_path}/dtk/__init__.py\n", done.stderr
 
 
 SCRIPT = "SCRIPT"
@@ -264,7 +302,7 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
                 held.enter_context(socket.create_server((host, int(port))))
             return planned[-1]
 
-        monkeypatch.setattr(run, "plan", plan_and_lose_a_port)
+        monkeypatch.setattr(job_spec, "plan", plan_and_lose_a_port)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
         planned.clear()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,9 +42,10 @@ class Wait(keras.callbacks.Callback):
 print("ended", strategy.rank, fit(6, dtk.callbacks.Checkpoint(folder, save_freq="epoch"), Wait()))
 """
 )
+RUN = [sys.executable, "-m", "dtk.cli.main", "run"]
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --requeue --open-mode=append --output={out}
-srun {python} {script} collective {folder}
+{start} {script} collective {folder}
 code=$?
 [ $code = 143 ] && exec scontrol requeue $SLURM_JOB_ID
 exit $code
@@ -125,10 +127,27 @@ def test_a_stopped_rank_is_named_and_ends_the_job(slurm, tmp_path):
     assert re.search("rank 0 waits in (collective|train step)", told), told[-3000:]
 
 
-def test_a_job_that_is_requeued_resumes(slurm, tmp_path):
+@pytest.mark.parametrize("asked", ["collective", "mpi"])
+def test_dtk_run_starts_ranks_on_the_hosts_of_an_allocation(slurm, alone, tmp_path, asked):
+    (tmp_path / "train.py").write_text(SUM)
+    how = ["salloc", "--nodes=2", "--ntasks=3", "--overcommit", "--quiet"]
+    command = [*how, *RUN, "--communicator", asked, str(tmp_path / "train.py"), "auto"]
+    done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=120)
+    where = r"dtk run: on the hosts of Slurm's job \d+, by srun: \w+1:2, \w+2:1\n"
+    assert re.fullmatch(where, done.stderr), done.stderr[-3000:]
+    done.stdout = "\n".join(line.split("] ")[1] for line in done.stdout.splitlines())
+    name, found = sums(done)
+    assert name == asked
+    assert found == {rank: pytest.approx(alone, rel=1e-6) for rank in range(3)}
+
+
+@pytest.mark.parametrize("start", [["srun", sys.executable], RUN], ids=["srun", "dtk run"])
+def test_a_job_that_is_requeued_resumes(slurm, tmp_path, start):
     script, out, whole = tmp_path / "train.py", tmp_path / "out", tmp_path / "whole"
     script.write_text(RESUME)
-    told = JOB.format(out=out, python=sys.executable, script=script, folder=tmp_path / "saved")
+    told = JOB.format(
+        out=out, start=shlex.join(start), script=script, folder=tmp_path / "saved"
+    )
     (tmp_path / "job.sh").write_text(told)
     job = subprocess.run(
         ["sbatch", "--parsable", str(tmp_path / "job.sh")],

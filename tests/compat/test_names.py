@@ -117,17 +117,20 @@ def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("file", ["/work/keras.py", None])
+@pytest.mark.parametrize("file", ["/work/keras.py", "/work/keras/__init__.py", None])
 def test_a_file_in_place_of_keras_is_named(monkeypatch, file):
     """It was "keras of this version", with advice to install another."""
     shadow = types.ModuleType("keras")
     shadow.__file__, shadow.__path__ = file, ["/work/keras"]
     monkeypatch.setitem(sys.modules, "keras", shadow)
-    told = str(names.gone("keras.Layer.call", "a test"))
-    assert told == (
-        f"{file or '/work/keras'} is imported in place of keras, as it stands beside the script or "
-        "in PYTHONPATH; rename it"
-    )
+    at = "/work/keras.py" if file == "/work/keras.py" else "/work/keras"
+    with pytest.raises(VersionError) as caught:
+        names.check()
+    for told in (caught.value, names.gone("keras.Layer.call", "a test")):
+        assert str(told) == (
+            f"{at} is imported in place of keras, as it stands beside the script or in "
+            "PYTHONPATH; rename it"
+        )
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,57 @@ def test_items_are_made_by_one_rank_each_and_slow_ones_are_told_of(world, backen
     assert "every worker" not in second[1]
 
 
+def trained_on_batches():
+    """Batches as Keras's utilities make them, mapped in the way that rank 0 says, and as before."""
+    strategy = bodies.strategy()
+    x, y = cases.rows()
+    called = []
+
+    def doubled(x, y):
+        return tf.ensure_shape(tf.numpy_function(seen, [x], x.dtype), x.shape), y
+
+    def seen(x):
+        called.append(len(x))
+        return 2 * x
+
+    def batches():  # the last one has a single row
+        rows = tf.data.Dataset.from_tensor_slices((x[:25], y[:25]))
+        return rows.map(lambda x, y: (x, y)).batch(12).prefetch(2)
+
+    told, trained = io.StringIO(), []
+    with contextlib.redirect_stdout(told):
+        shared = dtk.data.shard(batches(), strategy).map(doubled).cache()
+        for given, data in ((strategy, shared), (None, batches().map(doubled))):
+            called.clear()
+            model = cases.compiled(given)
+            with undistributed() if given is None else contextlib.nullcontext():
+                model.fit(data, epochs=2, verbose=0, shuffle=False)
+            trained.append((bodies.flat(model.get_weights()), sum(called)))
+        model = cases.compiled(strategy)
+        model.fit(x, y, validation_data=batches().map(doubled), batch_size=96, verbose=0)
+        series = {"data": x[:30], "targets": y[:30], "sequence_length": 3, "shuffle": False}
+        windows = keras.utils.timeseries_dataset_from_array(**series, batch_size=8)
+        print("windows", [len(one) for one, _ in dtk.data.shard(windows, strategy)])
+        single = keras.utils.timeseries_dataset_from_array(**series, batch_size=None)
+        with pytest.raises(ValueError, match="batch_size=None of a dataset of single elements"):
+            dtk.data.shard(single, strategy)
+    return trained, told.getvalue().splitlines()
+
+
+def test_batches_are_cut_in_the_way_that_is_said_of_them(world, backend, size):
+    """It took single elements, and the datasets of Keras's utilities have batches."""
+    for rank, (trained, told) in enumerate(world(backend, size).run(trained_on_batches)):
+        (mine, own), (plain, all_of_them) = trained
+        assert np.linalg.norm(mine - plain) <= 1e-5 * np.linalg.norm(plain)
+        assert own in (12, 13) and all_of_them == 50  # the cache holds the second epoch
+        assert "windows [4, 4, 4, 2]" in told
+        said = [one for one in told if "every worker maps" in one]
+        assert len(said) == (rank == 0), told
+        for one in said:
+            assert "maps all rows of validation_data, not only its own: its map takes or" in one
+            assert "dtk.data.shard(dataset, strategy).map(f), in place of dataset.map(f)" in one
+
+
 def no_end_no_start():
     strategy, said = bodies.strategy(), []
     for dataset in (tf.data.Dataset.range(4).repeat(), tf.data.Dataset.range(1)):

@@ -70,22 +70,6 @@ def all_blocks() -> list[Block]:
     ]
 
 
-def columns(text: str) -> tuple[str, str]:
-    """Two programs that stand beside each other; the first line has the start of both.
-
-    >>> columns("a = 1     b = 1\\n          b += a\\n")
-    ('a = 1\\n\\n', 'b = 1\\nb += a\\n')
-    """
-    lines = text.split("\n")
-    begin = re.match(r"\S.*?\s{3,}(?=\S)", lines[0])
-    if begin is None:
-        raise ValueError(f"no second column in {lines[0]!r}")
-    at = begin.end()
-    if torn := next((line for line in lines if line[at - 1 : at].strip()), None):
-        raise ValueError(f"{torn!r} reaches into the second column")
-    return "\n".join(line[:at].rstrip() for line in lines), "\n".join(line[at:] for line in lines)
-
-
 def commands(text: str) -> list[str]:
     """The commands of a shell block, one a line, without comments and continuations."""
     joined = re.sub(r"\\\n\s*", " ", text)

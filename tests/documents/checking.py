@@ -12,9 +12,9 @@ import sys
 from click.testing import CliRunner
 
 from dtk.bench import bench_jobs
-from dtk.cli import bench, run, tune
+from dtk.cli import bench, tune
 from dtk.cli.main import main
-from dtk.launch import job_options, machines, plan
+from dtk.launch import job_options, job_spec, machines, plan
 
 from documents.blocks import ROOT, words
 
@@ -75,10 +75,9 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
         stack.callback(os.chdir, os.getcwd())
         os.chdir(folder)
         for module, attribute, padding_row in (
-            (run, "plan", planned),
-            (run, "Job", start),
+            (job_spec, "plan", planned),
+            (job_spec, "Job", start),
             (tune, "plan", planned),
-            (tune, "Job", start),
             (bench, "BenchRun", start),
             # what a command takes, not what is installed where it is read
             (job_options, "check_installed", lambda name: None),

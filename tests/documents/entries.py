@@ -17,12 +17,10 @@ class Python:
     Attributes:
         before: Name of what `preambles` runs before it.
         after: What is run after it, to see that it did what it says.
-        columns: Whether it is two programs, beside each other.
     """
 
     before: str
     after: str = "pass"
-    columns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +60,8 @@ ENTRIES = {
         "tests/documents/test_blocks.py::test_the_layers_are_those_that_are_held"
     ),
     ("README.md", "[0] epoch 1/12: "): Printed("tests/test_examples.py::test_the_demo"),
-    ("README.md", "import keras   "): Python(
-        "data", after="assert len(model.history.epoch) == 30", columns=True
+    ("README.md", "import dtk  # 1"): Python(
+        "nothing", after="assert len(model.history.epoch) == 3"
     ),
     ("docs/architecture.md", "a batch, on every rank"): _PICTURE,
     ("docs/architecture.md", "a gradient, on every rank"): _PICTURE,
@@ -103,6 +101,9 @@ ENTRIES = {
     ),
     ("docs/engines/kubernetes.md", "dtk: rank 1: waiting for"): Printed(
         "tests/engines/test_kubernetes.py::test_without_the_service_each_pod_says_whom_it_misses"
+    ),
+    ("docs/engines/spark.md", "import dtk.engines.spark"): Printed(
+        "tests/engines/test_spark.py::test_what_the_documentation_shows"
     ),
     ("docs/inference.md", "rows = np.lib.format"): Python(
         "compiled", after="assert predictions[500:510].shape == (10, 1)"

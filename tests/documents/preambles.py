@@ -48,6 +48,7 @@ dtk.search.optimize = functools.partial(two_trials, dtk.search.optimize)
 
 # Each is run before a block, in the same names.
 PREAMBLES = {
+    "nothing": "",
     "data": _DATA,
     "plain": f"{_DATA}\nimport dtk\n\nmodel = build_model()\n",
     "compiled": _COMPILED,

@@ -49,6 +49,8 @@ def found(name):
     if root == "dtk":
         target = importlib.import_module("dtk")
         for part in rest.split("."):
+            if inspect.ismodule(target) and not hasattr(target, part):  # of an engine
+                importlib.import_module(f"{target.__name__}.{part}")
             target = getattr(target, part)
         return [target]
     if root == "strategy":

@@ -95,9 +95,19 @@ def started(tmp_path):
 
 def whole(folder):
     """The views of a job that has ended, each read to its end."""
-    page = _Page((folder / "r.html").read_text())
+    drawn = (folder / "r.html").read_text()
+    page = _Page(drawn)
     assert page.tags == [] and page.loaded == []
+    for chart in re.findall("<svg.*?</svg>", drawn):
+        for anchor in ("end", "middle"):  # of each axis
+            labels = re.findall(rf'text-anchor="{anchor}">([^<]+)</text>', chart)
+            assert len(labels) == len(set(labels)) > 0, labels
     trace = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert all(one["pid"] > 0 for one in trace)
+    assert all(one["tid"] > 0 for one in trace if one["ph"] != "C")
+    names = {one["args"]["name"]: one["pid"] for one in trace if one["name"] == "process_name"}
+    of_rank = {pid: int(name[5:]) for name, pid in names.items() if name.startswith("rank ")}
+    trace = [{**one, "pid": of_rank.get(one["pid"], one["pid"])} for one in trace]
     return lines(folder / "e.jsonl"), trace, page.text
 
 
@@ -183,6 +193,11 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
         place = one["pid"], one["args"]["step"]
         assert begun[place] - 1000 <= one["ts"] and over[i] <= ends[place] + 1000
     assert "Rank 1 was the slowest" in page and "succeeded" in page
+    assert re.search(r"\d+% of the time of training is ", page)
+    assert err.splitlines()[-1] == (
+        f"dtk run: written: events {tmp_path}/e.jsonl; timeline {tmp_path}/t.json, for "
+        f"https://ui.perfetto.dev; report {tmp_path}/r.html, for a browser"
+    )
     assert int(re.search(r"Efficiency (\d+)%", page)[1]) < 90
 
 
@@ -217,7 +232,9 @@ def test_a_job_that_fails_is_told_with_its_words_and_restarts(started, tmp_path,
     assert [(one["attempt"], one["rank"]) for one in failures] == [(0, 1), (1, 1)], out + err
     assert all("ValueError: boom" in one["text"] for one in failures)
     assert [one["number"] for one in of("restart", found)] == [1]
-    assert page.count("ValueError: boom") >= 2 and "ended with 1" in page
+    assert page.count("ValueError: boom") >= 3 and "ended with 1" in page
+    assert "rank 1 failed: ValueError: boom" in page
+    assert err.splitlines()[-1].startswith("dtk run: written: events ")
 
 
 @pytest.mark.parametrize("option", ["--events", "--timeline", "--report"])
@@ -323,6 +340,24 @@ def test_what_is_kept_has_a_bound(monkeypatch):
     assert len(kept) <= 8 and sum(one.samples for one in kept) == 800
     assert [one.first for one in kept][1:] == [one.last + 1 for one in kept][:-1]
     assert isinstance(kept[0], Steps)
+
+
+def test_the_headline_is_the_largest_part_of_the_time_or_why_the_job_failed():
+    log = EventLog()
+    steps = Steps(0.0, 10.0, 1, 10, 9.0, 1.0, 0.0, 1e6, 1, 0.0, input=6.8)
+    log.steps[0, 0] = log.steps[0, 1] = [steps]
+    log.record("job end", code=0)
+    assert report_page.headline(log).startswith("68% of the time of training is reading input: ")
+    quoted = "dtk: rank 1, host a failed first.\nTraceback (most recent call last):"
+    quoted += '\n  File "a.py", line 1\n    1 / 0\nZeroDivisionError: division by zero\nmore'
+    for kind, rank, text, said in (
+        ("failure", 1, quoted, "rank 1 failed: ZeroDivisionError: division by zero"),
+        ("failure", 1, "dtk: rank 1, by SIGKILL.\nnext", "rank 1, by SIGKILL."),
+        ("stall", None, "dtk: ended.\nrank 1 did nothing.\nstack", "ended. rank 1 did nothing."),
+    ):
+        log.record(kind, rank, text=text)
+        log.record("job end", code=1)
+        assert report_page.headline(log) == said
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):

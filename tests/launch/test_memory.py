@@ -1,6 +1,7 @@
 """A rank that the kernel kills for want of memory is said to be that: with real limits."""
 
 import contextlib
+import re
 import subprocess
 import sys
 import uuid
@@ -21,6 +22,7 @@ if os.environ["R"] == "1":
         held.append(bytearray(8 << 20))
 time.sleep(60)
 """
+HELD = "import os, time; held = b'1' * 300_000_000; time.sleep(3); os.kill(os.getpid(), 9)"
 RUN = """
 import os, sys, io
 with open(sys.argv[1], "w") as group:
@@ -68,12 +70,17 @@ def test_a_rank_that_is_killed_for_want_of_memory(group, tmp_path, host):
     assert f"dtk: rank 1, host {host} failed first" in done.stderr
     said = "by SIGKILL (exit code 137), probably by the kernel's out-of-memory killer"
     assert said in done.stderr
+    assert "need less memory. It held 0." in done.stderr
+    assert "GB when last seen; all on its host may hold 0.3 GB." in done.stderr
 
 
 def test_another_kill_is_not(tmp_path):
-    (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
+    (tmp_path / "train.py").write_text(HELD)
     done = dtk_run("-n", "2", "--communicator", "collective", tmp_path / "train.py")
-    assert done.returncode == 137 and "memory" not in done.stderr
+    assert done.returncode == 137 and "probably by the kernel" not in done.stderr
+    assert "dtk: SIGKILL comes from outside: mostly from the kernel, a container" in done.stderr
+    held, allowed = re.search(r"It held (\S+) GB .* may hold (\S+) GB\.", done.stderr).groups()
+    assert 0.3 <= float(held) < 0.5 < float(allowed)
 
 
 @pytest.mark.parametrize(

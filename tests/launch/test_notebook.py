@@ -54,6 +54,30 @@ def test_a_rank_that_fails_is_named_and_its_traceback_is_shown(capfd):
     assert ", in train\nValueError: boom\n" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_exception_of_a_rank_is_the_cause_where_it_can_be_copied(copies):
+    class Lost(LookupError):  # of the notebook
+        def __init__(self, key):
+            super().__init__(f"no {key}")
+            self.key = key
+            self.lock = None if copies else threading.Lock()
+
+        def __reduce__(self):
+            return Lost, (self.key,), {"lock": self.lock}
+
+    def find():
+        if dtk.cluster.detect().rank == 1:
+            raise Lost("x")
+
+    with pytest.raises(dtk.errors.RankError, match="^rank 1 failed .*Lost: no x") as found:
+        dtk.notebook_launcher(find, 2, "collective")
+    cause = found.value.__cause__
+    if copies:
+        assert isinstance(cause, Lost) and (cause.key, str(cause)) == ("x", "no x")
+    else:
+        assert cause is None
+
+
 def test_what_cannot_be_started_is_refused(monkeypatch):
     lock = threading.Lock()
     with pytest.raises(dtk.errors.ClusterError, match="cannot be copied .*make models, datasets"):

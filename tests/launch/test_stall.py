@@ -91,6 +91,12 @@ STALLS = {
         (1,),
         "has come to the end of its data before the others, and waits",
     ),
+    # for seconds only: others have the batch of a step that this one never had
+    "data over, a moment ago": (
+        [status(6, True, 8, batches=8, busy=6), status(6, True, 9, loops=1, batches=7, busy=6)],
+        (1,),
+        "has come to the end of its data before the others, and waits",
+    ),
     "generator": (
         [WAITS, status(150, True, feeds=True)],
         (1,),
@@ -156,6 +162,18 @@ NONE = {
     "stopped a moment ago": [WAITS, stopped(status(150, False, heard=99), 99)],
     "computing, and unable to say so": [WAITS, computing(status(1, False, heard=120))],
     "nobody waits for one that left": [status(150, False), status(900, False, left=True)],
+    "the last batch on its way": [
+        status(90, True, batches=7),
+        status(90, True, loops=1, batches=7),
+    ],
+    "an evaluation of one rank alone": [
+        status(90, True, batches=7),
+        status(90, True, loops=1, batches=9),
+    ],
+    "computing with a batch of its own": [
+        status(90, True, batches=8, busy=1),
+        status(90, True, loops=1, batches=7),
+    ],
     "a generator that computes": [WAITS, status(150, True, feeds=True, busy=20)],
 }
 

@@ -371,7 +371,17 @@ def test_before_init():
         hvd.rank()
     with pytest.raises(ValueError, match="Horovod has not been initialized"):
         hvd.DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="Horovod has not been initialized"):
+        hvd.mpi_threads_supported()
     assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize("communicator", ["mpi", "collective"])
+def test_scripts_ask_what_is_built_before_init(communicator, monkeypatch):
+    """They got "Horovod has not been initialized", where Horovod answers."""
+    monkeypatch.setenv("DTK_COMMUNICATOR", communicator)
+    assert hvd.mpi_built() == (communicator == "mpi")
+    assert not hvd.nccl_built() and not hvd.ccl_built()
 
 
 def test_what_dtk_does_in_another_way_says_so():

@@ -56,6 +56,18 @@ def test_integers_are_scaled_in_float64(pool):
         ]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_floats_are_scaled_in_float32(dtype):
+    """The factor was rounded to 16 bits first: x * 0.19151945 was off by a bit."""
+    with initialized():
+        given = tf.cast(tf.range(1, 200), dtype)
+        right = tf.cast(tf.cast(given, tf.float32) * 0.19151945, dtype)
+        for place in ("prescale_factor", "postscale_factor"):
+            found = hvd.allreduce(given, op=hvd.Sum, **{place: 0.19151945})
+            assert found.dtype == dtype
+            assert bool(tf.reduce_all(found == right))
+
+
 def weighed(found, rank):
     """A loss in which each element has a weight of its own, and each rank other ones."""
     weights = [tf.range(tf.size(t)) + 1 + rank for t in found]  # all are vectors
@@ -275,6 +287,8 @@ def test_tapes_have_the_rest_of_keras_own():
         assert float(found["x"]) == 4.0 and found["y"] is None
         with pytest.raises(ReplacedError, match="process_set"):
             hvd.DistributedGradientTape(tf.GradientTape(), process_set=object())
+        with pytest.raises(ReplacedError, match=r"dtk\.layers"):
+            tape.register_local_source(x)
 
 
 def test_what_is_not_there_says_what_is():

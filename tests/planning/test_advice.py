@@ -1,4 +1,4 @@
-"""What is recommended is the most workers that keep to the target, then the least change."""
+"""What is recommended leaves training as it is; what changes it comes after, the least first."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dtk.planning.inputs import Cluster, Link, Software, Training
 from dtk.planning.plan_methods import METHODS, predict, sweep
-from dtk.planning.tables import advise
+from dtk.planning.tables import advise, by_title, notes
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 JOB = Training(0.1, 1_000_000)
@@ -29,8 +29,9 @@ def test_where_bytes_or_messages_wait_the_reason_says_from_which_number_of_worke
     first = next(n for n in COUNTS if predict(METHODS[0], JOB, slow, n).efficiency < 0.55)
     assert f"fall below 0.55 from {first} workers on" in advice.reasons[1]
     assert advice.reasons[1].endswith(", for bytes wait for the link.")
-    assert not advice.chosen.method.exact
-    assert f"use dense on {first // 2}: " in advice.reasons[2]
+    assert (advice.chosen.method.name, advice.chosen.workers) == ("dense", first // 2)
+    assert advice.reasons[2].startswith("Faster, but training changes; ")
+    assert [line[:4] for line in advice.reasons[3:]] == ["  * "] * len(advice.faster)
     advice = advised(Cluster(Link(0.01, 1e10), software=Software(0.0, 0.0, 0.0)))
     assert advice.reasons[1].endswith(", for messages wait for each other.")
 
@@ -38,9 +39,9 @@ def test_where_bytes_or_messages_wait_the_reason_says_from_which_number_of_worke
 def test_block_momentum_is_written_with_its_block():
     crawling = Cluster(Link(0.0, 1e6), software=Software(0.0, 0.0, 0.0, {"1bit": 1e-6}))
     advice = advised(crawling, Training(0.1, 1_000_000, rows=32, block_steps=100))
-    assert advice.chosen.method.name == "block momentum"
-    rows = 100 * 32 * advice.chosen.workers
-    assert f"BlockMomentum({rows})" in advice.reasons[0]
+    last = advice.faster[-1]
+    assert last.method.name == "block momentum"
+    assert f"BlockMomentum({100 * 32 * last.workers})" in advice.reasons[-1]
 
 
 def test_one_worker_is_told_to_stay_alone_and_where_nothing_keeps_to_the_target_it_says_so():
@@ -61,15 +62,26 @@ CLUSTERS = st.builds(
 @given(CLUSTERS, st.floats(0.1, 1.0))
 def test_dtk_does_what_is_recommended_and_less_change_costs_a_tenth(cluster, target):
     predictions = sweep(JOB, cluster, COUNTS)
-    chosen = advise(predictions, JOB, cluster, target).chosen
-    assert chosen.method.use
-    assert chosen.efficiency >= target  # one worker keeps to any
+    advice = advise(predictions, JOB, cluster, target)
+    named = [advice.chosen, *advice.faster]
+    assert [one.method.exact for one in named] == [True] + [False] * len(advice.faster)
     order = [method.name for method in METHODS]
-    for of in predictions:
-        for one in of:
+    for chosen in named:
+        assert chosen.method.use
+        assert chosen.efficiency >= target  # one worker keeps to any
+        for one in (one for of in predictions for one in of):
             nearer = order.index(one.method.name) < order.index(chosen.method.name)
             if nearer and one.method.use and one.efficiency >= target:
                 assert chosen.rows > one.rows
+
+
+def test_tables_mark_what_changes_training():
+    cluster = Cluster(Link(0.0, 1e9))
+    table = by_title(sweep(JOB, cluster, (1, 2)))["efficiency"]
+    marked = [name for name, *_ in table[1:] if name.endswith(" *")]
+    assert marked == [f"{method.name} *" for method in METHODS if not method.exact]
+    advice = advise(sweep(JOB, cluster, COUNTS), JOB, cluster, 0.7)
+    assert notes(JOB, cluster, advice)[-1].startswith("* Training is no longer that of one process")
 
 
 def test_hosts_and_servers_are_paid_for():

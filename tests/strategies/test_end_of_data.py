@@ -15,6 +15,8 @@ import dtk
 from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy
 
+from launched import dtk_run
+
 ROWS, STEPS = 12, 5
 
 
@@ -91,6 +93,34 @@ def fit(exchange, table, shard, compiled, gathers):
     with posts() as begun:
         model.fit(data(strategy.rank), epochs=3, verbose=0)
     return begun, hashes(model)
+
+
+SHORTER = """
+import dtk, keras, numpy as np
+
+strategy = dtk.auto_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+def batches():
+    for _ in range(9 - 3 * strategy.rank):
+        yield np.ones((8, 4)), np.ones((8, 1))
+
+model.fit(batches(), verbose=0)
+"""
+
+
+def test_a_rank_whose_data_is_shorter_is_named_within_seconds(tmp_path):
+    """It took five minutes, the timeout of any other stall."""
+    (tmp_path / "train.py").write_text(SHORTER)
+    done = dtk_run("-n", "2", "train.py", cwd=tmp_path, timeout=200)
+    assert done.returncode == 124, done.stderr
+    said = "rank 1, host localhost, has come to the end of its data before the others, and waits in"
+    assert said in done.stderr
+    assert f"{tmp_path}/train.py\", line 13 in" in done.stderr
+    assert "Give every rank the same global data, of as many batches" in done.stderr
+    assert "rank 0 waits in train step 7." in done.stderr
 
 
 CASES = {

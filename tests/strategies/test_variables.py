@@ -182,6 +182,46 @@ def test_a_loop_of_ones_own_keeps_its_state_as_fit_does(world, backend, size, de
         assert reduced == [[1 + (2 + 3) - 2 + 10, 1 + 2.5 + 10, 1 + 2 + 10]] * 3
 
 
+def built_in_a_loop(devices):
+    """Train layers that their first step builds; return the weights of all replicas."""
+    strategy = bodies.strategy(devices)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.1)
+
+    def of_rows(x):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(tf.reduce_sum(model(x) ** 2, axis=1))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    @tf.function
+    def step(x):
+        strategy.run(of_rows, args=(x,))
+
+    data = tf.data.Dataset.from_tensor_slices(cases.rows(16)[0][:, 0]).batch(8)
+    for x in strategy.experimental_distribute_dataset(data):
+        step(x)
+    return [
+        [copy.numpy() for copy in getattr(weight.value, "values", [weight.value])]
+        for weight in model.trainable_variables + optimizer.variables
+    ]
+
+
+def test_a_loop_builds_its_model(world):
+    """The second device's copies were not initialized: "In[1] is not a matrix".
+
+    tf_keras's own tests found it: test_single_keras_layer_run.
+    """
+    (plain,) = world("local", 1).run(built_in_a_loop, 0)
+    (found,) = world("local", 1).run(built_in_a_loop, 2)
+    for (expected,), copies in zip(plain, found, strict=True):
+        assert len(copies) == 2
+        for copy in copies:
+            np.testing.assert_allclose(copy, expected, rtol=1e-5, atol=1e-6)
+
+
 class Scaled(keras.Model):
     """A model whose step also trains two plain TensorFlow variables of one name."""
 

@@ -81,10 +81,11 @@ def _tensor(value: _Given, op: ReduceOp = Sum) -> tf.Tensor:
 
 
 def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Multiply, integers in float64 and cut to integers again, as Horovod does."""
+    """Multiply, as Horovod does: integers in float64, cut again, and half floats in float32."""
     if factor == 1.0:
         return tensor
-    wide = tf.float64 if tensor.dtype.is_integer else tensor.dtype
+    narrow = tensor.dtype in (tf.float16, tf.bfloat16)
+    wide = tf.float64 if tensor.dtype.is_integer else tf.float32 if narrow else tensor.dtype
     return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
 
 

@@ -21,6 +21,11 @@ from dtk.migrate.horovod.collectives import (
 from dtk.migrate.horovod.replaced import replaced
 from dtk.nests import Tree
 
+_LOCAL = (
+    "dtk keeps all weights equal on all ranks; write hvd.DistributedGradientTape(tape), and hold "
+    "parts of a large model by dtk.layers"
+)
+
 
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` combines those of all ranks.
@@ -88,6 +93,8 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> object:
         return getattr(self._tape, name)
 
+    register_local_source = staticmethod(replaced("register_local_source", _LOCAL))
+
     def gradient(
         self,
         target: Tree,
@@ -112,8 +119,4 @@ class DistributedGradientTape:
         return gradients
 
 
-PartialDistributedGradientTape = replaced(
-    "PartialDistributedGradientTape",
-    "dtk keeps all weights equal on all ranks; write hvd.DistributedGradientTape(tape), and hold "
-    "parts of a large model by dtk.layers",
-)
+PartialDistributedGradientTape = replaced("PartialDistributedGradientTape", _LOCAL)

@@ -10,12 +10,16 @@ Other strategies of dtk give all ranks the same data and cut it. Here every rank
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
 
+from dtk import communicators
+from dtk.cluster.detect import detect
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.compat import keras_data
 from dtk.compat.random_draws import spread_seed
 from dtk.errors import NotDistributedError, ReplacedError, at_rank
@@ -326,9 +330,12 @@ def is_homogeneous() -> bool:
 
 def _flag(name: str, what: str) -> Callable[[], bool]:
     def flag() -> bool:
-        world = strategy().world
-        if world.name != "horovod":
-            return world.name == "mpi" and name in ("mpi_enabled", "mpi_built")
+        if _job.scope is None and name.endswith("_built"):  # scripts ask before `init`
+            world = os.environ.get(COMMUNICATOR) or communicators.choose(detect()).name
+        else:
+            world = strategy().world.name
+        if world != "horovod":
+            return world == "mpi" and name in ("mpi_enabled", "mpi_built")
         import horovod.tensorflow
 
         return bool(getattr(horovod.tensorflow, name)())

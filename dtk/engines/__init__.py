@@ -1,0 +1,1 @@
+"""Ways to run dtk's ranks in the processes of other engines."""

@@ -1,0 +1,149 @@
+"""A job as it was asked for, and the one way in which every command sees it to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from dtk.cluster import Host, progress, recording
+from dtk.cluster.variables import RESTARTS, SAVE_GRACE
+from dtk.errors import ClusterError
+from dtk.launch import job_options, machines, screen, step_settings
+from dtk.launch.attempts import Attempt, Attempts
+from dtk.launch.events import EventLog
+from dtk.launch.job import Job
+from dtk.launch.plan import Process, plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What to run where; the options are those of `dtk run`."""
+
+    command: Sequence[str]
+    workers: int | None = None  # every slot of the hosts when None
+    communicator: str = "auto"
+    hosts: tuple[Host, ...] = ()  # this machine when empty
+    ps: int = 0
+    evaluator: bool = False
+    bind: bool = True
+    max_restarts: int = 0
+    min_workers: int | None = None
+    remote_shell: str = machines.DEFAULT_REMOTE_SHELL
+    stall_timeout: float = progress.DEFAULT_TIMEOUT
+    grace: float = 5.0
+    save_grace: float = progress.DEFAULT_SAVE_GRACE
+    output_dir: str | os.PathLike[str] | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every rank
+    records_steps: bool = False  # whether events have what was measured of every step
+
+
+@dataclasses.dataclass
+class JobRun:
+    """Starts what was asked for, again where that is allowed, and watches it until it is over."""
+
+    spec: JobSpec
+    log: EventLog = dataclasses.field(default_factory=EventLog)
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
+    jobs: list[Job] = dataclasses.field(default_factory=list)  # of all attempts so far
+
+    def wait(self) -> int:
+        """Start, and return the exit code of the last attempt."""
+        spec = self.spec
+        # With servers, the job starts its workers again itself.
+        restarts = 0 if spec.ps else spec.max_restarts
+        return Attempts(
+            self._made,
+            self._answers,
+            screen.say,
+            spec.hosts,
+            spec.workers,
+            spec.min_workers,
+            restarts,
+            jobs=self.jobs,
+            events=self.log,
+        ).run()
+
+    @property
+    def _environ(self) -> Mapping[str, str]:
+        return {**os.environ, **self.spec.variables}
+
+    def _answers(self, host: str) -> bool:
+        with contextlib.suppress(ClusterError):
+            machines.survey(host, 0, self.spec.remote_shell)
+            return True
+        return False
+
+    def _made(self, attempt: Attempt) -> Job:
+        """Plan the job of an attempt."""
+        spec = self.spec
+        processes = self._planned(attempt)
+        places = {one.name: one.host for one in processes}
+        self.log.begin_attempt(attempt.number, places, 0 if spec.ps else len(processes))
+        return Job(
+            self._with_variables(processes, attempt.number),
+            output_dir=spec.output_dir,
+            remote_shell=spec.remote_shell,
+            grace=spec.grace,
+            save_grace=spec.save_grace,
+            max_restarts=spec.max_restarts,
+            stall_timeout=spec.stall_timeout,
+            append=attempt.number > 0,
+            events=self.log,
+            stdout=self.stdout,
+            stderr=self.stderr,
+        )
+
+    def _planned(self, attempt: Attempt) -> list[Process]:
+        spec, facts = self.spec, dict[str, machines.HostFacts]()
+
+        def survey(host: str, ports: int) -> machines.HostFacts:
+            facts[host] = machines.survey(host, ports, spec.remote_shell)
+            return facts[host]
+
+        def planned(communicator: str) -> list[Process]:
+            return plan(
+                spec.command,
+                attempt.workers,
+                hosts=attempt.hosts,
+                communicator=communicator,
+                ps=spec.ps,
+                evaluator=spec.evaluator,
+                bind=spec.bind,
+                survey=survey,
+            )
+
+        processes = planned(spec.communicator)
+        is_free = spec.communicator == "auto" and not spec.ps and not attempt.hosts
+        if is_free and len(processes) > 1:
+            # Measurements are kept by the number of threads of a rank, which is known only now.
+            best = step_settings.communicator(spec.command, processes[0].env, self._environ)
+            if best in job_options.installed():
+                processes = planned(best)
+        for notice in machines.compare(facts):
+            screen.say(notice)
+        return processes
+
+    def _with_variables(self, processes: Sequence[Process], attempt: int) -> list[Process]:
+        """Give each rank the variables of the job, and the settings that are fastest for it."""
+        spec = self.spec
+        given = {
+            # So a rank that crashes in C++ prints where in the script.
+            "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
+            **spec.variables,
+            SAVE_GRACE: f"{spec.save_grace:g}",
+            recording.VARIABLE: "steps" if spec.records_steps else "summary",
+        }
+        if not spec.ps:
+            given[RESTARTS] = str(attempt)
+        found, used = [], None
+        for one in processes:
+            env, settings = step_settings.apply(one.argv, {**one.env, **given}, self._environ)
+            used = used or settings
+            found.append(one.with_env(env))
+        if used is not None and not attempt:
+            screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
+        return found
