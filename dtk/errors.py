@@ -13,10 +13,22 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+# TensorFlow's, where another rank is gone or cut off; by name, without importing it.
+_LOST = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+# Exit code of a process that the same command may well bring further, as of EX_TEMPFAIL.
+TRY_AGAIN = 75
 
 
 class DtkError(Exception):
-    """Base of every error dtk raises on purpose."""
+    """Base of every error dtk raises on purpose.
+
+    Attributes:
+        passing: Whether the cause lies outside of the script, and may be gone at another start.
+    """
+
+    passing = False
 
 
 class ClusterError(DtkError, ValueError):
@@ -55,6 +67,8 @@ class VersionError(DtkError, ImportError):
 
 class CheckpointInUseError(DtkError, RuntimeError):
     """Another job saves its checkpoints to the same directory."""
+
+    passing = True  # where a node was lost, its lock is the server's to give up
 
 
 class CheckpointFormatError(DtkError, ValueError):
@@ -116,6 +130,27 @@ def check_writable(files: Mapping[str, object]) -> None:
             why = ": this user may not write there; name another file"
         if why:
             raise UnwritableError(f"{option} {file}{why}")
+
+
+_Error = TypeVar("_Error", bound=DtkError)
+
+
+def as_passing(error: _Error) -> _Error:
+    """Mark an error as one whose cause may be gone at another start; return it."""
+    error.passing = True
+    return error
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that an exception ends.
+
+    >>> exit_code(ValueError()), exit_code(CheckpointInUseError()), exit_code(KeyboardInterrupt())
+    (1, 75, 130)
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    lost = type(error).__name__ in _LOST
+    return TRY_AGAIN if lost or getattr(error, "passing", False) else 1
 
 
 def at_rank(rank: int, message: str) -> str:

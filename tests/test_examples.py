@@ -29,6 +29,7 @@ OWN = ("TF_CPP_MIN_LOG_LEVEL", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS
 SMALLER = {
     "custom_loop.py": ("--epochs 2", r"test accuracy \S+ with"),
     "dcgan.py": ("--data digits --images 32 --epochs 1 --batch-size 16", r"worker\(s\)"),
+    "digits.py": ("--epochs 2", r"test accuracy \S+, norm of all weights"),
     "digits_allreduce.py": ("--epochs 2", r"largest relative difference"),
     "digits_horovod_mpirun.py": ("--epochs 2", r"with 2 worker\(s\) over horovod"),
     "digits_mirrored.py": ("--epochs 2", r"test accuracy \S+ on \d devices"),

@@ -20,22 +20,25 @@ import multiprocessing.connection
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtk.cluster import slurm
+from dtk.cluster import progress, slurm
 from dtk.cluster.environment import Environment
 from dtk.cluster.line import Line, introduce
 from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import JOB_SECRET
-from dtk.errors import CommunicatorError, at_rank
+from dtk.errors import CommunicatorError, as_passing, at_rank
 from dtk.quiet import device_start
 
 # Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
+# Where a wait was too long, and by which other ranks know that rank 0's was.
+_LIMIT = "(DTK_START_TIMEOUT sets the limit)"
 _WAITING = 1024  # connections that rank 0 has not taken yet
 
 
@@ -138,9 +141,10 @@ def _gather(
         answer = _host(meeting, names, hello, wait, from_elsewhere)
     else:
         answer = _ask(meeting, hello, wait)
-    if isinstance(answer, str):
-        raise _refused(rank, answer)
-    return answer
+    if isinstance(answer, list):
+        return answer
+    error = _refused(rank, answer)
+    raise as_passing(error) if _LIMIT in answer else error
 
 
 def _host(
@@ -176,8 +180,7 @@ def _host(
             elif not wait.left:
                 problem = (
                     f"the world of {size} is not complete after {wait.limit:g} s: no word from "
-                    f"{missing}. Did it start, and can it reach {meeting}? "
-                    "(DTK_START_TIMEOUT sets the limit)"
+                    f"{missing}. Did it start, and can it reach {meeting}? {_LIMIT}"
                 )
                 if stranger:
                     problem += (
@@ -243,7 +246,7 @@ def _problem(
 
 def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | str:
     """Wait until rank 0 tells all addresses, or what is wrong."""
-    pause = _FIRST_RETRY_SECONDS
+    pause, why = _FIRST_RETRY_SECONDS, ""
     while wait.left:
         wait.say(f"rank 0, which does not answer at {meeting}")
         try:
@@ -261,12 +264,14 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | s
                 f"what answers at {meeting} is not rank 0 of this job, or has another "
                 f"{JOB_SECRET}: give every rank the same"
             )
-        except OSError:
+        except OSError as error:
+            is_name = isinstance(error, socket.gaierror)
+            why = "its name means no address here, " if is_name else ""
             time.sleep(pause)
             pause = min(1.2 * pause, _RETRY_SECONDS)
     return (
-        f"no answer from rank 0 ({meeting}) within {wait.limit:g} s: did it start, and can this "
-        "host reach it? (DTK_START_TIMEOUT sets the limit)"
+        f"no answer from rank 0 ({meeting}) within {wait.limit:g} s: {why}did it start, and can "
+        f"this host reach it? {_LIMIT}"
     )
 
 
@@ -326,15 +331,21 @@ def at_most(timeout: float) -> Iterator[None]:
     """End this process when the block takes longer than `timeout` seconds.
 
     The block may hold the interpreter lock and never return, so nothing gentler would work. The
-    launcher then ends the other ranks.
+    launcher then ends the other ranks. Where dtk has none, it is a signal that ends the process:
+    `faulthandler` would end it with 1, as if the script had failed, and engines give up at that.
     """
+    handler = signal.getsignal(signal.SIGALRM)
+    by_signal = handler is signal.SIG_DFL and not progress.is_launched()
     with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr may not be a real file
         sys.stderr.fileno()
-        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
+        faulthandler.dump_traceback_later(timeout, exit=not by_signal, file=sys.stderr)
+    before = signal.setitimer(signal.ITIMER_REAL, timeout + 1.0) if by_signal else (0.0, 0.0)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if by_signal:
+            signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import tensorflow as tf
 from dtk.cluster import TFConfig, progress
 from dtk.cluster.startup_barrier import Wait
 from dtk.communicators import startup
-from dtk.errors import ClusterError
+from dtk.errors import ClusterError, as_passing
 
 # A worker computes one step at a time, but a server answers every worker.
 _FEWEST_THREADS = 8
@@ -50,10 +50,11 @@ def await_tasks(name: str, tasks: Mapping[str, str]) -> None:
     while missing := {task: at for task, at in missing.items() if not startup.answers(at)}:
         tasks_missing = ", ".join(f"{task} ({at})" for task, at in missing.items())
         if not wait.left:
-            raise ClusterError(
+            told = (
                 f"{name}: not there after {wait.limit:g} s: {tasks_missing}. Did they start, and "
                 "can this host reach them? (DTK_START_TIMEOUT sets the limit)"
             )
+            raise as_passing(ClusterError(told))
         wait.say(tasks_missing)
         time.sleep(0.1)
 
@@ -81,7 +82,7 @@ class Chief:
 
 def serve(config: TFConfig, gpu: str | None) -> NoReturn:
     """Serve as this task, on that GPU or none; end the process with 0 once the chief is gone."""
-    startup.check_free(config.index, config.cluster[config.role][config.index])
+    startup.check_free(config.index, config.cluster[config.role][config.index], config.training)
     # The server's devices ask for memory by its own options, not by those of `tf.config`.
     grows = [
         tf.config.experimental.get_memory_growth(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TypeVar
 
 import keras
@@ -144,6 +145,8 @@ def _joined(
     ahead = place is not None and place.tells_local_rank
     device = devices.pin(place, memory_growth) if place is not None and ahead else ""
     if place is not None and not progress.is_launched():
+        if place.size > 1:
+            start.end_at_once(f"rank {place.rank} on {socket.gethostname()}", place.rank)
         startup_barrier.await_neighbours(place, stall_timeout)
     # `dtk run` sees at once that a task has died; without it, only the task's silence shows it.
     patient = tf_replicas.let_tasks_be_silent if progress.is_launched() else None

@@ -92,6 +92,9 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         config = _config()
         _check(config, self.consistency)
         gpu = devices.take_gpu_of_task(config)
+        if config.role != "evaluator":
+            who = "the chief" if config.role == "chief" else f"{config.role} {config.index}"
+            start.end_at_once(who)
         if config.role in ("ps", "worker"):
             run_server.serve(config, gpu)
         self.workers = len(config.cluster["worker"])
@@ -129,7 +132,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         )
         progress.start()
         with progress.joining("the start of workers and servers"):
-            startup.check_free(0, config.cluster["chief"][0])
+            startup.check_free(0, config.cluster["chief"][0], config.training)
             tasks = {
                 f"{role} {index}": address
                 for role in ("ps", "worker")
@@ -148,7 +151,6 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         self.pool = worker_pool.WorkerPool(
             self, config.cluster["worker"], config.cluster["ps"], patience=startup.limit()
         )
-        start.end_at_once("the chief")
         tf_servers.silence_coordinator()
 
     @property

@@ -25,7 +25,7 @@ from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
-from dtk.errors import ClusterError, advice_on_files
+from dtk.errors import TRY_AGAIN, ClusterError, advice_on_files, exit_code
 from dtk.trainer.ranks import rank_checks
 from dtk.version import __version__, is_tested, requirement
 
@@ -141,8 +141,8 @@ def end_at_once(name: str, rank: int = 0) -> None:
     """On an uncaught exception, name the failed task and end the process abruptly.
 
     An orderly shutdown would wait for the other tasks, which wait for this one. An abrupt end lets
-    the launcher (dtk run, mpirun, srun) see the failure and stop the rest. The previous hook,
-    Python's or the script's, runs first.
+    the launcher (dtk run, mpirun, srun) see the failure and stop the rest; the exit code tells an
+    engine whether to start it again. The previous hook, Python's or the script's, runs first.
     """
     before = sys.excepthook
 
@@ -154,7 +154,9 @@ def end_at_once(name: str, rank: int = 0) -> None:
             print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        code = exit_code(error)
+        # `dtk run` knows who failed first, and starts jobs again itself.
+        os._exit(1 if code == TRY_AGAIN and progress.is_launched() else code)
 
     sys.excepthook = fail
 

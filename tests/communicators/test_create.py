@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -300,26 +301,65 @@ def test_two_ranks_train_by_the_variables_of_torchrun():
         tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
         print(strategy.rank, strategy.size, len(set(tasks)), model.optimizer.iterations.numpy())
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", **at},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [start_rank(script, RANK=str(rank), WORLD_SIZE="2", **at) for rank in range(2)]
     for rank, process in enumerate(ranks):
         stdout, stderr, code = end(process)
         assert (stdout, code) == (f"{rank} 2 2 2\n", 0), stderr
 
 
+def start_rank(script, **variables):
+    """Start a process that knows its rank by these variables."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_an_exit_code_tells_a_rank_that_misses_others_from_a_script_that_fails():
+    """Engines start the first again. Both ended with 1, and so a mistake was tried for ever."""
+    knows = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "rank0.invalid"}
+    rank = start_rank("import dtk; dtk.auto_strategy()", DTK_START_TIMEOUT="1", **knows)
+    _, stderr, code = end(rank)
+    assert code == 75, stderr
+    assert "no answer from rank 0 (rank0.invalid:29500) within 1 s: its name means no " in stderr
+    rank = start_rank("import dtk; dtk.auto_strategy()", **knows | {"WORLD_SIZE": "1"})
+    assert end(rank)[2] == 1
+
+
+def test_who_loses_another_rank_ends_with_the_code_to_try_again():
+    host, port = free_address().split(":")
+    script = """
+        import os, dtk
+        strategy = dtk.auto_strategy()
+        if strategy.rank == 1:
+            os._exit(9)
+        while True:
+            strategy.communicator.barrier()
+    """
+    knows = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
+    ranks = [start_rank(script, RANK=str(rank), **knows) for rank in range(2)]
+    ends = [end(rank) for rank in ranks]
+    assert [code for _, _, code in ends] == [75, 9], ends[0][1]
+
+
+def test_a_task_whose_own_name_is_not_known_yet_listens_all_the_same():
+    """DNS tells a pod's name a while after it has started; it was refused at once."""
+    own = f"pod.invalid:{free_address().partition(':')[2]}"
+    startup.check_free(0, own, [own, "other.invalid:1"])
+    with pytest.raises(CommunicatorError, match="cannot listen on its own address pod.invalid"):
+        startup.check_free(0, own)
+
+
 def test_another_secret_is_told_on_both_ends(monkeypatch):
     addresses = [free_address(), free_address()]
     monkeypatch.setenv("DTK_JOB_SECRET", "a")
-    rank = run_rank(1, addresses, DTK_JOB_SECRET="b", DTK_START_TIMEOUT="10")
-    (told,) = refused((0, addresses, 12.0))
+    ready = "import tensorflow; print(flush=True)"  # which takes long where others compute
+    rank = run_rank(1, addresses, ready, DTK_JOB_SECRET="b", DTK_START_TIMEOUT="30")
+    rank.stdout.readline()
+    (told,) = refused((0, addresses, 10.0))
     assert "127.0.0.1 came who is no rank of this job, or has another DTK_JOB_SECRET" in told
     _, stderr, code = end(rank)
     assert code == 1 and "rank 1: what answers at 127.0.0.1:" in stderr
@@ -344,7 +384,7 @@ def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     process = run_rank(0, addresses, DTK_START_TIMEOUT="8")
     startup.meet(1, addresses, 60)  # says hello, and never starts TensorFlow
     _, stderr, code = end(process)
-    assert code == 1
+    assert code == -signal.SIGALRM, "with 1, engines would not try again"
     assert "Timeout" in stderr
     assert "collective.py" in stderr
 

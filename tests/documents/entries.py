@@ -108,6 +108,9 @@ ENTRIES = {
     ("docs/engines/ray.md", "from ray import tune"): Printed(
         "tests/engines/test_ray.py::test_what_the_page_shows"
     ),
+    ("docs/engines/kubernetes.md", "dtk: rank 1: waiting for"): Printed(
+        "tests/engines/test_kubernetes.py::test_without_the_service_each_pod_says_whom_it_misses"
+    ),
     ("docs/engines/spark.md", "import dtk.engines.spark"): Printed(
         "tests/engines/test_spark.py::test_what_the_documentation_shows"
     ),
