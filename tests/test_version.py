@@ -23,6 +23,7 @@ FILES += [*ROOT.glob("*.md"), ROOT / ".ci" / "run", ROOT / "Makefile", ROOT / "s
 # Names of the package index that are meant, beside those that setup.cfg requires.
 OTHERS = {"grain", "horovod", "jax", "orbax-checkpoint", "pre-commit", "psycopg", "requests"}
 OTHERS |= {"chainer", "setuptools", "six", "wheel"}  # of tools/chainermn
+OTHERS |= {"dill", "filelock", "mock", "parameterized", "portpicker", "tblib"}  # tools/peer_suites
 COMMAND = re.compile(r"pip(?:\.__main__)?['\", ]+(?:install|download|wheel)\b([^`\n#&|)]*)")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
@@ -41,7 +42,7 @@ def asked(text):
     for command in COMMAND.findall(text):
         for word in command.split():
             word = word.strip("'\"\\,.;:]")
-            if NAME.match(word) and not word.endswith(".whl"):
+            if NAME.match(word) and not word.endswith(".whl") and "/" not in word:
                 yield re.split(r"[\[=<>~@]", word)[0]
 
 

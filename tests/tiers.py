@@ -48,7 +48,7 @@ FULL = (
     r"callbacks/test_\w+.py::test_behind_parameter_servers",
     r"engines/test_ray.py::(?!test_without_ray)",  # Ray is 250 MB, and a test of it takes a minute
     # minutes of real pods that are killed and started again
-    r"engines/test_kubernetes.py::test_(?!manifests|the_dockerfile|exit_codes)",
+    r"engines/test_kubernetes.py::test_(?!exit_codes)",
     r"engines/test_spark.py::(?!test_without_pyspark)",  # with Java, 600 MB
     r"callbacks/test_trackers.py",  # MLflow and Weights & Biases are 190 MB
     # one way of being interrupted of each kind

@@ -29,8 +29,8 @@ def compiled(strategy, rate=0.05):
     return model
 
 
-def killer(folder, kills, at=1):
-    """A callback that kills ranks at a step of epochs, each once: {epoch: rank}."""
+def killer(folder, kills, at=1, hangs=False):
+    """A callback that kills ranks, or holds them, at a step of epochs, each once: {epoch: rank}."""
     import keras
 
     import dtk
@@ -41,7 +41,8 @@ def killer(folder, kills, at=1):
             done = Path(folder, f"killed-{epoch}")
             if batch == at and kills.get(epoch) == rank and not done.exists():
                 done.touch()
-                os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGKILL)
+                if not hangs:
+                    os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGKILL)
                 time.sleep(60)
 
         def on_epoch_begin(self, epoch, logs=None):
@@ -57,9 +58,11 @@ def train(config):
     import dtk
     from dtk.engines.ray import ReportToRay
 
-    strategy = dtk.strategies.AllReduceStrategy()
+    strategy = dtk.strategies.AllReduceStrategy(stall_timeout=10)
     model = compiled(strategy, config.get("rate", 0.05))
-    callbacks = [ReportToRay(), killer(config.get("folder", ""), config.get("kills", {}))]
+    hangs = config.get("hangs", False)
+    kill = killer(config.get("folder", ""), config.get("kills", {}), hangs=hangs)
+    callbacks = [ReportToRay(), kill]
     if config.get("slow"):
         callbacks.append(pause(config["folder"], config["slow"]))
     history = model.fit(*rows(), 16, epochs=EPOCHS, verbose=0, callbacks=callbacks)

@@ -101,9 +101,13 @@ def test_one_worker_trains_alone(on_ray, uninterrupted, tmp_path):
     assert close(found["weights"], uninterrupted) and found["size"] == 1
 
 
-def test_killed_workers_are_started_again_and_resume(on_ray, uninterrupted, tmp_path):
-    kills = {2: 1, 3: 0}
-    found, reported, _ = on_ray(bodies.run, tmp_path, 2, 2, folder=str(tmp_path), kills=kills)
+@pytest.mark.parametrize(("kills", "hangs"), [({2: 1, 3: 0}, False), ({3: 1}, True)])
+def test_killed_workers_are_started_again_and_resume(
+    on_ray, uninterrupted, tmp_path, kills, hangs
+):
+    """And those that wait for one that hangs."""
+    how = {"folder": str(tmp_path), "kills": kills, "hangs": hangs}
+    found, reported, _ = on_ray(bodies.run, tmp_path, 2, 2, **how)
     assert close(found["weights"], uninterrupted)
     assert found["epochs"][-2:] == [3, 4]
     assert reported == list(range(1, bodies.EPOCHS + 1))
