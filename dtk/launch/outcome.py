@@ -174,7 +174,8 @@ class JobOutcome:
             if count > 1 and (told := advice_on_files(words, rank.process.rank)):
                 lines.append(told)
         if rank.signal == signal.SIGKILL and not rank.stuck:
-            lines.append(_of_the_kill(rank))
+            # Above, as the last words are to stand last; what to do about it stands below them.
+            lines.insert(len(lines) if rank.was_short_of_memory else 0, _of_the_kill(rank))
             lines += [] if restarts or self.served else [_NEXT]
         return "\n".join(["", *lines, ""])
 

@@ -198,7 +198,7 @@ LOOKS = """
 import gc, sys, threading
 from dtk.cluster.progress import _Reporter
 looks = object.__new__(_Reporter)
-looks._main = threading.main_thread().ident
+looks.thread = threading.main_thread()
 inside = set()
 def note(*_):
     frame = sys._getframe().f_back
