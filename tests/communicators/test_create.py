@@ -356,10 +356,14 @@ def test_a_task_whose_own_name_is_not_known_yet_listens_all_the_same():
 def test_another_secret_is_told_on_both_ends(monkeypatch):
     addresses = [free_address(), free_address()]
     monkeypatch.setenv("DTK_JOB_SECRET", "a")
-    ready = "import tensorflow; print(flush=True)"  # which takes long where others compute
-    rank = run_rank(1, addresses, ready, DTK_JOB_SECRET="b", DTK_START_TIMEOUT="30")
+    script = f"""
+        from dtk.communicators import startup
+        print(flush=True)
+        startup.meet(1, {addresses}, 30)
+    """
+    rank = start_rank(script, DTK_JOB_SECRET="b")
     rank.stdout.readline()
-    (told,) = refused((0, addresses, 10.0))
+    (told,) = refused((0, addresses, 3.0))
     assert "127.0.0.1 came who is no rank of this job, or has another DTK_JOB_SECRET" in told
     _, stderr, code = end(rank)
     assert code == 1 and "rank 1: what answers at 127.0.0.1:" in stderr
