@@ -149,7 +149,8 @@ def exit_code(error: BaseException) -> int:
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
-    lost = type(error).__name__ in _LOST
+    kind = type(error)
+    lost = kind.__name__ in _LOST and kind.__module__.startswith("tensorflow")
     return TRY_AGAIN if lost or getattr(error, "passing", False) else 1
 
 

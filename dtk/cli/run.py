@@ -220,7 +220,8 @@ def run(
         code = job_options.interruptible(running.wait, "run", jobs)
         log.record("job end", code=code)
     ranks = len(jobs[-1].states) if jobs else 0
-    if (code or ranks > 1) and not module and (told := _of_another_library(command[1])):
+    others = (code or ranks > 1) and not module and communicator != "horovod"
+    if others and (told := _of_another_library(command[1])):
         screen.say(told)
     sys.exit(code)
 

@@ -19,6 +19,7 @@ https://docs.pytorch.org/docs/stable/elastic/run.html, those of Kubeflow's runti
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -112,7 +113,9 @@ def add_to(found: Environment, environ: Mapping[str, str]) -> Environment:
             )
     if found.size == 1 or found.addresses:
         return found
-    return dataclasses.replace(found, meeting=meeting(environ))
+    with contextlib.suppress(ClusterError):  # it may do without
+        return dataclasses.replace(found, meeting=meeting(environ))
+    return found
 
 
 def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:
@@ -145,7 +148,8 @@ def _environment(row: _Row, environ: Mapping[str, str]) -> Environment:
             f"them, unset {' and '.join(told)}, or set {ALONE}=1 to train alone on purpose"
         )
     each = environ.get("PET_NPROC_PER_NODE", "1")
-    if row is _PET and each.isdigit() and int(each) > 1:
+    by_python = row is _PET or (row is _TORCH and not is_of_torchrun(environ))
+    if by_python and each.isdigit() and int(each) > 1:
         raise ClusterError(
             f"PET_NPROC_PER_NODE={each}, but python starts one process on each node: start the "
             "script with torchrun there, or set numProcPerNode: 1"

@@ -20,7 +20,6 @@ class Line:
 
     def __init__(self, end: socket.socket, secret: bytes, nonces: bytes, is_listener: bool) -> None:
         self.end = end
-        end.settimeout(HANDSHAKE)
         keys = [hmac.digest(secret, side + nonces, "sha256") for side in (b"listener", b"client")]
         self._mine, self._theirs = keys if is_listener else keys[::-1]
         self._sent = self._received = 0
@@ -58,9 +57,11 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
     return hmac.digest(key, b"%d " % number + text, "sha256").hex()[:_CODE].encode()
 
 
-def introduce(end: socket.socket, secret: bytes, is_listener: bool) -> Line:
+def introduce(
+    end: socket.socket, secret: bytes, is_listener: bool, patience: float = HANDSHAKE
+) -> Line:
     """Make a connection one that nobody has had before, by a number of each end."""
-    end.settimeout(HANDSHAKE)
+    end.settimeout(patience)
     mine = os.urandom(16)
     end.sendall(mine)
     theirs = end.recv(16)

@@ -39,6 +39,7 @@ _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
 # Where a wait was too long, and by which other ranks know that rank 0's was.
 _LIMIT = "(DTK_START_TIMEOUT sets the limit)"
+_SILENCE = 2.0  # seconds for one who has come to rank 0, and says nothing
 _WAITING = 1024  # connections that rank 0 has not taken yet
 
 
@@ -177,7 +178,7 @@ def _host(
                     lines[rank] = line
                 except (OSError, ValueError, KeyError, TypeError):
                     stranger = host  # a port scanner, a health check: not ours to judge
-            elif not wait.left:
+            if not (problem or wait.left) and len(addresses) < size:
                 problem = (
                     f"the world of {size} is not complete after {wait.limit:g} s: no word from "
                     f"{missing}. Did it start, and can it reach {meeting}? {_LIMIT}"
@@ -208,7 +209,7 @@ def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
 
 def _introduced(end: socket.socket) -> Line:
     """Make a connection a line, and say so, by which the client knows rank 0's secret."""
-    line = introduce(end, _secret(), is_listener=True)
+    line = introduce(end, _secret(), is_listener=True, patience=_SILENCE)
     line.send({})
     return line
 
@@ -252,7 +253,8 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | s
         try:
             target = parse_address(meeting)
             with socket.create_connection(target, timeout=max(0.1, wait.quiet)) as end:
-                line = introduce(end, _secret(), is_listener=False)
+                # Others may stand before this one, and say nothing: it keeps its place.
+                line = introduce(end, _secret(), is_listener=False, patience=wait.left + 1.0)
                 line.receive_one()
                 line.send(hello)
                 # Rank 0 knows more than we do about who is missing: give it time to say so.

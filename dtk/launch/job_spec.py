@@ -34,7 +34,7 @@ class JobSpec:
     remote_shell: str = machines.DEFAULT_REMOTE_SHELL
     stall_timeout: float = progress.DEFAULT_TIMEOUT
     grace: float = 5.0
-    save_grace: float = progress.DEFAULT_SAVE_GRACE
+    save_grace: float = 0.0
     output_dir: str | os.PathLike[str] | None = None
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every rank
     records_steps: bool = False  # whether events have what was measured of every step
@@ -134,7 +134,7 @@ class JobRun:
             # So a rank that crashes in C++ prints where in the script.
             "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
             **spec.variables,
-            SAVE_GRACE: f"{spec.save_grace:g}",
+            **({SAVE_GRACE: f"{spec.save_grace:g}"} if spec.save_grace else {}),
             recording.VARIABLE: "steps" if spec.records_steps else "summary",
         }
         if not spec.ps:

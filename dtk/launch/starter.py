@@ -123,8 +123,15 @@ class Starter:
         if reports is not None:
             self._held.enter_context(reports)
             self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
-        end = os.pidfd_open(popen.pid)
-        rank.open.append(self._reader.add(end, functools.partial(self._reap, rank, popen, end)))
+        try:
+            end = os.pidfd_open(popen.pid)
+        except (AttributeError, OSError):  # this Python or kernel has none, or it has ended already
+            over = threading.Event()
+            rank.open.append(over)
+            threading.Thread(target=self._await_end, args=(rank, popen, over), daemon=True).start()
+        else:
+            reap = functools.partial(self._reap, rank, popen, end)
+            rank.open.append(self._reader.add(end, reap))
 
     def _hear(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
         if message := report_channel.receive(reports):
@@ -145,11 +152,19 @@ class Starter:
 
     def _reap(self, rank: Rank, popen: subprocess.Popen[bytes], end: int) -> bool:
         os.close(end)
-        code = popen.wait()
+        self._note_end(rank, popen.wait())
+        return False
+
+    def _await_end(
+        self, rank: Rank, popen: subprocess.Popen[bytes], over: threading.Event
+    ) -> None:
+        self._note_end(rank, popen.wait())
+        over.set()
+
+    def _note_end(self, rank: Rank, code: int) -> None:
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
-        return False
 
     def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
         # A rank is asked to end when the thread that started it does. This one ends with the job.

@@ -430,3 +430,15 @@ def test_a_setpriv_without_the_option_is_left_out(run, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     given, out, err, _ = run(python("print('ran')", 1))
     assert (given, out.strip(), err) == (0, "[0] ran", "")
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_process_that_ends_at_once_is_noted(monkeypatch, has_pidfd):
+    """It may be over before the launcher looks, and some builds of Python have no `pidfd_open`."""
+    if not has_pidfd:
+        monkeypatch.delattr("os.pidfd_open")
+    for _ in range(5):
+        err = io.StringIO()
+        with Job(plan(["/bin/false"], 1), stdout=err, stderr=err) as job:
+            assert job.wait(20) == 1
+        assert "rank 0, host localhost failed first, with exit code 1" in err.getvalue()
