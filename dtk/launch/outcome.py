@@ -185,7 +185,8 @@ def _of_the_kill(rank: Rank) -> str:
     text, seen = _LESS if rank.was_short_of_memory else _KILLED, rank.status.seen
     if seen is not None and seen[0].memory:
         held, allowed = seen[0].memory / 1e9, seen[0].allowed / 1e9
-        text += f" It held {held:.1f} GB when last seen; all on its host may hold {allowed:.1f} GB."
+        name = rank.process.name
+        text += f" When last seen, {name} held {held:.1f} of the {allowed:.1f} GB of its host."
     return text
 
 

@@ -70,8 +70,8 @@ def test_a_rank_that_is_killed_for_want_of_memory(group, tmp_path, host):
     assert f"dtk: rank 1, host {host} failed first" in done.stderr
     said = "by SIGKILL (exit code 137), probably by the kernel's out-of-memory killer"
     assert said in done.stderr
-    assert "need less memory. It held 0." in done.stderr
-    assert "GB when last seen; all on its host may hold 0.3 GB." in done.stderr
+    assert "need less memory. When last seen, rank 1 held 0." in done.stderr
+    assert "of the 0.3 GB of its host." in done.stderr
 
 
 def test_another_kill_is_not(tmp_path):
@@ -79,7 +79,7 @@ def test_another_kill_is_not(tmp_path):
     done = dtk_run("-n", "2", "--communicator", "collective", tmp_path / "train.py")
     assert done.returncode == 137 and "probably by the kernel" not in done.stderr
     assert "dtk: SIGKILL comes from outside: mostly from the kernel, a container" in done.stderr
-    held, allowed = re.search(r"It held (\S+) GB .* may hold (\S+) GB\.", done.stderr).groups()
+    held, allowed = re.search(r"held (\S+) of the (\S+) GB of its host\.", done.stderr).groups()
     assert 0.3 <= float(held) < 0.5 < float(allowed)
 
 
