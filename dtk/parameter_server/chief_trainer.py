@@ -170,10 +170,14 @@ class ParameterServerTrainer(JobTrainer):
             for batch, spec in self._read(iterator):
                 if isinstance(batch, slicing.Slices):
                     step_function = getattr(self.model, f"{job.name}_step")
-                    if len(batch.parts) > 1:
-                        self.try_step(job.name, step_function, batch)
-                    else:  # a single part: nothing is added up
+                    if len(batch.parts) == 1:  # nothing is added up
                         self.build_by(step_function, batch)
+                    elif self.is_due(job.name):
+                        job.drain()  # steps in flight move the weights that are compared
+                        self.audit(job.name, batch)
+                    else:
+                        self.try_step(job.name, step_function, batch)
+                    self.steps[job.name] += 1
                 job.submit(Batch.of(batch, spec, self.strategy.slices))
                 done += 1
                 if done == self.model.steps_per_execution:
@@ -227,11 +231,11 @@ class ChiefTrial(step_trial.Trial):
 
     gathers = False
 
-    def take(self, batch: slicing.Slices, seed: int = 0) -> bool:
+    def take(self, batch: slicing.Slices, seed: int = 0, many: bool = False) -> bool:
         # Workers are sent no slices without rows.
         sent = [one for one in zip(batch.parts, batch.counts, strict=True) if int(one[1])]
         parts, counts = zip(*sent, strict=True)
-        return super().take(batch._replace(parts=parts, counts=counts), seed)
+        return super().take(batch._replace(parts=parts, counts=counts), seed, many)
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:
         return range(len(batch.parts))

@@ -59,6 +59,7 @@ class DistributedTrainer(ModelState):
         self.steps: collections.Counter[str] = collections.Counter()
         self.compared: dict[str, int] = {}  # the last step of which a trial was made
         self.due: dict[str, int] = {}  # the next one of which it is to be
+        self.compares_many = collections.defaultdict[str, bool](bool)  # rows: few in turns
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._untried: set[str] = set()  # steps whose function was made anew
@@ -260,6 +261,8 @@ class DistributedTrainer(ModelState):
             self.kinds[name] = verdict.kinds
             self.gathered += [m for m in verdict.gathered if m not in self.gathered]
             step = self.steps[name] + 1
+            if trial.take(first, many=True):
+                self_test.audit(trial, verdict.kinds, step)
             self.tried[name], self.compared[name], self.due[name] = trial, step, 2 * step
         if asked == "only":
             self_test.end_script()
@@ -278,7 +281,10 @@ class DistributedTrainer(ModelState):
         if not trial.is_of(batch):  # such as with weights of samples, which the step traces anew
             del self.kinds[name]
             self.try_step(name, trial.step_function, batch)
-        elif trial.take(batch, seed=step):  # else replicas have other numbers of rows
+            return
+        self.compares_many[name] ^= True
+        # else replicas have other numbers of rows
+        if trial.take(batch, step, self.compares_many[name]):
             self_test.audit(trial, self.kinds[name], step, self.compared[name])
             self.compared[name] = step
 

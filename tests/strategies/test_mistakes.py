@@ -843,6 +843,32 @@ def a_term_that_begins_later(strategy):
         assert float(model.seen) == 7.0, "the step that was compared has been applied"
 
 
+class Worst(keras.Sequential):
+    """Its loss is that of the 8 worst rows, which are all rows of a few."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            each = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 10), p)
+            loss = tf.reduce_mean(tf.math.top_k(each, tf.minimum(8, tf.size(each))).values)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+@mistake(
+    "NotDistributedError",
+    "step 1 of the train_step of model 'worst",
+    "does not add up over 2 replicas, and fewer rows did: 17 rows computed by one",
+    "The step was not applied. ",
+)
+def a_mean_of_the_worst_rows(strategy):
+    x, y = cases.rows(64)
+    model = cases.compiled(strategy, lambda: Worst(cases.small().layers), optimizer="sgd")
+    model.fit(x, y, batch_size=32, verbose=0)
+
+
 class Switched(keras.Sequential):
     """Has a term of the whole batch once a callback has made its train function anew."""
 

@@ -18,6 +18,7 @@ from dtk.callbacks import (
     Checkpoint,
     ServerReport,
 )
+from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
@@ -166,7 +167,35 @@ def _push_rarely(optimizer):
         model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
 
 
+class Late(keras.Sequential):
+    """From the sixth step on, its loss has a term of the whole batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.compute_loss(x, y, self(x, training=True)))
+            root = tf.sqrt(tf.reduce_mean(tf.square(self(x))))
+            loss += tf.cond(self.optimizer.iterations < 5, lambda: 0.0, lambda: root)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def _begin_late():
+    strategy = served_with("sync")
+    images, labels = digits()
+    with strategy.scope():
+        model = Late([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(images[:160], labels[:160], batch_size=16, verbose=0)
+
+
 MISTAKES = {
+    "late term": (
+        _begin_late,
+        *(NotDistributedError, "step 8 of the train_step of model 'late", "and step 4 did"),
+        "steps since 4 may be wrong",
+    ),
     "raises": (
         lambda: _fit_from(_raises),
         *(OSError, "no such file: rows-00001", "raised by dataset_fn, for worker 0"),

@@ -162,7 +162,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
         told = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
-            f"replicas: {trial.rows} rows computed by one, and as parts of {trial.parts} rows: "
+            f"replicas: {trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
             f"{verdict.found.wrong}. {verdict.found.cure}. Nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
@@ -190,8 +190,8 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     return verdict
 
 
-def audit(trial: Trial, kinds: dict[str, str], step: int, before: int) -> None:
-    """Compare a later step's parts with the whole, before it is applied. All ranks call it.
+def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> None:
+    """Compare a step's parts with the whole, before it is applied. All ranks call it.
 
     A term may begin late, and rows differ: what added up need not do so for ever.
 
@@ -199,7 +199,7 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int) -> None:
         trial: Of the step's rows.
         kinds: Of its terms, as they were found.
         step: Its number, from 1.
-        before: The number of the last step that was compared.
+        before: The number of the last step that was compared; 0 for this one, on fewer rows.
     """
     model, name = trial.model, trial.step_function.__name__
     agreed = trial.strategy.world.broadcast_object
@@ -212,12 +212,12 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int) -> None:
     if verdict.found.wrong:
         verdict = _judge(trial, lambda trial: _confirm(trial, kinds))
     if verdict.found.wrong:
+        since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
         told = (
             f"step {step} of the {name} of model {model.name!r} does not add up over "
-            f"{len(trial.parts)} replicas, and step {before} did: {trial.rows} rows computed by "
-            f"one, and as parts of {trial.parts} rows: {verdict.found.wrong}. "
-            f"{verdict.found.cure}. The step was not applied"
-            f"{'' if step == before + 1 else f'; steps since {before} may be wrong'}. "
+            f"{len(trial.parts)} replicas, and {f'step {before}' if before else 'fewer rows'} did: "
+            f"{trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
+            f"{verdict.found.wrong}. {verdict.found.cure}. The step was not applied{since}. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(trial.strategy.rank, told))

@@ -31,8 +31,10 @@ from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import lookups, traced_step
 from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
-# Rows of each replica; the first takes one more, so that shares differ.
+# Few rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
+# The most bytes of many rows, which each process gathers.
+_BYTES = 8 << 20
 
 # How far `Trial.moved` moves weights, relative to their size.
 _FAR = 1e-2
@@ -125,46 +127,54 @@ class Trial:
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
-        # how it is computed -> the traced step, and the variables that it assigns
+        # rows of each part -> how it is computed -> the traced step, and what it assigns
         self._concrete: dict[
-            str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
+            tuple[int, ...],
+            dict[str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]],
         ] = {}
-        self._specs: list[tf.TensorSpec] = []
+        self._specs: dict[tuple[int, ...], list[tf.TensorSpec]] = {}
+        self._counts: dict[bool, tuple[int, ...]] = {}  # rows of each part, of few and of many
         self._kinds_of_data = _kinds_of(batch)
-        self.parts: list[int] = []
+        self.parts: tuple[int, ...] = ()
         self.take(batch)
 
-    def take(self, batch: slicing.Slices, seed: int = 0) -> bool:
-        """Take some rows of a batch: the first ones, or others by a seed. All ranks call it.
+    def take(self, batch: slicing.Slices, seed: int = 0, many: bool = False) -> bool:
+        """Take rows of a batch: the first ones, or others by a seed. All ranks call it.
+
+        Few rows show best that a mean of parts is not the mean of all; of `many`, as many as a
+        replica computes of a batch, a term may show that needs so many, such as the 16 worst ones.
 
         Returns False, and keeps the rows before, if replicas have other numbers of rows than then.
         """
         parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
-        few = _some_rows(batch._replace(parts=parts), self._ranks(batch), seed)
+        replicas = max(self.strategy.num_replicas_in_sync, len(parts))  # or slices, behind servers
+        share = replicas if many else None
+        some = _some_rows(batch._replace(parts=parts), self._ranks(batch), share, seed)
         # Ragged and sparse tensors are sent as the tensors that they consist of.
         mine = [
             (int(count), [None if t is None else np.asarray(t) for t in _tensors_of(part)])
-            for part, count in zip(few.parts, few.counts, strict=True)
+            for part, count in zip(some.parts, some.counts, strict=True)
         ]
         here = sum(map(int, batch.counts))
         gathered = self.strategy.communicator.allgather_object((here, mine))
         pieces = [piece for _, of_rank in gathered for piece in of_rank]
-        counts = [count for count, _ in pieces]
-        if self.parts and self.parts != counts:
+        counts = tuple(count for count, _ in pieces)
+        if counts != self._counts.setdefault(many, counts):
             return False
         self.parts, self.rows = counts, sum(counts)
         self.batch_rows = sum(rows for rows, _ in gathered)
-        few = few._replace(rows=tf.constant(self.rows, tf.int64))
-        like = slicing.spec_of(few.parts[0])
+        some = some._replace(rows=tf.constant(self.rows, tf.int64))
+        like = slicing.spec_of(some.parts[0])
         whole = tf.nest.map_structure(
             _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
         )
-        self._given = whole, few
+        self._given = whole, some
         self._tensors = [t for t in _tensors_of(self._given) if t is not None]
-        specs = [_spec_of(*both) for both in itertools.zip_longest(self._tensors, self._specs)]
-        if specs != self._specs:  # such as longer texts
-            self._specs = specs
-            self._concrete.clear()
+        before = self._specs.get(counts, ())
+        specs = [_spec_of(*both) for both in itertools.zip_longest(self._tensors, before)]
+        if specs != before:  # such as longer texts
+            self._specs[counts] = specs
+            self._concrete[counts] = {}
         return True
 
     def is_of(self, batch: slicing.Slices) -> bool:
@@ -206,8 +216,43 @@ class Trial:
 
     def _compute(self, way: str, trace: Trace) -> Outcome:
         """Compute a step one way, then restore every variable that it changed."""
-        assigned: list[keras.Variable] = []
         made = Snapshot([])
+        if self.model.run_eagerly:
+            before = Snapshot(changed_by_training(self.model))
+            self._move_weights()
+            with self._tracing(made):
+                found = trace([], *self._given)
+        else:
+            way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
+            known = self._concrete[self.parts]
+            if way not in known:
+                assigned: list[keras.Variable] = []
+
+                def step(*tensors: tf.Tensor) -> Found:
+                    whole, few = self._with_tensors(tensors)
+                    return trace(assigned, whole, few)
+
+                specs = self._specs[self.parts]
+                function = tf.function(step, autograph=False, input_signature=specs)
+                with self._tracing(made):
+                    known[way] = function.get_concrete_function(), assigned
+            concrete, assigned = known[way]
+            moved = self.model.trainable_variables if self._moves else []
+            before = Snapshot([*self._changed_by(assigned, concrete), *moved])
+            self._move_weights()
+            found = concrete(*self._tensors)
+        before.restore()
+        made.restore()
+        arrays = keras.tree.map_structure(np.asarray, found)
+        if "calls" in arrays:
+            self.counted = self._calls.arrays(arrays.pop("calls"))
+            times = self.batch_rows / self.rows
+            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes", {}).items()}
+        return Outcome(**arrays)
+
+    @contextlib.contextmanager
+    def _tracing(self, made: Snapshot) -> Iterator[None]:
+        """Return a context in which a step is traced, or run eagerly, as it is to be tried."""
         with (
             keras_variables.created_at_once(made.keep),
             self._global_numbers(),
@@ -218,34 +263,8 @@ class Trial:
             random_draws.by_row(self.layouts, self.of_python) as drawn,
             keras_steps.all_synchronized(self.model),
         ):
-            if self.model.run_eagerly:
-                before = Snapshot(changed_by_training(self.model))
-                self._move_weights()
-                found = trace(assigned, *self._given)
-            else:
-                way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
-                if way not in self._concrete:
-
-                    def step(*tensors: tf.Tensor) -> Found:
-                        whole, few = self._with_tensors(tensors)
-                        return trace(assigned, whole, few)
-
-                    function = tf.function(step, autograph=False, input_signature=self._specs)
-                    self._concrete[way] = function.get_concrete_function(), assigned
-                concrete, assigned = self._concrete[way]
-                moved = self.model.trainable_variables if self._moves else []
-                before = Snapshot([*self._changed_by(assigned, concrete), *moved])
-                self._move_weights()
-                found = concrete(*self._tensors)
-        before.restore()
-        made.restore()
-        self.draws = [*dict.fromkeys(drawn)] or self.draws  # no draws if it was traced before
-        arrays = keras.tree.map_structure(np.asarray, found)
-        if "calls" in arrays:
-            self.counted = self._calls.arrays(arrays.pop("calls"))
-            times = self.batch_rows / self.rows
-            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes", {}).items()}
-        return Outcome(**arrays)
+            yield
+        self.draws = [*dict.fromkeys(drawn)] or self.draws
 
     def _move_weights(self) -> None:
         weights = [keras_variables.stored(v) for v in self.model.trainable_variables]
@@ -469,14 +488,19 @@ def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
 # The rows.
 
 
-def _some_rows(batch: slicing.Slices, ranks: Sequence[int], seed: int) -> slicing.Slices:
-    """Take some rows of each of this process's slices; a padding row stays one."""
+def _some_rows(
+    batch: slicing.Slices, ranks: Sequence[int], share: int | None, seed: int
+) -> slicing.Slices:
+    """Take few rows, or a share, of each of this process's slices; a padding row stays one."""
     parts, counts = [], []
-    for rank, part, count in zip(ranks, batch.parts, batch.counts, strict=True):
-        rows = min(int(count), _ROWS + (rank == 0))
-        first = int(np.random.default_rng((seed, rank)).integers(int(count) - rows + 1)) * (
-            seed > 0
-        )
+    for rank, part, count in zip(ranks, batch.parts, map(int, batch.counts), strict=True):
+        rows = _ROWS
+        if share is not None:
+            tensors = [t for t in _tensors_of(part) if t is not None]
+            size = sum(t.dtype.size * (t.shape.num_elements() or 0) for t in tensors)
+            rows = max(_ROWS, min(count, _BYTES * count // max(size, 1)) // share)
+        rows = min(count, rows + (rank == 0))
+        first = int(np.random.default_rng((seed, rank)).integers(count - rows + 1)) * (seed > 0)
         parts.append(slicing.rows_of(part, first, first + max(rows, 1)))
         counts.append(tf.constant(rows, tf.int64))
     return batch._replace(parts=tuple(parts), counts=tuple(counts))
