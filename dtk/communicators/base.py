@@ -78,7 +78,7 @@ def _beside_its_messages(method: Callable[_Given, Value]) -> Callable[_Given, Va
         if not tf.executing_eagerly():
             given = tf.nest.flatten([args[1:], kwargs])
             dtypes = [tf.as_dtype(one.dtype) for one in given if hasattr(one, "dtype")]
-            if own.cards is None or any(map(placement.is_on_card, dtypes)):
+            if own.gpu_transport is None or any(map(placement.is_on_card, dtypes)):
                 return method(*args, **kwargs)
         with tf.device(own.device):
             return method(*args, **kwargs)
@@ -120,8 +120,8 @@ class Communicator(abc.ABC):
 
     name: str = "abstract"
     # The same ranks, from GPU to GPU; None where everything goes through the host.
-    cards: Communicator | None = None
-    # The communicator of which this one is the `cards`.
+    gpu_transport: Communicator | None = None
+    # The communicator of which this one is the `gpu_transport`.
     host: Communicator | None = None
     alike: bool = False
     environment: Environment | None = None
@@ -213,7 +213,7 @@ class Communicator(abc.ABC):
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        cards = 0 if self.cards is None else self.cards.bytes_sent
+        cards = 0 if self.gpu_transport is None else self.gpu_transport.bytes_sent
         return cards + sum(sequencer.bytes for sequencer in self._sequencers.values())
 
     @property
@@ -223,18 +223,20 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        cards = 0.0 if self.cards is None else self.cards.seconds_communicating
+        cards = 0.0 if self.gpu_transport is None else self.gpu_transport.seconds_communicating
         return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
 
     @property
     def eager_seconds_communicating(self) -> float:
         """The part of `seconds_communicating` that was spent outside of graphs."""
-        cards = 0.0 if self.cards is None else self.cards.eager_seconds_communicating
+        cards = (
+            0.0 if self.gpu_transport is None else self.gpu_transport.eager_seconds_communicating
+        )
         return cards + (self._sequencers[""].eager_seconds if "" in self._sequencers else 0.0)
 
     def spans(self) -> list[Span]:
         """Return when each message of a graph was last sent, where `dtk run` asked for steps."""
-        cards = [] if self.cards is None else self.cards.spans()
+        cards = [] if self.gpu_transport is None else self.gpu_transport.spans()
         return cards + [span for order in self._sequencers.values() for span in order.spans()]
 
     @functools.cached_property
@@ -314,15 +316,15 @@ class Communicator(abc.ABC):
     ) -> list[tf.Tensor] | None:
         """Send what goes from GPU to GPU, then the others; None if all go through the host."""
         on_card = [i for i, one in enumerate(tensors) if placement.is_on_card(one.dtype)]
-        if not on_card or self.cards is None:
+        if not on_card or self.gpu_transport is None:
             return None
         others = [i for i in range(len(tensors)) if i not in on_card]
-        received = [*send(self.cards, on_card), *send(self, others)]
+        received = [*send(self.gpu_transport, on_card), *send(self, others)]
         by_place = dict(zip([*on_card, *others], received, strict=True))
         return [by_place[i] for i in range(len(tensors))]
 
     def _card_for(self, dtype: tf.DType) -> Communicator | None:
-        return self.cards if placement.is_on_card(dtype) else None
+        return self.gpu_transport if placement.is_on_card(dtype) else None
 
     def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
@@ -860,7 +862,11 @@ class Communicator(abc.ABC):
             name: The same on every rank; nested names are joined.
         """
         joined = f"{self._sequence}/{name}" if self._sequence else name
-        of_cards = contextlib.nullcontext() if self.cards is None else self.cards.sequence(name)
+        of_cards = (
+            contextlib.nullcontext()
+            if self.gpu_transport is None
+            else self.gpu_transport.sequence(name)
+        )
         with temporarily(self, _sequence=joined), of_cards:
             yield
 
@@ -917,8 +923,8 @@ class Communicator(abc.ABC):
         number = tf.constant(self._last_number, tf.int64)
         self._met = 0
         self._last_number = int(self.allreduce(number, "max"))
-        if self.cards is not None:
-            self.cards.resynchronize()
+        if self.gpu_transport is not None:
+            self.gpu_transport.resynchronize()
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -985,8 +991,8 @@ class Communicator(abc.ABC):
             costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
-        if self.cards is not None:
-            self.cards.learn(alike, costs)
+        if self.gpu_transport is not None:
+            self.gpu_transport.learn(alike, costs)
 
     def link(self, device: str) -> None:  # noqa: B027
         """Send floats of 16 and 32 bits from GPU to GPU from now on, if the backend can.

@@ -359,18 +359,18 @@ class CollectiveCommunicator(Communicator):
         members = [self._members[rank] for rank in ranks]
         key = _hash(f"{self._group_key}/split/{self._splits}/{members}")
         group = CollectiveCommunicator(ranks.index(self.rank), hosts, members, key, self._runtime)
-        if self.cards is not None:
-            group.link(self.cards.device)
+        if self.gpu_transport is not None:
+            group.link(self.gpu_transport.device)
         return group
 
     def link(self, device: str) -> None:
         """See `Communicator.link`."""
-        if self.cards is None:
+        if self.gpu_transport is None:
             key = _hash(f"{self._group_key}/cards")
-            self.cards = CollectiveCommunicator(
+            self.gpu_transport = CollectiveCommunicator(
                 self.rank, self.hosts, self._members, key, self._runtime, device
             )
-            self.cards.host = self
+            self.gpu_transport.host = self
 
 
 def _elements(flat: tf.Tensor) -> int | tf.Tensor:

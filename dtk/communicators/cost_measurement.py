@@ -84,7 +84,7 @@ def _file(communicator: Communicator, processors: list[str]) -> Path | None:
         if name.startswith(_SETTINGS) and not name.endswith(_PLACES)
     }
     where = (socket.gethostname(), communicator.hosts, processors)
-    way = [communicator.name, "gpu" if communicator.cards else "host"]
+    way = [communicator.name, "gpu" if communicator.gpu_transport else "host"]
     facts = [*way, where, __version__, tf.__version__, sorted(settings.items())]
     name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     with contextlib.suppress(RuntimeError):
@@ -123,7 +123,7 @@ def measure(communicator: Communicator, device: str) -> Costs:
 
 
 def _allreduces(communicator: Communicator, size: int) -> Callable[[], object]:
-    with tf.device((communicator.cards or communicator).device):
+    with tf.device((communicator.gpu_transport or communicator).device):
         values = tf.zeros(size // 4)
 
     @tf.function(autograph=False, jit_compile=False)

@@ -248,18 +248,18 @@ class HorovodCommunicator(Communicator):
         members = [self._members[rank] for rank in ranks]
         prefix = f"{self._prefix}{self._splits}_"
         part = HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
-        if self.cards is not None:
-            part.link(self.cards.device)
+        if self.gpu_transport is not None:
+            part.link(self.gpu_transport.device)
         return part
 
     def link(self, device: str) -> None:
         """See `Communicator.link`: if Horovod was built with NCCL."""
-        if self.cards is None and hvd.nccl_built():
+        if self.gpu_transport is None and hvd.nccl_built():
             prefix = f"{self._prefix}cards_"
-            self.cards = HorovodCommunicator(
+            self.gpu_transport = HorovodCommunicator(
                 self.rank, self.hosts, self._members, self._sets, prefix, device
             )
-            self.cards.host = self
+            self.gpu_transport.host = self
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():

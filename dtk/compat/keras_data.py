@@ -294,7 +294,7 @@ class Feed:
         `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
         given, adapter = iterator._distributed_dataset, iterator.data_adapter
-        if tf_replicas.is_whole():  # this rank reads all of it, without the others
+        if tf_replicas.computes_as_one_replica():  # this rank reads all of it, without the others
             given = iterator._distributed_dataset = tf_datasets.read_alone(given)
         elif isinstance(given, EpochDataset):
             given = given.given
@@ -530,7 +530,7 @@ class Feed:
             del steps
             self._find_position(0, position)
             # Keras asks for the epoch's logs after the last step.
-            keras_models.answer_once(self.model, logs)
+            keras_models.set_next_epoch_logs(self.model, logs)
             yield from ()
 
         self._resuming = none_left

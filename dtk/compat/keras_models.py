@@ -6,7 +6,8 @@ for good         keras.Model.fit and its like               patch_calls
 inside a scope   keras.Model.compile                        patch_compile
 of one model     _maybe_symbolic_build, compute_loss,
                  make_train_function and its like           patch_model
-                 _get_metrics_result_or_logs, once          answer_once, answer_without_steps
+                 _get_metrics_result_or_logs, once          set_next_epoch_logs,
+                                                            answer_without_steps
 """
 
 from __future__ import annotations
@@ -437,7 +438,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def answer_once(model: keras.Model, logs: Logs) -> None:
+def set_next_epoch_logs(model: keras.Model, logs: Logs) -> None:
     """Make `fit` use these logs for the next epoch that ends."""
 
     def logs_of_then(latest: Logs | None) -> Logs:

@@ -39,7 +39,7 @@ def path_of(variable: keras.Variable | tf.Variable) -> str:
     return getattr(variable, "path", None) or variable.name.removesuffix(":0")
 
 
-def is_alone(variable: keras.Variable) -> bool:
+def made_outside_scope(variable: keras.Variable) -> bool:
     """Return whether a variable that is summed when read was created outside a scope."""
     return (
         variable.synchronization == "on_read"

@@ -109,7 +109,7 @@ class _Collective(tf.distribute.StrategyExtended):
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
     ) -> Tree:
         del options
-        if tf_replicas.is_whole():
+        if tf_replicas.computes_as_one_replica():
             return value
         communicator = self.replica_communicator()
         flat = tf.nest.flatten(tf_replicas.if_present(value))
@@ -123,7 +123,7 @@ class _Collective(tf.distribute.StrategyExtended):
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Reduce tensors over the replicas, in a replica context."""
-        if tf_replicas.is_whole():
+        if tf_replicas.computes_as_one_replica():
             return values
         return self.replica_communicator().allreduce(values, op)
 
@@ -154,7 +154,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return 1 if tf_replicas.is_whole() else self._communicator.size
+        return 1 if tf_replicas.computes_as_one_replica() else self._communicator.size
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
@@ -249,9 +249,9 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         return temporarily(self, _reads_are_local=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def undistributed(self) -> Iterator[None]:
         """Return a context in which this rank computes and reads without the others."""
-        with self.local_reads(), tf_replicas.alone():
+        with self.local_reads(), tf_replicas.as_only_replica():
             yield
 
     # Data.
@@ -373,7 +373,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return 1 if tf_replicas.is_whole() else super()._num_replicas_in_sync
+        return 1 if tf_replicas.computes_as_one_replica() else super()._num_replicas_in_sync
 
     def _call_for_each_replica(
         self, fn: Function[Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
@@ -390,7 +390,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Tree, options: object = None
     ) -> Tree:
-        if tf.executing_eagerly() and not tf_replicas.is_whole():
+        if tf.executing_eagerly() and not tf_replicas.computes_as_one_replica():
             return self._merge(reduce_op, tf_replicas.if_present(value))
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
@@ -401,7 +401,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        if tf_replicas.is_whole() or not tf.executing_eagerly():
+        if tf_replicas.computes_as_one_replica() or not tf.executing_eagerly():
             return super().reduce_over_replicas(values, op)
         if op == "sum":
             return self._merge(tf.distribute.ReduceOp.SUM, values)

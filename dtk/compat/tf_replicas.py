@@ -116,16 +116,16 @@ def _times(value: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
 @contextlib.contextmanager
 def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Return a context in which one replica computes a step and nothing is reduced."""
-    with alone(), tf.device(placement.computing(strategy)), in_replica(strategy):
+    with as_only_replica(), tf.device(placement.computing(strategy)), in_replica(strategy):
         yield
 
 
-def alone() -> AbstractContextManager[None]:
+def as_only_replica() -> AbstractContextManager[None]:
     """Return a context in which this process is the only replica, outside of a step, too."""
     return temporarily(_running, whole=True)
 
 
-def is_whole() -> bool:
+def computes_as_one_replica() -> bool:
     """Return whether this thread computes a step as if there were one replica."""
     return _running.whole
 

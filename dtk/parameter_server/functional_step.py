@@ -75,7 +75,7 @@ def trace_functional_step(
         traced_step.tracing(step),
         # Inside `tracing`, which looks for loss terms in the sources that this replaces.
         _tapes_watching(state, tables, recorded),
-        traced_step.in_shares(),
+        traced_step.weighing_by_rows(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         _looked_up_in_place(tables, model, recorded),
         scope,

@@ -147,12 +147,12 @@ def link(communicator: Communicator, device: str) -> str:
     shared = _shared([name for _, name in everyone], communicator)
     if not without:
         communicator.link(placement.reducing(device))
-    if communicator.cards is not None and shared:
+    if communicator.gpu_transport is not None and shared:
         raise ValueError(at_rank(communicator.rank, f"{shared}. NCCL takes one rank for each GPU"))
     told = ""
     if without:
         told = f"rank {without[0]} has no GPU, so gradients of all ranks go through host memory"
-    elif communicator.cards is None:
+    elif communicator.gpu_transport is None:
         told = shared or (
             f"{communicator.name} sends gradients through host memory here. From GPU to GPU: start "
             "with `dtk run --communicator collective`, or build Horovod with NCCL "

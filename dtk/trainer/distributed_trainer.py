@@ -42,7 +42,7 @@ from dtk.trainer.replica import (
     step_trial,
 )
 from dtk.trainer.step_recorder import StepRecorder
-from dtk.trainer.strategy import Loop, StepFunction, Strategy, surround, tell
+from dtk.trainer.strategy import Loop, StepFunction, Strategy, set_trace_context, tell
 
 
 class DistributedTrainer(ModelState):
@@ -59,7 +59,7 @@ class DistributedTrainer(ModelState):
         self.steps: collections.Counter[str] = collections.Counter()
         self.compared: dict[str, int] = {}  # the last step of which a trial was made
         self.due: dict[str, int] = {}  # the next one of which it is to be
-        self.compares_many = collections.defaultdict[str, bool](bool)  # rows: few in turns
+        self.audits: collections.Counter[str] = collections.Counter()
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._untried: set[str] = set()  # steps whose function was made anew
@@ -74,6 +74,7 @@ class DistributedTrainer(ModelState):
         self.gathered.clear()
         self.tried.clear()
         self.due.clear()
+        self.audits.clear()
         self.steps.clear()
         self.calls.clear()
 
@@ -82,7 +83,7 @@ class DistributedTrainer(ModelState):
         """Whether dtk replaces the model's step functions; a single replica runs plain Keras."""
         return self.strategy.num_replicas_in_sync > 1 or self.strategy.world.size > 1
 
-    def is_alone(self, name: str) -> bool:
+    def is_local_call(self, name: str) -> bool:
         """Return whether a call computes this rank's data without the other ranks."""
         del name
         return False
@@ -107,7 +108,7 @@ class DistributedTrainer(ModelState):
     ) -> None:
         """Give Keras's epoch iterator cut batches, and build the model from their shapes."""
         if iterator is not None:
-            self._unread = self._unread or not tf_replicas.is_whole()
+            self._unread = self._unread or not tf_replicas.computes_as_one_replica()
             data_batch = self.feed.take(iterator, self.callbacks)
         model, strategy = self.model, self.strategy
         if not keras_models.is_built(model) and _has_shapes(data_batch):
@@ -121,7 +122,7 @@ class DistributedTrainer(ModelState):
 
     def prepare_step(self) -> None:
         """Prepare the model, as built by now, for steps over all replicas."""
-        compiled_step.settle_built(self.model, self.strategy)
+        compiled_step.recheck_jit(self.model, self.strategy)
         self.bind_optimizers()
         self._take_metrics()
 
@@ -129,7 +130,7 @@ class DistributedTrainer(ModelState):
         """Sum the state of metrics over replicas when it is read."""
         # Metrics that were created outside the scope hold the state of one replica only.
         metrics = step_metrics.metric_variables(self.model)
-        read = [v for v in metrics if keras_variables.is_alone(v)]
+        read = [v for v in metrics if keras_variables.made_outside_scope(v)]
         if read:
             self.strategy.take_metric_state(read)
 
@@ -184,7 +185,7 @@ class DistributedTrainer(ModelState):
 
         # Keras is patched where replicas trace the step, whenever that is: patches for each step
         # took a fifth of a small model's.
-        surround(step, lambda: replica_step.patched(model, self.gathered))
+        set_trace_context(step, lambda: replica_step.patched(model, self.gathered))
         function = keras_models.make_function(model, step)
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:
@@ -282,9 +283,10 @@ class DistributedTrainer(ModelState):
             del self.kinds[name]
             self.try_step(name, trial.step_function, batch)
             return
-        self.compares_many[name] ^= True
-        # else replicas have other numbers of rows
-        if trial.take(batch, step, self.compares_many[name]):
+        self.audits[name] += 1
+        # Many rows cost a step and a half: so they are compared at steps 4, 32, ... only.
+        many = self.audits[name] % 3 == 2
+        if trial.take(batch, step, many):  # else replicas have other numbers of rows
             self_test.audit(trial, self.kinds[name], step, self.compared[name])
             self.compared[name] = step
 

@@ -61,8 +61,8 @@ def call(
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
     trainer.strategy.world.keep_to_thread()
-    if trainer.is_alone(name):
-        with trainer.strategy.extended.alone():
+    if trainer.is_local_call(name):
+        with trainer.strategy.extended.undistributed():
             return method(*args, **kwargs)
     if name not in ("fit", "evaluate", "predict"):
         if name == "predict_on_batch" and trainer.takes_over:

@@ -51,7 +51,7 @@ _LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).pare
 class _Thread(threading.local):
     """This thread: models that other threads train are not affected."""
 
-    is_alone = False  # inside `undistributed()`
+    is_undistributed = False  # inside `undistributed()`
 
 
 _thread = _Thread()
@@ -74,13 +74,13 @@ def undistributed() -> Iterator[None]:
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
     undistributed_jobs.made_strategy()  # the script trains alone on purpose
-    with temporarily(_thread, is_alone=True):
+    with temporarily(_thread, is_undistributed=True):
         yield
 
 
-def is_alone() -> bool:
+def is_undistributed() -> bool:
     """Return whether this thread is inside `undistributed()`."""
-    return _thread.is_alone
+    return _thread.is_undistributed
 
 
 class _Guard:
@@ -97,7 +97,7 @@ class _Guard:
             return fit.call(trainer, name, method, args, kwargs)
         strategy = self.strategy
         trains = name in ("fit", "train_on_batch")
-        if not trains or is_alone() or strategy.processes == 1:
+        if not trains or is_undistributed() or strategy.processes == 1:
             return method(*args, **kwargs)
         told = (
             f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
@@ -115,7 +115,7 @@ def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None
     compiled_enough = model.compiled or name.startswith("predict")
     if not hasattr(strategy, "make_trainer") or not compiled_enough:
         return None
-    if owner is None and is_alone():
+    if owner is None and is_undistributed():
         return None
     asked = model.jit_compile if model.compiled else "auto"
     settled = model_scope.check_and_own(model, asked, strategy)
@@ -159,10 +159,10 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     if strategy is None:
         return None
     if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
-        bond = keras_optimizers.note_of(optimizer, shared_optimizer.Bond)
-        return _bound_now(optimizer, current) if bond is None else None
+        record = keras_optimizers.note_of(optimizer, shared_optimizer.OptimizerRecord)
+        return _bound_now(optimizer, current) if record is None else None
     owner = keras_optimizers.optimizer_owner(optimizer)
-    alone = is_alone() or strategy.loop_sums
+    alone = is_undistributed() or strategy.loop_sums
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
             optimizer,

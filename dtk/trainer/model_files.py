@@ -107,14 +107,14 @@ def _check_whole(model: keras.Model) -> None:
 
 def _tell_of_window(model: keras.Model, how: str) -> None:
     """Print once that a file has one rank's part of an accumulation window."""
-    for bond, variables in () if how.startswith("export") else shared_optimizer.windows_of(model):
-        several = bond.strategy.num_replicas_in_sync > 1
-        if not several or not bond.divided or bond.told:
+    for record, variables in () if how.startswith("export") else shared_optimizer.windows_of(model):
+        several = record.strategy.num_replicas_in_sync > 1
+        if not several or not record.divided or record.told:
             continue
         if any(np.any(keras.ops.convert_to_numpy(v)) for v in variables):
-            bond.told = True
+            record.told = True
             tell(
-                bond.strategy,
+                record.strategy,
                 f"model {model.name!r} is saved in the middle of an accumulation window, and the "
                 "file holds only one rank's part of it: save at the end of an epoch, or use "
                 "dtk.callbacks.Checkpoint",

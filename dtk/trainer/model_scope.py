@@ -84,13 +84,13 @@ def _prepared(trainer: DistributedTrainer, make: Callable[[bool], Loop]) -> Call
 
 @contextlib.contextmanager
 def distributing(strategy: Strategy) -> Iterator[None]:
-    """Return a context in which `compile` makes trainers; see `whole_outside` for its losses."""
+    """Return a context in which `compile` makes trainers; see `losses_unscaled` for its losses."""
     with (
         keras_models.patch_compile(
             lambda model, jit_compile: check_and_own(model, jit_compile, strategy),
             lambda model: distribute(model, strategy),
         ),
-        traced_step.whole_outside(),
+        traced_step.losses_unscaled(),
     ):
         yield
 

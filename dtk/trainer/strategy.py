@@ -33,21 +33,21 @@ def tell(strategy: tf.distribute.Strategy, text: str) -> None:
 
 
 # Where a function has the context that `Strategy.run` enters around all replicas.
-_SURROUNDINGS = "_dtk_surroundings"
+_TRACE_CONTEXT = "_dtk_trace_context"
 
 
-def surround(
+def set_trace_context(
     fn: Function[_Made], context: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
     """Enter a context around all replicas of a function: where it is traced, or each time."""
-    setattr(fn, _SURROUNDINGS, context)
+    setattr(fn, _TRACE_CONTEXT, context)
 
 
-def surroundings(
+def trace_context(
     fn: Function[_Made], otherwise: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context that `surround` has put around a function, or another one."""
-    context: contextlib.AbstractContextManager[None] = getattr(fn, _SURROUNDINGS, otherwise)()
+    """Return the context that `set_trace_context` has put around a function, or another one."""
+    context: contextlib.AbstractContextManager[None] = getattr(fn, _TRACE_CONTEXT, otherwise)()
     return context
 
 

@@ -200,7 +200,7 @@ class Linked(Two):
 
     def link(self, device):
         """Link them."""
-        self.cards = NullCommunicator(0, 2)
+        self.gpu_transport = NullCommunicator(0, 2)
 
 
 def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
@@ -231,7 +231,7 @@ def test_gradients_that_go_through_the_host_are_told_with_the_way_around():
     world = Linked((True, None), (False, None))
     with pytest.warns(RuntimeWarning, match="rank 1 has no GPU, so gradients of all ranks go thr"):
         devices.link(world, "/gpu:0")
-    assert world.cards is None
+    assert world.gpu_transport is None
 
 
 def test_replicas_of_one_process_sum_where_placement_says(monkeypatch):

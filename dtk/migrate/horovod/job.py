@@ -54,7 +54,7 @@ class RankTrainer(DistributedTrainer):
 
     same_data = False
 
-    def is_alone(self, name: str) -> bool:
+    def is_local_call(self, name: str) -> bool:
         """Return whether a call is for this rank only; refuse training that Horovod would not sum.
 
         Horovod's ranks may evaluate and predict when they like, or one of them alone.

@@ -54,14 +54,14 @@ def _each(value: object) -> Collection[object]:
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     """Return the gradient exchanges of a model's optimizers."""
-    bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
-    return [b.exchange for b in bonds if b is not None and b.exchange is not None]
+    records = [keras_optimizers.note_of(o, OptimizerRecord) for o in optimizers_of(model)]
+    return [b.exchange for b in records if b is not None and b.exchange is not None]
 
 
 def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
     """Return what divides a model's optimizers over ranks."""
-    bonds = [keras_optimizers.note_of(o, Bond) for o in optimizers_of(model)]
-    return [b.sharded for b in bonds if b is not None and b.sharded is not None]
+    records = [keras_optimizers.note_of(o, OptimizerRecord) for o in optimizers_of(model)]
+    return [b.sharded for b in records if b is not None and b.sharded is not None]
 
 
 def updated(model: keras.Model, update: Callable[[], Tree]) -> Tree:
@@ -76,15 +76,15 @@ def blocks_of(model: keras.Model) -> list[LocalOp]:
     return [block for exchange in gradient_exchanges_of(model) for block in exchange.blocks]
 
 
-def windows_of(model: keras.Model) -> list[tuple[Bond, list[keras.Variable]]]:
-    """Return the bonds of optimizers that accumulate gradients, and the variables they do so in."""
+def windows_of(model: keras.Model) -> list[tuple[OptimizerRecord, list[keras.Variable]]]:
+    """Return the records of accumulating optimizers, and the variables they accumulate in."""
     found = []
     for optimizer in optimizers_of(model):
-        bond = keras_optimizers.note_of(optimizer, Bond)
+        record = keras_optimizers.note_of(optimizer, OptimizerRecord)
         # A sharded optimizer accumulates sums over all ranks.
         variables = [v for v in accumulators_of(optimizer) if flat_shard_of(v) is None]
-        if bond is not None and variables:
-            found.append((bond, variables))
+        if record is not None and variables:
+            found.append((record, variables))
     return found
 
 
@@ -116,7 +116,7 @@ def weighed_in_scale(loss: tf.Tensor) -> tf.Tensor:
 
 
 @dataclasses.dataclass
-class Bond:
+class OptimizerRecord:
     """The record of an optimizer that a strategy has taken over."""
 
     strategy: Strategy
@@ -139,23 +139,23 @@ class Bond:
         return self.exchange is not None and not bool(self.exchange.is_between_windows())
 
 
-def own(optimizer: keras.Optimizer, strategy: Strategy) -> Bond:
+def take_over_optimizer(optimizer: keras.Optimizer, strategy: Strategy) -> OptimizerRecord:
     """Take over an optimizer and those inside it, so that none reduces gradients by itself."""
     for member in keras_optimizers.members(optimizer):
-        bond = keras_optimizers.note_of(member, Bond)
-        if bond is None or bond.strategy is not strategy:
+        record = keras_optimizers.note_of(member, OptimizerRecord)
+        if record is None or record.strategy is not strategy:
             _check_owner(member, strategy)
             check_exchange(member, strategy)
             keras_optimizers.own_optimizer(member, strategy)
             take_parts(member, strategy)
             if strategy.supports_jit:  # servers run Keras's own updates
                 fused_kernels.fuse_updates(member, strategy.num_replicas_in_sync)
-            keras_optimizers.set_note(member, Bond(strategy))
-    return _bond_of(optimizer)
+            keras_optimizers.set_note(member, OptimizerRecord(strategy))
+    return _record_of(optimizer)
 
 
-def _bond_of(optimizer: keras.Optimizer) -> Bond:
-    return cast(Bond, keras_optimizers.note_of(optimizer, Bond))
+def _record_of(optimizer: keras.Optimizer) -> OptimizerRecord:
+    return cast(OptimizerRecord, keras_optimizers.note_of(optimizer, OptimizerRecord))
 
 
 def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
@@ -184,7 +184,7 @@ def build_outside_step(
     def build() -> None:
         with strategy.scope():
             optimizer.build(list(variables))
-        own(optimizer, strategy)
+        take_over_optimizer(optimizer, strategy)
 
     outside_graph(build)
     # The step has scaled its loss already: by a constant. What is cut is refused for that instead.
@@ -204,8 +204,8 @@ def note_applies(
     optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], Variables]
 ) -> None:
     """Make an optimizer note a traced step's gradients, and see partitioned variables as parts."""
-    bond = own(optimizer, strategy)
-    if bond.apply is not None:
+    record = take_over_optimizer(optimizer, strategy)
+    if record.apply is not None:
         return
     keras_optimizers.patch_scale_loss(optimizer, weighed_in_scale)
     built_for: list[keras.Variable] = []
@@ -227,20 +227,22 @@ def note_applies(
 
     def built(variables: Variables) -> None:
         built_for[:] = variables
-        own(optimizer, strategy)  # a MultiOptimizer may make members while it is built
+        take_over_optimizer(
+            optimizer, strategy
+        )  # a MultiOptimizer may make members while it is built
         _save_wholes(optimizer)
 
     _save_wholes(optimizer)
-    bond.apply = keras_optimizers.patch_apply(optimizer, note)
+    record.apply = keras_optimizers.patch_apply(optimizer, note)
     keras_optimizers.patch_build(optimizer, expanded, built)
 
 
 def _save_wholes(optimizer: keras.Optimizer) -> None:
     """Make an optimizer save whole slots, and cut what it loads: files do not tell of parts."""
     for member in keras_optimizers.members(optimizer):
-        bond = _bond_of(member)
-        if not bond.saves_wholes:
-            bond.saves_wholes = True
+        record = _record_of(member)
+        if not record.saves_wholes:
+            record.saves_wholes = True
             save, load = (functools.partial(f, member) for f in (_save_whole, _load_whole))
             keras_optimizers.patch_state(member, save, load)
 
@@ -286,7 +288,7 @@ def apply_now(
     optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
 ) -> None:
     """Apply gradients by the optimizer's own `apply`, without noting them."""
-    apply = _bond_of(optimizer).apply
+    apply = _record_of(optimizer).apply
     assert apply is not None
     apply(gradients, variables)
 

@@ -53,14 +53,16 @@ def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> 
     return asked and not why
 
 
-def settle_built(model: keras.Model, strategy: Strategy) -> None:
+def recheck_jit(model: keras.Model, strategy: Strategy) -> None:
     """Decide again once a model is built: it may have new layers or another `jit_compile`."""
     why = model.jit_compile and _why_not(model, strategy)
     if why:
-        leave(model, strategy, why, why)
+        fall_back_to_graph(model, strategy, why, why)
 
 
-def leave(model: keras.Model, strategy: Strategy, why: str, refused: str | None = None) -> None:
+def fall_back_to_graph(
+    model: keras.Model, strategy: Strategy, why: str, refused: str | None = None
+) -> None:
     """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
     of_step = f"XLA cannot compile model {model.name!r} under several replicas: {why}; leave "
     _say_or_refuse(model, strategy, why, refused or of_step + "jit_compile out")
@@ -250,7 +252,7 @@ class CompiledStep:
             outside = next(remaining)
             found = self._inside.results.get(value.ref())
             if found is None:
-                logged.append(self._step.terms.known(outside))
+                logged.append(self._step.terms.mark_mean(outside))
                 continue
             metric, path = found
             if id(metric) not in results:

@@ -122,7 +122,7 @@ def doubts_of(
 ) -> list[Doubt]:
     """Return the metrics whose counts do not add up, or perhaps do not."""
     found = []
-    with traced_step.in_shares():
+    with traced_step.weighing_by_rows():
         for call in calls:
             known = [kind for term, kind in kinds.items() if repr(call.metric.name) in term]
             if RATIO not in known and all(_is_of_rows(leaf, rows) for leaf in _leaves(call)):

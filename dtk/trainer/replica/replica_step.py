@@ -44,7 +44,7 @@ from dtk.trainer.tracing import lookups, traced_step
 def patched(model: keras.Model, gathered: Sequence[keras.Metric]) -> Iterator[None]:
     """Return the context in which replicas trace `run_step`, or run it eagerly."""
     with (
-        traced_step.in_shares(),
+        traced_step.weighing_by_rows(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
         whole_batch.losses_of_all_rows(),
@@ -85,7 +85,7 @@ def run_step(
             check_reduced(step, strategy)
             if step_metrics.average_after_block(step):
                 return logs
-            step_metrics.tell_of_others(step, strategy)
+            step_metrics.warn_unsynchronized_norms(step, strategy)
         world.average()
         return step_metrics.of_all_replicas(step, logs)
 
@@ -141,7 +141,7 @@ def _compute(
     try:
         run = compiled.trace(data)
     except UncompilableError as why:
-        compiled_step.leave(step.model, strategy, str(why))
+        compiled_step.fall_back_to_graph(step.model, strategy, str(why))
         return step_function(data)
     return run()
 
@@ -174,23 +174,23 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
     With accumulation, it exchanges the sum of a window at the window's end.
     """
-    bond = shared_optimizer.own(optimizer, strategy)
+    record = shared_optimizer.take_over_optimizer(optimizer, strategy)
     for member in keras_optimizers.members(optimizer):
         keras_optimizers.index_variables(member)
-    if bond.exchange is not None:
+    if record.exchange is not None:
         return
     outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
     sharded = ShardedOptimizer(outer, strategy) if strategy.shard_optimizer else None
-    bond.sharded = sharded
+    record.sharded = sharded
     if sharded is not None:
         keras_optimizers.patch_swaps(shared_optimizer.updated)
-    bond.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
+    record.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
     # The sums of a window are divided over ranks as well, so each step is exchanged.
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
     alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
 
     @fused_kernels.patch_row_sums(placement.host() if alone else placement.computing(strategy))
-    @step_metrics.averaged_in_loop(bond.statistics)
+    @step_metrics.averaged_in_loop(record.statistics)
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
         if not outer.built and variables is not None:
@@ -211,7 +211,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
         replacing = _replacements(grads, trained, strategy)
         found = [None if i in replacing else g for i, g in enumerate(grads)]
         if accumulates:  # `clip_window` exchanges them later
-            bond.divided = True
+            record.divided = True
             found, applied = tf_replicas.if_present(found), None
             trained = [v for g, v in zip(found, trained, strict=True) if g is not None]
         else:
@@ -237,7 +237,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
 
     def load(store: dict[str, Array], own_load: Callable[[dict[str, Array]], None]) -> None:
         own_load(store)
-        bond.divided = False  # files hold whole windows
+        record.divided = False  # files hold whole windows
 
     keras_optimizers.patch_scale_loss(outer, shared_optimizer.weighed_in_scale)
     keras_optimizers.patch_apply(outer, apply_gradients)

@@ -227,7 +227,7 @@ def numbers_of(step: traced_step.Step, logs: Tree) -> list[Number]:
     for name, value in _unreduced(step, logs):
         if _is_number(value):
             exact = tf.cast(value, tf.float64) if value.dtype.is_integer else value
-            mean = step.terms.made_mean(f"log {name!r}", exact)
+            mean = step.terms.to_mean(f"log {name!r}", exact)
             found.append(Number(name, mean, value.dtype))
     return found
 
@@ -348,7 +348,7 @@ def moments_of_all_replicas(
     return tf.reshape(mean, left), tf.reshape(variance, left)
 
 
-def tell_of_others(step: traced_step.Step, strategy: Strategy) -> None:
+def warn_unsynchronized_norms(step: traced_step.Step, strategy: Strategy) -> None:
     """Print once which layers normalize over the rows of each replica alone."""
     layers = [
         layer.name

@@ -283,7 +283,7 @@ class Trial:
         """Return a context in which a step's losses and metrics are over all replicas."""
         metrics = keras_models.metrics_of(self.model)
         results = keras_steps.patch_metrics(metrics, "result", step_metrics.result_of)
-        with traced_step.in_shares(), results:
+        with traced_step.weighing_by_rows(), results:
             yield
 
     def _ranks(self, batch: slicing.Slices) -> Sequence[int]:

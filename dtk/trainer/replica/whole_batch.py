@@ -78,14 +78,14 @@ def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
             return compute_loss(*args, **kwargs)
         if not overridden:
             loss = compute_loss(*args, **kwargs)
-            return loss if loss is None else step.terms.known(tf.convert_to_tensor(loss))
+            return loss if loss is None else step.terms.mark_mean(tf.convert_to_tensor(loss))
         loss = loss_of_batch(step, "compute_loss", compute_loss, args, kwargs)
         if loss is None or step.kinds.get("compute_loss") == BATCH:
             return loss
         loss = tf.convert_to_tensor(loss)
         with temporarily(step, loss="compute_loss"):
             step.note_loss(loss)
-        return step.terms.made_mean("compute_loss", loss)
+        return step.terms.to_mean("compute_loss", loss)
 
     return checked
 
@@ -119,11 +119,11 @@ def loss_of_batch(
     counted_once = keras_steps.patch_metrics(
         keras_models.metrics_of(step.model), "update_state", _count_once
     )
-    with traced_step.tracing(whole), tf_replicas.alone(), counted_once:
+    with traced_step.tracing(whole), tf_replicas.as_only_replica(), counted_once:
         args, kwargs = tf.nest.pack_sequence_as(given, [*masked])
         value = compute(*args, **kwargs)
     step.take_assignments(whole)
-    return value if value is None else step.terms.known(tf.convert_to_tensor(value))
+    return value if value is None else step.terms.mark_mean(tf.convert_to_tensor(value))
 
 
 def _joined(step: traced_step.Step, parts: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -180,7 +180,7 @@ def _count_all_rows(
     if tf_replicas.replica_index():
         return None
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
-    with traced_step.tracing(None), tf_replicas.alone():
+    with traced_step.tracing(None), tf_replicas.as_only_replica():
         return original(*args, **kwargs)
 
 
@@ -236,7 +236,11 @@ def sum_over_batch(value: tf.Tensor) -> tf.Tensor:
     """
     _note_call("sum_over_batch")
     replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1 or tf_replicas.is_whole():
+    if (
+        replica is None
+        or replica.num_replicas_in_sync == 1
+        or tf_replicas.computes_as_one_replica()
+    ):
         return value
     return sum_with_gradient(value)
 
@@ -279,7 +283,7 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
         )
     _note_call("gather_over_batch")
     replica, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
-    if replica is None or tf_replicas.is_whole():
+    if replica is None or tf_replicas.computes_as_one_replica():
         return value, 0
     if replica.num_replicas_in_sync == 1:
         if isinstance(strategy, Strategy) and strategy.size > 1:

@@ -57,17 +57,17 @@ class Terms:
         self._known: set[Hashable] = set()
         self._calls: dict[str, int] = {}
 
-    def known(self, value: tf.Tensor) -> tf.Tensor:
+    def mark_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Record a scalar as a mean over rows."""
         self._known.add(value.ref())
         return value
 
-    def made_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
+    def to_mean(self, where: str, value: tf.Tensor) -> tf.Tensor:
         """Convert a scalar to a mean over rows, by the kinds of its terms."""
         parts = self.parts(where, value)
         if parts is None:  # an unchanged scalar may be examined again as a part of another
             return value
-        return self.known(tf.add_n([_times(scalar, factor) for factor, scalar in parts]))
+        return self.mark_mean(tf.add_n([_times(scalar, factor) for factor, scalar in parts]))
 
     def parts(self, where: str, value: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
         """Return scalars with the factors by which they sum to a mean; None if `value` is one."""

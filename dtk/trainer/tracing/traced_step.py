@@ -175,7 +175,7 @@ def tracing(step: Step | None) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def in_shares() -> Iterator[None]:
+def weighing_by_rows() -> Iterator[None]:
     """Return a context in which steps keep the rule above and use the chosen kernels.
 
     Outside it nothing is patched.
@@ -190,7 +190,7 @@ def in_shares() -> Iterator[None]:
         yield
 
 
-def whole_outside() -> contextlib.AbstractContextManager[None]:
+def losses_unscaled() -> contextlib.AbstractContextManager[None]:
     """Return a context in which losses outside replicas are not divided by their number.
 
     Keras would divide them: `loss_fn(y, model(x))` in the scope of two workers would return half
@@ -211,7 +211,7 @@ def _scale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.T
     if step is None:
         return _outside(value, original)
     # Keras scales the mean of a loss object, and losses given to `add_loss`.
-    return value if step.inside_loss else step.terms.made_mean("additional loss", value)
+    return value if step.inside_loss else step.terms.to_mean("additional loss", value)
 
 
 def _unscale(value: tf.Tensor, original: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
@@ -243,10 +243,10 @@ def _weigh(
     step.note_loss(values)
     if values.shape.rank == 0:
         # The loss function has reduced its rows itself, in an unknown way.
-        return step.terms.made_mean(step.loss, result)
+        return step.terms.to_mean(step.loss, result)
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
-        return step.terms.known(tf.math.divide_no_nan(result, share))
+        return step.terms.mark_mean(tf.math.divide_no_nan(result, share))
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weight = keras_steps.masked_weight(sample_weight, mask, dtype, reduction)
         counted = tf.reduce_sum(tf.cast(weight, result.dtype))
@@ -255,11 +255,11 @@ def _weigh(
     elif _are_chosen(values, step):
         counted = tf.cast(tf.size(values), result.dtype)
     else:
-        return step.terms.known(result)
+        return step.terms.mark_mean(result)
     # `result` is local sum / local count; wanted is local sum / global count / share.
     counted = tf.stop_gradient(counted)
     total = step.world_sum(counted) * tf.cast(step.share, result.dtype)
-    return step.terms.known(result * tf.math.divide_no_nan(counted, total))
+    return step.terms.mark_mean(result * tf.math.divide_no_nan(counted, total))
 
 
 def _are_chosen(values: tf.Tensor, step: Step) -> bool:
@@ -349,7 +349,7 @@ def _update_mean(
     if values.shape.rank == 0:
         if not values.dtype.is_floating:
             values = tf.cast(values, self.dtype)
-        values = step.terms.made_mean(f"metric {self.name!r}", values)
+        values = step.terms.to_mean(f"metric {self.name!r}", values)
     elif tf.executing_eagerly() or values.shape.rank is None or values.shape[0] is None:
         return original(self, values, sample_weight)  # one number for each row
     if sample_weight is None:
