@@ -6,12 +6,6 @@
     plan_methods              what dtk does in a step:  strategies and exchanges
     tables                    the output, and which method to use
 
-    model                     plans of one network, layer by layer (`--model`)
-
 The predictions use measured numbers only; they run nothing and do not import TensorFlow. Their
 formulas are in docs/command-line.md, their errors in benchmarks/results/plan.md.
 """
-
-from dtk.planning.model.plans import ModelPlan, load_plan
-
-__all__ = ["ModelPlan", "load_plan"]

@@ -68,13 +68,6 @@ def calibrated(
     return Calibration(job, software, max(map(places.count, places)), len(set(places)))
 
 
-def software_of(results: BenchResults, communicator: str | None = None) -> tuple[Software, int]:
-    """Return the costs of a message and a byte from a benchmark of any models."""
-    communicator = _chosen("--communicator", communicator, results.setting["communicators"])
-    places = {rank["host"] for rank in results.setting["ranks"]}
-    return _software(results, communicator, results.setting["workers"]), len(places)
-
-
 def _slowest(turn: Sequence[Reading]) -> float:
     return max(reading.seconds for reading in turn)
 

@@ -14,7 +14,6 @@ from dtk.errors import DtkError
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _BITS = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
-_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BYTES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
@@ -54,16 +53,6 @@ def parse_bandwidth(option: str, text: str) -> float:
     """
     units = {unit: scale / 8 for unit, scale in _BITS.items()} | _BYTES
     return _parse(option, text, units, "1Gbit/s", zero="nothing would ever arrive")
-
-
-def parse_size(option: str, text: str) -> float:
-    """Read a number of bytes, above 0.
-
-    Example:
-        >>> parse_size("--memory", "1.5GB")
-        1500000000.0
-    """
-    return _parse(option, text, _SIZES, "8GB", zero="nothing fits into it")
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:

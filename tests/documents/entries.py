@@ -132,9 +132,6 @@ ENTRIES = {
         "plain", after="assert y.shape == (None, 8, 4, 8)"
     ),
     ("docs/model-parallel.md", "model = dtk.layers.convert"): Python("plain"),
-    ("docs/model-parallel.md", "plan = dtk.planning.load_plan"): Python(
-        "planned", after="model.compile('sgd', 'mse'); model.predict(x, verbose=0)"
-    ),
     ("docs/parameter-servers.md", "dtk run -n 4 --ps 2 train.py"): Shell(
         ("chief 0 of 5", "worker 4 of 5", "ps 0 of 5", "ps 1 of 5")
     ),

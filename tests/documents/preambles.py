@@ -56,14 +56,6 @@ PREAMBLES = {
     "grouped": f"{_SEARCHED}\nstrategy = dtk.strategies.AllReduceStrategy('local')\n"
     "objective = lambda trial: trial.suggest_float('x', 0, 1)\n",
     "compiled and rows": f"{_COMPILED}\nrows = x\n",
-    "planned": f"""{_DATA}
-import pathlib
-
-import dtk
-
-made = dtk.planning.ModelPlan(1, 1, 32, {{"dense*": "output"}})
-pathlib.Path("plan.json").write_text(made.dumps())
-""",
     "digits": """
 import dtk
 from sklearn.datasets import load_digits

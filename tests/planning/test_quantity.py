@@ -62,10 +62,7 @@ def test_a_mistake_names_the_option_and_what_was_expected(read, text, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["inputs", "plan_methods", "calibration", "tables", "model.layer_costs", "model.graph"],
-)
+@pytest.mark.parametrize("name", ["inputs", "plan_methods", "calibration", "tables"])
 def test_the_examples_run(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"dtk.planning.{name}"))
     assert attempted and not failed
