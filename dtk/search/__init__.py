@@ -1,4 +1,4 @@
-"""Hyperparameter search with Optuna: trials that all ranks run together, or groups of them.
+"""Hyperparameter search with Optuna: trials that all ranks run together.
 
 Rank 0 owns the study; every rank runs the same objective, with the same parameters.
 """
@@ -14,16 +14,13 @@ from dtk.version import pip_install
 
 if TYPE_CHECKING:
     from dtk.search.distributed_trial import DistributedTrial, PruningCallback
-    from dtk.search.grouping import Group, groups
     from dtk.search.rounds import RankError
     from dtk.search.study import optimize
 
 _HOMES = {
     "DistributedTrial": "distributed_trial",
-    "Group": "grouping",
     "PruningCallback": "distributed_trial",
     "RankError": "rounds",
-    "groups": "grouping",
     "optimize": "study",
 }
 

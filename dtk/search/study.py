@@ -31,7 +31,7 @@ _SAME = 1e-6
 
 
 class _OneTooMany(Exception):
-    """A trial that another group has taken first."""
+    """A trial that another job has taken first."""
 
 
 def optimize(
@@ -60,7 +60,7 @@ def optimize(
         study: Rank 0's; what other ranks give is not used, and may be None.
         objective: Called on every rank with a `DistributedTrial`; returns the number to minimize or
             maximize, of which rank 0's counts, or several of them.
-        n_trials: Trials of the study in all, those of earlier runs and other groups included; None
+        n_trials: Trials of the study in all, those of earlier runs and other jobs included; None
             for no limit. What a killed job has left unfinished does not count.
         timeout: Seconds after which no further trial begins; None for no limit.
         strategy: Whose ranks run the trials.
@@ -181,7 +181,7 @@ class _Run:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
         if self._is_done(study, before=trial.number):
-            late = f"another group runs the last of {self._n_trials} trials"
+            late = f"another job runs the last of {self._n_trials} trials"
             note(failure=late)
             raise _OneTooMany(late)
         seed = random.getrandbits(31) if self._seed is None else self._seed + trial.number
@@ -333,7 +333,7 @@ def counts(trial: optuna.trial.FrozenTrial) -> bool:
     """Return whether a trial is one of `n_trials`.
 
     Those that ended with their job, such as by a signal, are not: they will be made up for. Nor is
-    one too many, of groups that began their last at once.
+    one too many, of jobs that began their last at once.
     """
     if trial.state == _RUNNING:
         return True
@@ -370,7 +370,7 @@ def fail_abandoned(study: optuna.Study) -> None:
         elif gone is None and (
             ATTRIBUTE in trial.user_attrs
             or trial.datetime_start is None
-            # else another group may have just begun it, and not yet noted that it runs it
+            # else another job may have just begun it, and not yet noted that it runs it
             or datetime.datetime.now() - trial.datetime_start >= _TO_NOTE
         ):
             unknown.setdefault(_place(process), []).append(trial.number)

@@ -138,7 +138,7 @@ ENTRIES = {
     ("docs/search.md", "import dtk, keras, optuna"): Python(
         "searched", after="del dtk.search.optimize; assert len(study.trials) == 2"
     ),
-    ("docs/search.md", "with dtk.search.groups("): Python(
+    ("docs/search.md", "backend = "): Python(
         "grouped",
         after="import os; del dtk.search.optimize; assert os.path.isfile('study.journal')",
     ),

@@ -360,7 +360,7 @@ def told_of(study, alone, n_trials):
 
 
 def test_where_trials_may_be_running_is_told(alone, journal, monkeypatch):
-    """One that a group of this host had begun, and not yet noted, was said to be on another."""
+    """One that a job of this host had begun, and not yet noted, was said to be on another."""
     study = journal()
     for host in ("far boot pid", f"{socket.gethostname()} other pid"):
         study.ask().set_user_attr(
@@ -379,7 +379,7 @@ def test_where_trials_may_be_running_is_told(alone, journal, monkeypatch):
     assert told_of(study, alone, 4) == [*places, unknown]
 
 
-def test_a_group_that_comes_too_late_ends(alone, journal, monkeypatch):
+def test_a_job_that_comes_too_late_ends(alone, journal, monkeypatch):
     """Another takes the last trial after this one has looked, and before it asks for its own."""
     study, ask = journal(), optuna.Study.ask
 
@@ -392,7 +392,7 @@ def test_a_group_that_comes_too_late_ends(alone, journal, monkeypatch):
     dtk.search.optimize(study, lambda trial: 1.0, 2, strategy=alone)
     *counted, given_back = failures(study)
     assert counted == [("COMPLETE", None), ("RUNNING", None)]
-    assert given_back == ("FAIL", "another group runs the last of 2 trials")
+    assert given_back == ("FAIL", "another job runs the last of 2 trials")
     assert studies.counted(study) == 2
 
 
