@@ -106,7 +106,7 @@ FULL = (
     # three ranks train six times
     r"strategies/test_determinism.py",
     # the same pipelines, ten times as many
-    r"input/test_row_maps.py::test_(what_a_rank_gets_is_the_same\[60|a_rank_needs_only)",
+    r"pipelines/test_row_maps.py::test_(what_a_rank_gets_is_the_same\[60|a_rank_needs_only)",
     # what networks are made of is counted without training them
     r"test_networks.py::test_(a_step_of_two|networks_have\S*\[resnet110)",
     # worlds of four and three, and the way back of a checkpoint
@@ -234,7 +234,7 @@ FULL = (
     r"exchange/test_blocks.py::test_averaging",
     r"exchange/test_quantized.py::test_a_step_that",
     r"exchange/test_factors.py::test_few_rows",
-    r"input/test_moved_maps.py::test_ranks_train",
+    r"pipelines/test_moved_maps.py::test_ranks_train",
     r"data/test_shard.py::test_items_are",
     r"compat/test_random_draws.py::\S+recurrent",
     r"migrate/test_horovod.py::test_(ranks_shuffle|two_ranks_end\S+dataset)",

@@ -22,8 +22,8 @@ from dtk.bench.worker import Built, Measure, Numbers, Tick
 from dtk.cluster import detect
 from dtk.communicators import Communicator
 from dtk.communicators.local import NullCommunicator
-from dtk.compat import fused_kernels
 from dtk.exchange import BlockMomentum, Exchange, parse
+from dtk.kernels import fused_layers, optimizer_updates
 from dtk.nests import Logs
 from dtk.strategies import AllReduceStrategy, devices
 from dtk.trainer import undistributed_jobs
@@ -103,13 +103,13 @@ class LocalFit(Fit):
         with tf.device(device):
             model = problem.compiled(keras, setting.shard_optimizer)
         if setting.shard_optimizer:
-            fused_kernels.fuse_updates(model.optimizer, communicator.size)
+            optimizer_updates.fuse_updates(model.optimizer, communicator.size)
         data = {"x": x[own], "y": y[own], "batch_size": setting.batch_size}
         super().__init__(BOUND, model, data, setting.steps, communicator)
 
     def measure(self, tick: Tick) -> Numbers:
         """See `Fit.measure`."""
-        with tf.device(self._device), fused_kernels.patch_layers(self._replicas):
+        with tf.device(self._device), fused_layers.patch_layers(self._replicas):
             return super().measure(tick)
 
 

@@ -25,7 +25,7 @@ TIME_STEPS = "DTK_TIME_STEPS"
 # "1": what `jit_compile="auto"` is to mean also where Keras would not choose XLA, as on CPUs.
 JIT_COMPILE = "DTK_JIT_COMPILE"
 # "1" or "0": whether batch normalization trains by TensorFlow's fused operation; by default between
-# replicas. See `dtk.compat.fused_kernels`.
+# replicas. See `dtk.kernels.fused_layers`.
 FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
 # In a rank: the model that its settings were measured with. From the user, "0": use none of them.
 STEP_SETTINGS = "DTK_STEP_SETTINGS"

@@ -30,9 +30,10 @@ from dtk.cluster import progress
 from dtk.compat import keras_models, names, py_datasets, tf_datasets, tf_replicas
 from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
-from dtk.input import digests, row_maps, slicing
+from dtk.input import digests, slicing
 from dtk.nests import Array, Logs, Specs, Tree
 from dtk.patches import patch, temporarily
+from dtk.pipelines import operations, row_maps
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
 
@@ -54,7 +55,7 @@ def cut(dataset: Dataset, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
             own = tf.autograph.experimental.do_not_convert(lambda number, batch: own_rows(batch))
             return slicing.read_ahead(dataset.local.enumerate().map(own))
         dataset = dataset.whole
-    return tf_datasets.cut_in_order(dataset, functools.partial(_cut, strategy))
+    return operations.cut_in_order(dataset, functools.partial(_cut, strategy))
 
 
 def _cut(
@@ -63,11 +64,11 @@ def _cut(
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
     if strategy.world.size == 1:
         return slicing.cut_dataset(dataset, ranks, size, ahead=ahead)
-    dataset = tf_datasets.in_known_order(dataset)
+    dataset = operations.in_known_order(dataset)
     maps = strategy.extended.row_maps(dataset)
     if maps is not None:
         return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
-    dataset = tf_datasets.drawn_in_order(dataset)
+    dataset = operations.drawn_in_order(dataset)
     return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
 
 

@@ -14,7 +14,7 @@ An optimizer that wraps another counts as two.
                        save_ and load_own_variables         patch_state
                        attributes that Keras saves          saved_numbers
                        _all_reduce_sum_gradients            own_optimizer
-                       update_step                          fused_kernels.fuse_updates
+                       update_step                          optimizer_updates.fuse_updates
 """
 
 from __future__ import annotations

@@ -32,18 +32,16 @@ from dtk.compat import keras_variables, random_draws, tf_replicas
 from dtk.compat.tf_datasets import (
     MakesDataset,
     PerRankDataset,
-    cut_in_order,
-    drawn_in_order,
-    in_known_order,
     is_of_this_rank,
     refuse_per_replica_batches,
-    take_apart,
 )
 from dtk.errors import script_line
-from dtk.input import digests, row_maps, slicing
-from dtk.input.row_maps import ArrayRows, RowMaps
+from dtk.input import digests, slicing
 from dtk.nests import Function, Tree
 from dtk.patches import temporarily
+from dtk.pipelines import row_maps
+from dtk.pipelines.operations import cut_in_order, drawn_in_order, in_known_order, take_apart
+from dtk.pipelines.row_maps import ArrayRows, RowMaps
 
 _Reduced = TypeVar("_Reduced", bound=Tree)
 

@@ -18,7 +18,6 @@ from dtk.compat import (
     keras_data,
     keras_models,
     random_draws,
-    tf_datasets,
     tf_replicas,
     tf_servers,
 )
@@ -31,6 +30,7 @@ from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobStrategy, JobTrainer
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
+from dtk.pipelines import operations
 from dtk.trainer.replica import step_metrics, step_trial
 from dtk.trainer.strategy import Loop, StepFunction
 from dtk.trainer.tracing import lookups
@@ -78,7 +78,7 @@ class ParameterServerTrainer(JobTrainer):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return tf_datasets.cut_in_order(
+        return operations.cut_in_order(
             dataset,
             lambda given, ahead: slicing.cut_dataset(given, range(slices), slices, ahead=ahead),
         )

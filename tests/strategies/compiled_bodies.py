@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.cluster.variables import FUSED_BATCH_NORM
-from dtk.compat import fused_kernels
+from dtk.kernels import fused_layers, optimizer_updates
 from dtk.strategies import start
 
 from strategies import bodies, cases
@@ -57,7 +57,7 @@ def fit(strategy=None, devices=0, jit_compile=True):
         jit_compile=jit_compile,
     )
     # so that all updates are compiled
-    with mock.patch.object(fused_kernels, "_WORTH_COMPILING", 1):
+    with mock.patch.object(optimizer_updates, "_WORTH_COMPILING", 1):
         history = model.fit(
             x, y, sample_weight=weight, batch_size=16, epochs=2, shuffle=False, verbose=0
         )
@@ -217,8 +217,10 @@ def chosen(strategy=None):
 def fused_fit(strategy=None):
     """Fit without XLA; also whether normalization and Adam were fused."""
     with (
-        mock.patch.object(fused_kernels, "_fused", wraps=fused_kernels._fused) as norm,
-        mock.patch.object(fused_kernels, "_update_adam", wraps=fused_kernels._update_adam) as adam,
+        mock.patch.object(fused_layers, "_fused", wraps=fused_layers._fused) as norm,
+        mock.patch.object(
+            optimizer_updates, "_update_adam", wraps=optimizer_updates._update_adam
+        ) as adam,
     ):
         found = fit(strategy, jit_compile=False)
     return found, (norm.called, adam.called)

@@ -16,12 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import fused_kernels, keras_optimizers, keras_variables
+from dtk.compat import keras_optimizers, keras_variables
 from dtk.compat.keras_optimizers import Apply
 from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, path_of, shard_of
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
+from dtk.kernels import optimizer_updates
 from dtk.nests import Array, Gradients, Tree
 from dtk.placement import outside_graph
 from dtk.trainer.gradients.gradient_exchange import GradientExchange, check_exchange
@@ -149,7 +150,7 @@ def take_over_optimizer(optimizer: keras.Optimizer, strategy: Strategy) -> Optim
             keras_optimizers.own_optimizer(member, strategy)
             take_parts(member, strategy)
             if strategy.supports_jit:  # servers run Keras's own updates
-                fused_kernels.fuse_updates(member, strategy.num_replicas_in_sync)
+                optimizer_updates.fuse_updates(member, strategy.num_replicas_in_sync)
             keras_optimizers.set_note(member, OptimizerRecord(strategy))
     return _record_of(optimizer)
 

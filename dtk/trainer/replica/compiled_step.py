@@ -28,9 +28,10 @@ import tensorflow as tf
 
 from dtk.cluster.variables import JIT_COMPILE, switch
 from dtk.communicators.aligned_slices import concatenated
-from dtk.compat import fused_kernels, keras_models, keras_optimizers, keras_variables
+from dtk.compat import keras_models, keras_optimizers, keras_variables
 from dtk.errors import UncompilableError, at_rank
 from dtk.exchange.factors import Factored, factored
+from dtk.kernels import optimizer_updates
 from dtk.nests import Gradients, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
@@ -80,7 +81,7 @@ def compile_updates(model: keras.Model, wished: bool) -> None:
     """Let XLA compile the variable updates of a model's optimizers, from the next trace on."""
     for optimizer in shared_optimizer.optimizers_of(model):
         for member in keras_optimizers.members(optimizer):
-            fused_kernels.compile_updates(member, wished)
+            optimizer_updates.compile_updates(member, wished)
 
 
 def _why_not(model: keras.Model, strategy: Strategy) -> str | None:

@@ -18,7 +18,6 @@ import tensorflow as tf
 from dtk import placement
 from dtk.cluster import progress
 from dtk.compat import (
-    fused_kernels,
     keras_data,
     keras_models,
     keras_optimizers,
@@ -30,6 +29,7 @@ from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, UncompilableError, at_rank
 from dtk.exchange.contract import BatchPart, run_if
 from dtk.input import slicing
+from dtk.kernels import optimizer_updates
 from dtk.nests import Array, Gradients, Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
@@ -189,7 +189,7 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
     alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
 
-    @fused_kernels.patch_row_sums(placement.host() if alone else placement.computing(strategy))
+    @optimizer_updates.patch_row_sums(placement.host() if alone else placement.computing(strategy))
     @step_metrics.averaged_in_loop(record.statistics)
     def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
         """Exchange gradients, then apply them; in place of the optimizer's `apply`."""

@@ -27,8 +27,9 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.aligned_slices import with_values
-from dtk.compat import fused_kernels, keras_models, keras_steps, keras_variables
+from dtk.compat import keras_models, keras_steps, keras_variables
 from dtk.compat.tf_replicas import on_values
+from dtk.kernels import fused_layers
 from dtk.nests import Function, Gradients, Tree
 from dtk.patches import temporarily
 from dtk.trainer.tracing import row_dependence
@@ -185,7 +186,7 @@ def weighing_by_rows() -> Iterator[None]:
         keras_steps.patch_means(_update_mean),
         keras_steps.patch_tapes(_differentiate),
         keras_steps.patch_tf_functions(lambda: current() is not None),
-        fused_kernels.patch_layers(),
+        fused_layers.patch_layers(),
     ):
         yield
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from dtk.cluster.variables import FUSED_BATCH_NORM
-from dtk.compat import fused_kernels
 from dtk.errors import ClusterError
+from dtk.kernels import fused_layers, optimizer_updates
 
 from later import RENORM
 
@@ -67,7 +67,7 @@ def test_one_operation_computes_the_same_bits(options, dtype):
         return keras.optimizers.SGD(**{"learning_rate": 0.1, **options})
 
     parts, _ = trained(make, dtype=dtype)
-    whole, graph = trained(make, fused_kernels.fuse_updates, dtype)
+    whole, graph = trained(make, optimizer_updates.fuse_updates, dtype)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     if "gradient_accumulation_steps" not in options:  # there inside a branch
@@ -79,7 +79,7 @@ def test_rows_of_a_table_are_updated_alone(kind):
     table = keras.Variable(np.ones((5, 2), "float32"))
     optimizer = kind(0.5)
     optimizer.build([table])
-    fused_kernels.fuse_updates(optimizer, replicas=2)
+    optimizer_updates.fuse_updates(optimizer, replicas=2)
     rows = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 3]), tf.constant([5, 2]))
     optimizer.apply([rows], [table])
     np.testing.assert_allclose(table.numpy()[:, 0], [1, 0.5, 1, 0.5, 1], 1e-4)
@@ -95,8 +95,8 @@ ADAMS = {
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-7), ("float64", 1e-15)])
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
 def test_adam_is_fused_between_replicas_and_is_near_to_keras_s(make, dtype, tolerance):
-    parts, without = trained(make, fused_kernels.fuse_updates, dtype)
-    whole, graph = trained(make, lambda adam: fused_kernels.fuse_updates(adam, 2), dtype)
+    parts, without = trained(make, optimizer_updates.fuse_updates, dtype)
+    whole, graph = trained(make, lambda adam: optimizer_updates.fuse_updates(adam, 2), dtype)
     assert "ResourceApplyAdam" in kinds(graph) - kinds(without)
     for ours, theirs in zip(whole, parts, strict=True):
         assert ours.dtype == theirs.dtype
@@ -116,7 +116,7 @@ def test_adam_is_fused_between_replicas_and_is_near_to_keras_s(make, dtype, tole
 )
 def test_other_updates_are_left_as_they_are(made, replicas, dtype):
     parts, before = trained(made, dtype=dtype)
-    whole, graph = trained(made, lambda it: fused_kernels.fuse_updates(it, replicas), dtype)
+    whole, graph = trained(made, lambda it: optimizer_updates.fuse_updates(it, replicas), dtype)
     assert kinds(graph) == kinds(before)
     for ours, theirs in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -131,9 +131,9 @@ def test_xla_compiles_updates_of_large_variables_while_it_compiles_the_model(nam
         return getattr(keras.optimizers, name)(0.01)
 
     def prepare(optimizer):
-        fused_kernels.fuse_updates(optimizer)
+        optimizer_updates.fuse_updates(optimizer)
         for one in wished:
-            fused_kernels.compile_updates(optimizer, one)
+            optimizer_updates.compile_updates(optimizer, one)
 
     shapes = ((128, 128), (127, 129))
     parts, _ = trained(make, shapes=shapes)
@@ -203,7 +203,7 @@ def normalized(
 )
 def test_equals_keras(shape, options):
     own, without = normalized(shape, **options)
-    with fused_kernels.patch_layers(2):
+    with fused_layers.patch_layers(2):
         fused, kinds = normalized(shape, **options)
     assert FUSED in kinds and FUSED not in without
     tolerance = 1e-2 if "dtype" in options else 2e-5
@@ -228,7 +228,7 @@ def test_equals_keras(shape, options):
     ids=str,
 )
 def test_what_it_cannot_compute_stays_keras_s(options):
-    with fused_kernels.patch_layers(2):
+    with fused_layers.patch_layers(2):
         found, kinds = normalized((4, 5, 6, 3), **options)
     assert FUSED not in kinds
     for one, other in zip(found, normalized((4, 5, 6, 3), **options)[0], strict=True):
@@ -240,13 +240,13 @@ def test_one_replica_computes_as_keras_unless_chosen(monkeypatch):
     for replicas, chosen in ((1, None), (1, "1"), (2, None), (2, "0")):
         if chosen is not None:
             monkeypatch.setenv(FUSED_BATCH_NORM, chosen)
-        with fused_kernels.patch_layers(replicas):
+        with fused_layers.patch_layers(replicas):
             fused.append(FUSED in normalized((4, 7))[1])
         monkeypatch.delenv(FUSED_BATCH_NORM, raising=False)
     assert fused == [False, True, True, False]
     monkeypatch.setenv(FUSED_BATCH_NORM, "yes")
     with (
-        fused_kernels.patch_layers(2),
+        fused_layers.patch_layers(2),
         pytest.raises(ClusterError, match="DTK_FUSED_BATCH_NORM='yes', expected 0 or 1"),
     ):
         normalized((4, 7))
@@ -285,7 +285,7 @@ def projected(equation, x, kernel, dtype="float32"):
 def test_the_gradient_of_a_projection_is_one_product(equation, x, kernel):
     """Breaks as memory and time for a gradient of the matrix for each row of the batch."""
     own, before = projected(equation, x, kernel)
-    with fused_kernels.patch_layers(2):
+    with fused_layers.patch_layers(2):
         fused, shapes = projected(equation, x, kernel)
     for one, other in zip(fused, own, strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-5)
@@ -305,7 +305,7 @@ def test_the_gradient_of_a_projection_is_one_product(equation, x, kernel):
 )
 def test_other_products_stay_keras_s(replicas, equation, x, kernel, dtype):
     own, _ = projected(equation, x, kernel, dtype)
-    with fused_kernels.patch_layers(replicas):
+    with fused_layers.patch_layers(replicas):
         found, _ = projected(equation, x, kernel, dtype)
         whole = keras.ops.einsum("abc,cd->abd", *(tf.ones(s, "int32") for s in ((2, 3, 4), (4, 5))))
     assert whole.dtype == "int32"
@@ -325,7 +325,7 @@ def test_an_attention_of_sequences_of_any_length_equals_keras():
         return tape.gradient(loss, [v.value for v in layer.trainable_variables])
 
     own = [g.numpy() for g in step(x)]
-    with fused_kernels.patch_layers(2):
+    with fused_layers.patch_layers(2):
         again = tf.function(step.python_function, autograph=False)
         fused = [g.numpy() for g in again(x)]
     operations = again.get_concrete_function(x).graph.get_operations()

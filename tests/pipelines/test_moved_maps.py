@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.compat import tf_datasets
-from dtk.input import digests, row_maps, slicing
+from dtk.input import digests, slicing
+from dtk.pipelines import operations, row_maps
 from dtk.strategies import AllReduceStrategy
-from input.test_row_maps import check_same, noisy, pair, untouched
+from pipelines.test_row_maps import check_same, noisy, pair, untouched
 
 Dataset = tf.data.Dataset
 
@@ -87,7 +87,7 @@ def check_one_rank(make, like=None, rank=1, size=3, peek=True):
         return dataset
 
     before = made(like or make)
-    maps = tf_datasets.take_apart(made(make))
+    maps = operations.take_apart(made(make))
     assert isinstance(maps, row_maps.RowMaps), maps
     without = untouched(lambda slices: slices._replace(digest=()))
     found = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
@@ -122,7 +122,7 @@ def test_a_script_may_go_on_reading(name):
         dataset = MADE[name]()
         cut = slicing.cut_dataset(dataset, (0,), 1)
         if not whole:
-            cut = row_maps.cut_dataset(tf_datasets.take_apart(dataset), 0, 1, digests.digest_of)
+            cut = row_maps.cut_dataset(operations.take_apart(dataset), 0, 1, digests.digest_of)
         batches = [list(cut), list(dataset), list(cut), list(dataset.take(2)), list(cut)]
         found.append([[getattr(one, "parts", (one,))[0] for one in part] for part in batches])
     tf.nest.map_structure(np.testing.assert_array_equal, *found)
@@ -186,7 +186,7 @@ def fitted_by_a_rank(names):
     steps = fitted(names, strategy.scope, calls=8)
     tf.random.set_seed(7)
     looped = list(strategy.experimental_distribute_dataset(FITTED["batches drawn"](8)))
-    why = [getattr(tf_datasets.take_apart(FITTED[name](8)), "why", "") for name in names]
+    why = [getattr(operations.take_apart(FITTED[name](8)), "why", "") for name in names]
     return steps, [rows["x"].numpy() for rows in looped], why
 
 

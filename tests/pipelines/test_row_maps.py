@@ -12,9 +12,10 @@ import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dtk.compat import keras_data, tf_datasets
+from dtk.compat import keras_data
 from dtk.even_division import even_bounds
-from dtk.input import digests, row_maps, slicing
+from dtk.input import digests, slicing
+from dtk.pipelines import operations, row_maps
 from dtk.strategies import AllReduceStrategy
 
 untouched = tf.autograph.experimental.do_not_convert
@@ -107,14 +108,14 @@ def check_one_rank(make, size, rank):
     def without_digest(slices):
         return slices._replace(digest=())
 
-    maps = tf_datasets.take_apart(make())
+    maps = operations.take_apart(make())
     assert isinstance(maps, row_maps.RowMaps | row_maps.ArrayRows)
     early = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
     check_same(slicing.cut_dataset(make(), (rank,), size), early.map(without_digest))
     exactly = slicing.cut_dataset_exactly(make(), (rank,), size)
     check_same(
         exactly.map(untouched(lambda *parts: parts[0])),
-        row_maps.cut_dataset_exactly(tf_datasets.take_apart(make()), rank, size),
+        row_maps.cut_dataset_exactly(operations.take_apart(make()), rank, size),
     )
 
 
@@ -133,7 +134,7 @@ def test_a_rank_maps_its_own_rows_alone():
     """Each of two workers decoded two rows for one that it kept."""
     mapped = []
     for rank in range(2):
-        maps = tf_datasets.take_apart(Dataset.range(26).map(pair).batch(6))
+        maps = operations.take_apart(Dataset.range(26).map(pair).batch(6))
         seen, apply = [], maps.apply
 
         def apply_counted(given, apply=apply, seen=seen):
@@ -183,7 +184,7 @@ def test_a_rank_takes_its_own_rows_of_arrays(monkeypatch):
 
     x = np.zeros((1024, 512), "float32")
     data = keras_data.ArrayDataAdapter(x, batch_size=64, shuffle=True).get_tf_dataset()
-    maps = tf_datasets.take_apart(data)
+    maps = operations.take_apart(data)
     monkeypatch.setattr(tf, "gather", counted)
     for _ in row_maps.cut_dataset(maps, 1, 16, digests.digest_of):
         pass
@@ -194,7 +195,7 @@ def test_a_rank_takes_its_own_rows_of_arrays(monkeypatch):
 def test_a_row_of_arrays_that_differs_is_found_out(batch):
     def digests_of(x):
         data = keras_data.ArrayDataAdapter(x, batch_size=64).get_tf_dataset()
-        cut = row_maps.cut_dataset(tf_datasets.take_apart(data), 0, 2, digests.digest_of)
+        cut = row_maps.cut_dataset(operations.take_apart(data), 0, 2, digests.digest_of)
         return [int(slices.digest) for slices in cut]
 
     x = np.zeros((1024, 5), "float32")
@@ -298,7 +299,7 @@ NOT = {
 def test_where_it_may_not_be(name):
     """Breaks as other rows than a single process trains on."""
     make, why = NOT[name]
-    found = tf_datasets.take_apart(make(Dataset.range(10)))
+    found = operations.take_apart(make(Dataset.range(10)))
     assert found is None if why is None else why in found
 
 
@@ -309,7 +310,7 @@ def test_of_two_functions_the_pure_one_is_applied_to_own_rows():
     def called(row):
         return tf.ensure_shape(tf.numpy_function(abs, [row], tf.int64), [])
 
-    maps = tf_datasets.take_apart(Dataset.range(10).map(called).map(pair).batch(4))
+    maps = operations.take_apart(Dataset.range(10).map(called).map(pair).batch(4))
     assert maps.rows.element_spec == tf.TensorSpec([], tf.int64)
     assert maps.rows._map_func._func.__name__ == "called"
     assert "called" in maps.why and "test_row_maps.py:" in maps.why
@@ -320,7 +321,7 @@ def test_options_and_names_stay():
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 2
     dataset = Dataset.range(9).map(pair, name="pairs").with_options(options).batch(4, name="fours")
-    cut = row_maps.cut_dataset(tf_datasets.take_apart(dataset), 0, 2, digests.digest_of)
+    cut = row_maps.cut_dataset(operations.take_apart(dataset), 0, 2, digests.digest_of)
     assert cut.options().threading.private_threadpool_size == 2
     assert cut.options().autotune.enabled is False
     names = []
@@ -335,7 +336,7 @@ def test_ranks_with_other_numbers_in_their_functions_find_out():
 
     def digests_of(numbers):
         take = untouched(lambda row: tf.gather(numbers, row))
-        maps = tf_datasets.take_apart(Dataset.range(4).map(take).batch(4))
+        maps = operations.take_apart(Dataset.range(4).map(take).batch(4))
         (slices,) = row_maps.cut_dataset(maps, 0, 2, digests.digest_of)
         return int(slices.digest)
 
@@ -348,7 +349,7 @@ def test_ranks_with_other_numbers_in_their_functions_find_out():
 def test_ranks_may_keep_their_files_in_folders_of_other_names():
     def salt(folder):
         read = untouched(lambda name: tf.io.read_file(folder + name))
-        return tf_datasets.take_apart(Dataset.from_tensors("a").map(read).batch(1)).salt
+        return operations.take_apart(Dataset.from_tensors("a").map(read).batch(1)).salt
 
     assert salt("/one/") == salt("/other/")
 

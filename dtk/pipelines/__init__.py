@@ -1,0 +1,1 @@
+"""Pipelines of tf.data as operations: a rank maps only the rows that it keeps."""
