@@ -277,16 +277,18 @@ class HalveRate(CrossValidation):
         before, self._before = self._before, average_error
         if before is None or gains_enough(before, average_error, self.gain):
             return True
-        told = f"error {average_error:.4g} after {before:.4g}"
+        message = f"error {average_error:.4g} after {before:.4g}"
         if self._made == self.cuts:
-            self.say(f"{told}, training ends after {self.cuts} cuts")
+            self.say(f"{message}, training ends after {self.cuts} cuts")
             return False
         self._made += 1
         optimizer, sample_rate = self.model.optimizer, sample_rate_of(self.trainer)
         name = "learning rate" if sample_rate is None else "rate per sample"
         rate = rate_now(optimizer) if sample_rate is None else sample_rate.rate
         multiply_rate(optimizer, 0.5, self.momentum_correction)
-        self.say(f"{told}, {name} {rate:.4g} -> {rate / 2:.4g} (cut {self._made} of {self.cuts})")
+        self.say(
+            f"{message}, {name} {rate:.4g} -> {rate / 2:.4g} (cut {self._made} of {self.cuts})"
+        )
         return True
 
 

@@ -146,7 +146,7 @@ def own_install() -> Finding:
     place = Path(version.__file__).parent.resolve()
     others = version.installations()
     owners = others.pop(place, {})
-    told = f"{' and '.join(owners.values()) or f'{__version__}, not installed'}, in {place}"
+    message = f"{' and '.join(owners.values()) or f'{__version__}, not installed'}, in {place}"
     problems = []
     if len(owners) > 1:
         cure = f"pip uninstall -y {' '.join(owners)}; pip install {DISTRIBUTION}"
@@ -156,7 +156,7 @@ def own_install() -> Finding:
     good, file = probe("import dtk; print(dtk.__file__)")
     if good and (found := Path(file).parent.resolve()) != place:
         problems.append(f"scripts in {os.getcwd()} import {found} instead. Next: rename that")
-    return Finding("dtk", "; ".join([told, *problems]), NOTE if problems else OK)
+    return Finding("dtk", "; ".join([message, *problems]), NOTE if problems else OK)
 
 
 def libraries() -> list[Finding]:

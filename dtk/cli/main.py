@@ -50,8 +50,8 @@ class LazyGroup(click.Group):
             import difflib  # takes a millisecond, only after a typing error
 
             close = " or ".join(difflib.get_close_matches(name, COMMANDS, n=2))
-            told = f"no such command: {name}" + (f", did you mean {close}?" if close else "")
-            raise click.UsageError(told, ctx)
+            message = f"no such command: {name}" + (f", did you mean {close}?" if close else "")
+            raise click.UsageError(message, ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

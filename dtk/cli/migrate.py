@@ -48,10 +48,10 @@ def migrate(script: Path, write: bool) -> None:
     try:
         migration = scripts.migrate(text)
     except (SyntaxError, RuntimeError) as error:
-        told = f": {error}"
+        message = f": {error}"
         if isinstance(error, SyntaxError):
-            told = f":{error.lineno or 1}:{error.offset or 1}: {error.msg}"
-        click.echo(f"dtk migrate: {script}{told}; nothing was changed", err=True)
+            message = f":{error.lineno or 1}:{error.offset or 1}: {error.msg}"
+        click.echo(f"dtk migrate: {script}{message}; nothing was changed", err=True)
         sys.exit(2)
     if migration.refusal:
         click.echo(f"dtk migrate: {script} is unchanged: {migration.refusal}", err=True)

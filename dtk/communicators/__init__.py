@@ -200,9 +200,9 @@ def _check_offer(library: str, environment: Environment) -> None:
     others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # by these Cray's and Intel's MPI find ranks
     offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
     if offers_none and not any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", *others)):
-        told = (
+        message = (
             f"{library} cannot find the other ranks, since srun offers MPI nothing to find "
             f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
             "(`srun --mpi=list` says what it has), or use communicator='collective'"
         )
-        raise CommunicatorError(at_rank(environment.rank, told))
+        raise CommunicatorError(at_rank(environment.rank, message))

@@ -278,8 +278,8 @@ class Communicator(abc.ABC):
         results = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in value]
         dtype_casts.check((item.dtype for item in results), op)
         if op not in ("sum", "mean") and any(isinstance(v, tf.IndexedSlices) for v in results):
-            told = f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense"
-            raise ValueError(at_rank(self.rank, told))
+            message = f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense"
+            raise ValueError(at_rank(self.rank, message))
         if self.size == 1 or not results:
             return results
         routed = self._routed(
@@ -553,11 +553,11 @@ class Communicator(abc.ABC):
 
     def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
         if len(rows) != self.size or value.shape[0] not in (None, sum(rows)):
-            told = (
+            message = (
                 f"reduce_scatter got rows={list(rows)} for {value.shape[0]} rows, expected one "
                 f"number for each of {self.size} ranks, that add up to the rows"
             )
-            raise ValueError(at_rank(self.rank, told))
+            raise ValueError(at_rank(self.rank, message))
         return list(rows)
 
     def _scattering(self, value: tf.Tensor, known: list[int] | None, op: str) -> CollectiveMessage:
@@ -744,8 +744,8 @@ class Communicator(abc.ABC):
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.size:
-            told = f"{what}={rank} is not a rank of {self.size} (0 to {self.size - 1})"
-            raise ValueError(at_rank(self.rank, told))
+            message = f"{what}={rank} is not a rank of {self.size} (0 to {self.size - 1})"
+            raise ValueError(at_rank(self.rank, message))
         if what != "root" and rank == self.rank:
             raise ValueError(at_rank(self.rank, f"{what}={rank} is this rank itself"))
 
@@ -823,13 +823,13 @@ class Communicator(abc.ABC):
             return self.host.meet(name, given)
         thread = threading.current_thread()
         if self._thread not in (None, thread):
-            told = (
+            message = (
                 f"{script_line()} is in {a(name)} in the thread {thread.name!r}, and the thread "
                 f"{self._thread.name!r} takes part in this communicator's collectives: their order "
                 "would differ by rank. Let that thread make a communicator for this one, by "
                 "communicator.split(0) on all ranks"
             )
-            raise CommunicatorError(at_rank(self.rank, told))
+            raise CommunicatorError(at_rank(self.rank, message))
         self._met += 1
         number = self._met
         try:

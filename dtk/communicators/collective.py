@@ -80,11 +80,11 @@ def start(environment: Environment, prepare: Callable[[int], None] | None = None
     elif environment.meeting:
         addresses = startup.exchange_addresses(rank, size, environment.meeting, timeout)
     else:
-        told = (
+        message = (
             f"TensorFlow's collectives need rank 0's address or that of each of {size} ranks, "
             f"got {len(addresses)}: start with `dtk run`, or set MASTER_ADDR or TF_CONFIG"
         )
-        raise CommunicatorError(at_rank(rank, told))
+        raise CommunicatorError(at_rank(rank, message))
     with startup.at_most(timeout), startup.quiet():
         if prepare is not None:
             prepare(size)
@@ -113,12 +113,12 @@ def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
-        told = (
+        message = (
             "TensorFlow has already run an operation, and its collectives must be set up "
             "before the first: make the strategy at the top of the script, before any tensor, "
             "variable, layer or dataset"
         )
-        raise CommunicatorError(at_rank(rank, told)) from None
+        raise CommunicatorError(at_rank(rank, message)) from None
 
 
 class CollectiveCommunicator(Communicator):

@@ -82,13 +82,13 @@ def _check_own_address(environment: Environment) -> None:
     except OSError:
         return  # Horovod itself reports this
     if address.startswith("127."):
-        told = (
+        message = (
             f"this host's own name, {name}, means {address} here, where no other host can "
             "reach it, and this Horovod uses it and ignores HOROVOD_GLOO_IFACE; "
             f"give {name} its network address in /etc/hosts, install a Horovod without the "
             "mistake (`dtk install-horovod`), or use the collective communicator"
         )
-        raise CommunicatorError(at_rank(environment.rank, told))
+        raise CommunicatorError(at_rank(environment.rank, message))
 
 
 class _Sets:
@@ -109,12 +109,12 @@ class _Sets:
         if ranks in self._known:
             return
         if os.environ.get(_DYNAMIC, "0").lower() in ("", "0", "false"):
-            told = (
+            message = (
                 f"a group of ranks {list(ranks)} of {hvd.size()}: Horovod makes groups only if "
                 f"it was told so before the start; set {_DYNAMIC}=1 for every rank "
                 f"(mpirun -x {_DYNAMIC}=1 ...), or use the collective communicator"
             )
-            raise CommunicatorError(at_rank(hvd.rank(), told))
+            raise CommunicatorError(at_rank(hvd.rank(), message))
         self._known[ranks] = hvd.add_process_set(list(ranks))
 
 
@@ -217,11 +217,11 @@ class HorovodCommunicator(Communicator):
         pair = [self._members[source], self._members[dest]]
         process_set = self._sets.get(pair)
         if process_set is None:
-            told = (
+            message = (
                 f"no link between ranks {source} and {dest}: Horovod opens links ahead, so "
                 f"call connect([({source}, {dest}), ...]) on every rank of the world first"
             )
-            raise CommunicatorError(at_rank(self.rank, told))
+            raise CommunicatorError(at_rank(self.rank, message))
         return {**self._options(f"pair/{pair[0]}/{pair[1]}/{tag}"), "process_set": process_set}
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
@@ -263,8 +263,8 @@ class HorovodCommunicator(Communicator):
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():
-            told = (
+            message = (
                 f"{what} on a group of {self.size} of {hvd.size()} ranks: Horovod needs the "
                 f"whole world for it; call {what} on the world communicator"
             )
-            raise CommunicatorError(at_rank(self.rank, told))
+            raise CommunicatorError(at_rank(self.rank, message))

@@ -52,8 +52,8 @@ def differing(places: Sequence[Place]) -> str:
             for i in shown
             if i < len(given)
         ]
-        told = f" ({', '.join(values)})" if values else ""
-        ranks.setdefault(f"in {a(name)}{told}, {where}", []).append(str(rank))
+        message = f" ({', '.join(values)})" if values else ""
+        ranks.setdefault(f"in {a(name)}{message}, {where}", []).append(str(rank))
     said = [
         f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(own)} "
         f"{'is' if len(own) == 1 else 'are'} {what}"

@@ -59,14 +59,16 @@ def checked_counts(
             return tf.ensure_shape(tf.cast(known, tf.int64), [size])
     counts, rows = list(known), tensor.shape[0]
     if len(counts) != size or rows not in (None, counts[rank]):
-        told = (
+        message = (
             f"allgather got rows={counts} for {rows} rows of this rank, expected one number "
             f"for each of {size} ranks"
         )
-        raise ValueError(at_rank(rank, told))
+        raise ValueError(at_rank(rank, message))
     given = tf.constant(counts, tf.int64)
-    told = f"allgather got rows={counts}, which says other rows of this rank"
-    return given if rows is not None else _asserted(given, given[rank], tensor, at_rank(rank, told))
+    message = f"allgather got rows={counts}, which says other rows of this rank"
+    return (
+        given if rows is not None else _asserted(given, given[rank], tensor, at_rank(rank, message))
+    )
 
 
 def checked_splits(
@@ -78,27 +80,29 @@ def checked_splits(
     rows = tensor.shape[0]
     if splits is None:
         if rows is not None and rows % size:
-            told = f"alltoall of {rows} rows over {size} ranks is uneven: pass splits, the rows"
-            raise ValueError(at_rank(rank, f"{told} for each rank"))
+            message = f"alltoall of {rows} rows over {size} ranks is uneven: pass splits, the rows"
+            raise ValueError(at_rank(rank, f"{message} for each rank"))
         even = tf.repeat(tf.shape(tensor, tf.int64)[0] // size, size)
-        told = f"alltoall of rows that {size} does not divide: pass splits"
+        message = f"alltoall of rows that {size} does not divide: pass splits"
         mine, given = even, even
     else:
         given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
         if given.shape not in ([size], [size, size]):
-            told = (
+            message = (
                 f"alltoall got splits of shape {tuple(given.shape)}, expected ({size},), "
                 f"or ({size}, {size}) for what every rank sends"
             )
-            raise ValueError(at_rank(rank, told))
+            raise ValueError(at_rank(rank, message))
         mine = given if given.shape.rank == 1 else given[rank]
-        told = "alltoall got splits that do not add up to the rows"
+        message = "alltoall got splits that do not add up to the rows"
     known = tf.get_static_value(mine)
     if rows is None or (splits is not None and known is None):
-        return _asserted(given, tf.reduce_sum(mine), tensor, at_rank(rank, told))
+        return _asserted(given, tf.reduce_sum(mine), tensor, at_rank(rank, message))
     if known is not None and known.sum() != rows:
-        told = f"alltoall got splits {known.tolist()} for {rows} rows: they must add up to the rows"
-        raise ValueError(at_rank(rank, told))
+        message = (
+            f"alltoall got splits {known.tolist()} for {rows} rows: they must add up to the rows"
+        )
+        raise ValueError(at_rank(rank, message))
     return given
 
 

@@ -38,11 +38,11 @@ class Shard:
                 at_rank(rank, f"axis={self.axis} of a shard; count axes from 0, not from the end")
             )
         if len(self.sizes) != size or min(self.sizes) < 0:
-            told = (
+            message = (
                 f"a shard got sizes {list(self.sizes)}; it takes one length, 0 or more, for "
                 f"each of {size} ranks"
             )
-            raise ValueError(at_rank(rank, told))
+            raise ValueError(at_rank(rank, message))
 
     @classmethod
     def evenly(cls, length: int, axis: int, communicator: Communicator) -> Shard:
@@ -104,11 +104,11 @@ class Shard:
         self, shape: Sequence[int | None], expected: int, becomes: int
     ) -> tuple[int | None, ...]:
         if self.axis >= len(shape) or shape[self.axis] not in (None, expected):
-            told = (
+            message = (
                 f"a tensor of shape {tuple(shape)}; axis {self.axis} should have length "
                 f"{expected}, where ranks hold {list(self.sizes)}"
             )
-            raise ValueError(at_rank(self.communicator.rank, told))
+            raise ValueError(at_rank(self.communicator.rank, message))
         return (*shape[: self.axis], becomes, *shape[self.axis + 1 :])
 
 

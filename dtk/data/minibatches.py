@@ -184,11 +184,11 @@ class PartitionedMinibatches:
             ValueError: The state is from data with another number of rows.
         """
         if state["rows"] != self._rows:
-            told = (
+            message = (
                 f"the saved state is at row {state['position']} of data with {state['rows']} "
                 f"rows, and this data has {self._rows}; give the data it was saved with"
             )
-            raise ValueError(at_rank(self._rank, told))
+            raise ValueError(at_rank(self._rank, message))
         self._position, self._seed = state["position"], state["seed"]
 
     def _is_over(self, position: int) -> bool:

@@ -88,11 +88,11 @@ def run(
         from py4j.protocol import Py4JJavaError
         from pyspark import SparkContext, cloudpickle
     except ModuleNotFoundError as error:
-        told = f"dtk.engines.spark needs pyspark 4: {pip_install('spark')}"
-        raise ModuleNotFoundError(told, name=error.name) from None
+        message = f"dtk.engines.spark needs pyspark 4: {pip_install('spark')}"
+        raise ModuleNotFoundError(message, name=error.name) from None
     if (here := detect()).size > 1:
-        told = "dtk.engines.spark.run was called on a rank of a job, expected Spark's driver"
-        raise ClusterError(at_rank(here.rank, told))
+        message = "dtk.engines.spark.run was called on a rank of a job, expected Spark's driver"
+        raise ClusterError(at_rank(here.rank, message))
     context = SparkContext.getOrCreate()
     _check_slots(context, num_workers)
     try:

@@ -116,8 +116,8 @@ def check_python() -> None:
             "Next: python3.11 -m venv .venv"
         )
     if ask([*PIP, "--version"]).returncode:
-        told = f"{sys.executable} has no pip, which fetches and installs Horovod. Next: "
-        raise HorovodBuildError(f"{told}{sys.executable} -m ensurepip")
+        message = f"{sys.executable} has no pip, which fetches and installs Horovod. Next: "
+        raise HorovodBuildError(f"{message}{sys.executable} -m ensurepip")
 
 
 def tensorflow_version() -> str:

@@ -77,8 +77,8 @@ def installed() -> Horovod:
         reason = reason_of(probe)
         if "No module named 'horovod'" in reason:
             raise HorovodBuildError("Horovod is not installed. Next: dtk install-horovod")
-        told = f"Horovod cannot be imported ({reason})"
-        raise HorovodBuildError(f"{told}. Next: dtk install-horovod --rebuild")
+        message = f"Horovod cannot be imported ({reason})"
+        raise HorovodBuildError(f"{message}. Next: dtk install-horovod --rebuild")
     found = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
     if found.built_for and found.built_for != found.tensorflow:
         raise HorovodBuildError(

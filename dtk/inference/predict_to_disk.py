@@ -413,19 +413,19 @@ def _predict_part(
     for batch in batches:
         structure, arrays = outputs_of(predict(batch))
         if structure != manifest.structure:
-            told = (
+            message = (
                 f"in part {part} the model returns {structure}, in the first batch "
                 f"{manifest.structure}; it must return the same structure for every batch"
             )
-            raise ValueError(at_rank(rank, told))
+            raise ValueError(at_rank(rank, message))
         for name, array in arrays.items():
             wanted, shape = manifest.outputs[name][1], tuple(array.shape[1:])
             if shape != wanted:
-                told = (
+                message = (
                     f"a row of {name} has shape {shape} in part {part}, and {wanted} in the "
                     "first batch; pad batches to one length, so that all rows fit in one array"
                 )
-                raise ValueError(at_rank(rank, told))
+                raise ValueError(at_rank(rank, message))
             predicted[name].append(array)
     return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
 
@@ -436,18 +436,18 @@ def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rows: int
     found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
     missing = [part for part, rows in enumerate(found) if rows is None]
     if missing:
-        told = (
+        message = (
             f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
             f"{missing[0]}, though every rank has written its own; give a directory of a file "
             "system that all hosts share"
         )
-        raise ValueError(at_rank(0, told))
+        raise ValueError(at_rank(0, message))
     parts = tuple(count for count in found if count is not None)
     if rows is not None and sum(parts) != rows:
-        told = (
+        message = (
             f"{files.directory} holds {sum(parts)} rows that were predicted, and the data has "
             f"{rows}; the model must return one row for each row of a batch, and data that has "
             "grown or shrunk since an earlier run must be predicted anew, with resume=False"
         )
-        raise ValueError(at_rank(0, told))
+        raise ValueError(at_rank(0, message))
     files.write_manifest(dataclasses.replace(manifest, parts=parts))

@@ -89,11 +89,11 @@ def quantize(
     check_ready(model, ranks)
     layers, already = _layers_of(model), quantized_layers(model)
     if already:
-        told = (
+        message = (
             f"{len(already)} layers of model {model.name!r} are quantised already, such as "
             f"{already[0].name!r}; load the model as it was before, and quantise that once"
         )
-        raise ValueError(at_rank(ranks.rank, told))
+        raise ValueError(at_rank(ranks.rank, message))
     size = _bytes_of(model)
     with warnings.catch_warnings():
         # One for each layer, of those without weights, too; what was left is returned.
@@ -106,14 +106,14 @@ def quantize(
     left = tuple(layer.name for layer in layers if layer.quantization_mode is None)
     if not done:
         kinds = sorted({type(layer).__name__ for layer in layers})
-        told = (
+        message = (
             f"Keras quantises no layer of model {model.name!r}, whose weights are in "
             f"{', '.join(kinds)}: it knows Dense, EinsumDense and Embedding"
             f"{'' if filters is None else f', and was given filters={filters!r}'}. For "
             "convolutions use LiteRT's: dtk.inference.export(model, 'model.tflite', 'litert', "
             "optimizations=[tf.lite.Optimize.DEFAULT])"
         )
-        raise ValueError(at_rank(ranks.rank, told))
+        raise ValueError(at_rank(ranks.rank, message))
     check_ready(model, ranks)
     return Quantized(done, left, size, _bytes_of(model))
 
@@ -154,23 +154,23 @@ def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Co
         )
     place = detect()
     if place.size > 1 and place.role in ("worker", "chief"):
-        told = (
+        message = (
             f"model {model.name!r} belongs to no strategy, in a job of {place.size} processes: "
             "each would do all of the work. Give strategy=..., or load the model inside "
             "strategy.scope()"
         )
-        raise NotDistributedError(at_rank(place.rank, told))
+        raise NotDistributedError(at_rank(place.rank, message))
     return LocalCommunicator()
 
 
 def check_ready(model: keras.Model, communicator: Communicator) -> str:
     """Finish pending updates, and return a hash of the weights, which all ranks must share."""
     if not model.built:
-        told = (
+        message = (
             f"model {model.name!r} has no weights yet: fit it, load it from a file, or call it "
             "on one batch first"
         )
-        raise ValueError(at_rank(communicator.rank, told))
+        raise ValueError(at_rank(communicator.rank, message))
     trainer = model_scope.trainer_of(model)
     if trainer is not None:
         trainer.flush()

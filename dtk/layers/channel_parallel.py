@@ -158,11 +158,11 @@ class ChannelParallel(keras.layers.Layer):
         else:
             self._channels = Shard.evenly(channels, self._input_axis, group)
         if not min(self._channels.sizes):
-            told = (
+            message = (
                 f"layer {self.name!r} divides {self._channels.length} {self.split} channels among "
                 f"{group.size} ranks; it takes one or more for each"
             )
-            raise ValueError(at_rank(group.rank, told))
+            raise ValueError(at_rank(group.rank, message))
         super().build(tuple(input_shape))
         channel_axis = axis % len(input_shape)
         self.input_spec = keras.InputSpec(

@@ -160,11 +160,11 @@ def reduce_scatter(value: tf.Tensor, communicator: Communicator, op: str = "sum"
     """
     value = tf.convert_to_tensor(value)
     if op not in ("sum", "mean") or value.shape.rank == 0 or value.shape[0] is None:
-        told = (
+        message = (
             f"reduce_scatter with a gradient got op={op!r} and shape {value.shape}; it takes "
             "'sum' or 'mean', and a number of rows that is known"
         )
-        raise ValueError(at_rank(communicator.rank, told))
+        raise ValueError(at_rank(communicator.rank, message))
     if op == "mean":
         value = value / communicator.size
     rows = even_sizes(value.shape[0], communicator.size)
@@ -333,11 +333,11 @@ def send(value: tf.Tensor, communicator: Communicator, dest: int, tag: int = 0) 
         return communicator.recv(shape, x.dtype, dest, tag + _GRADIENT_TAG)
 
     def refuse_second(_: tf.Tensor) -> tf.Tensor:
-        told = (
+        message = (
             "a gradient of a gradient that came by recv: the other rank sends no second one; use "
             "alltoall, allgather or broadcast, whose gradients have gradients"
         )
-        raise NotImplementedError(at_rank(communicator.rank, told))
+        raise NotImplementedError(at_rank(communicator.rank, message))
 
     return with_gradient(value, forward, lambda _: with_gradient(none, receive, refuse_second))
 
@@ -389,8 +389,10 @@ def _with_rows(
     size = communicator.size
     if value.shape.rank == 0 or (rows is not None and len(rows) != size):
         given = f"a scalar and rows={rows}" if value.shape.rank == 0 else f"rows={list(rows or ())}"
-        told = f"{called} got {given}, expected rows, and a number of them for each of {size} ranks"
-        raise ValueError(at_rank(communicator.rank, told))
+        message = (
+            f"{called} got {given}, expected rows, and a number of them for each of {size} ranks"
+        )
+        raise ValueError(at_rank(communicator.rank, message))
     return value
 
 

@@ -328,13 +328,13 @@ class ModelInParts:
         built = {key: tuple(v.shape) for key, v in self._of_whole.items()}
         if built != expected:
             key = next(k for k in {**expected, **built} if built.get(k) != expected.get(k))
-            told = (
+            message = (
                 f"model {self._model.name!r} cannot be put together from its configuration: "
                 f"variable {key} has shape {expected.get(key)} in the parts and {built.get(key)} "
                 "in the whole; use functional or Sequential models rewritten by "
                 "dtk.layers.parallelize, or dtk.layers.Pipeline"
             )
-            raise ValueError(at_rank(self._group.rank, told))
+            raise ValueError(at_rank(self._group.rank, message))
         return self.whole
 
     def gather(self) -> None:

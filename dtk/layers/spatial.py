@@ -102,11 +102,11 @@ class SpatiallyParallel(keras.layers.Layer):
         outputs = even_sizes(window.outputs(length), len(inputs))
         if not min(outputs):
             made = f"{sum(outputs)} {('rows', 'columns')[axis]} of {length}"
-            told = (
+            message = (
                 f"layer {self.name!r} makes {made}, for {len(inputs)} ranks; gather the image in "
                 "front of it (GatherRows), or use fewer ranks"
             )
-            raise ValueError(at_rank(self._groups[axis].rank, told))
+            raise ValueError(at_rank(self._groups[axis].rank, message))
         needs = [window.needs(part, length) for part in ranges_of(outputs)]
         return tuple(needs), outputs
 

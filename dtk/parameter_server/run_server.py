@@ -50,11 +50,11 @@ def await_tasks(name: str, tasks: Mapping[str, str]) -> None:
     while missing := {task: at for task, at in missing.items() if not startup.answers(at)}:
         tasks_missing = ", ".join(f"{task} ({at})" for task, at in missing.items())
         if not wait.left:
-            told = (
+            message = (
                 f"{name}: not there after {wait.limit:g} s: {tasks_missing}. Did they start, and "
                 "can this host reach them? (DTK_START_TIMEOUT sets the limit)"
             )
-            raise as_passing(ClusterError(told))
+            raise as_passing(ClusterError(message))
         wait.say(tasks_missing)
         time.sleep(0.1)
 

@@ -125,24 +125,24 @@ class WorkerPool:
         if any(startup.answers(address) for address in self._workers):
             return now
         if now - last_seen > self._patience:
-            told = (
+            message = (
                 f"none of the {len(self._workers)} workers has been there for "
                 f"{now - last_seen:.0f} s ({', '.join(self._workers)}); start them again, or start "
                 "the job anew with dtk.callbacks.Checkpoint(..., resume=True)"
             )
-            raise as_passing(ClusterError(told))
+            raise as_passing(ClusterError(message))
         return last_seen
 
     def _lost_server(self) -> ClusterError | None:
         for index, address in enumerate(self._servers):
             # A lost packet takes a second to notice.
             if not any(startup.answers(address, timeout) for timeout in (1.0, 2.0, 4.0)):
-                told = (
+                message = (
                     f"parameter server {index} ({address}) is gone, and with it a part of the "
                     "weights; start the job again, with dtk.callbacks.Checkpoint(directory, "
                     "resume=True) it continues where it last saved"
                 )
-                return as_passing(ClusterError(told))
+                return as_passing(ClusterError(message))
         return None
 
     def _serve(self, session: int) -> None:

@@ -122,11 +122,11 @@ class DistributedTrial(optuna.trial.FixedTrial):
             RuntimeError: On other ranks.
         """
         if self._trial is None:
-            told = (
+            message = (
                 "trial.study: the study is on rank 0 alone, and ranks must not decide by what "
                 "only one knows; use callbacks of dtk.search.optimize, which run on rank 0"
             )
-            raise RuntimeError(at_rank(self._rounds.rank, told))
+            raise RuntimeError(at_rank(self._rounds.rank, message))
         return self._trial.study
 
     # The end.

@@ -247,12 +247,12 @@ def _compare(values: Sequence[Values], number: int) -> None:
     """Warn when ranks have returned different numbers; None on others than rank 0 is fine."""
     others = {rank: v for rank, v in enumerate(values) if v is not None}
     for rank in [rank for rank, v in others.items() if not _is_close(v, values[0])][:1]:
-        told = (
+        message = (
             f"the objective of trial {number} returned {values[0]} here and {values[rank]} on rank "
             f"{rank}; rank 0's counts. Return what is equal on all ranks, such as a number of "
             "model.evaluate"
         )
-        warnings.warn(at_rank(0, told), stacklevel=2)
+        warnings.warn(at_rank(0, message), stacklevel=2)
 
 
 def _is_close(value: Values, other: Values) -> bool:

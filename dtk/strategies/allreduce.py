@@ -118,12 +118,12 @@ class AllReduceStrategy(DtkStrategy):
             if group is not world:  # all ranks know whether processors are alike, and the costs
                 group.learn(world.alike, world.costs)
         if model.size > 1 and isinstance(parsed, Auto):
-            told = (
+            message = (
                 f"exchange={parsed} with model_parallel={model.size}: the processes that hold "
                 "parts of one model might choose differently; name the exchange, such as "
                 '"fp16"'
             )
-            raise ValueError(at_rank(model.rank, told))
+            raise ValueError(at_rank(model.rank, message))
         parsed.check(data)
 
     def gather_outputs(self, outputs: _Made) -> _Made:
@@ -221,12 +221,12 @@ def make_grid(world: Communicator, parts: int) -> tuple[Communicator, Communicat
         )
     if world.size % parts:
         fits = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        told = (
+        message = (
             f"model_parallel={parts} with {world.size} processes: each model takes {parts} of "
             f"them, and the rest would be left over; use one of {fits}, or start a multiple of "
             f"{parts}, such as `dtk run -n {parts * max(1, round(world.size / parts))}`"
         )
-        raise ValueError(at_rank(world.rank, told))
+        raise ValueError(at_rank(world.rank, message))
     if parts == 1:
         return world, LocalCommunicator(world.hosts[world.rank] if world.hosts else None)
     data = world.split(world.rank % parts, world.rank)

@@ -44,8 +44,8 @@ def pin(place: Environment | Communicator, memory_growth: bool | None = None) ->
         try:
             tf.config.set_visible_devices([gpus[index]], "GPU")
         except RuntimeError:
-            told = f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
-            warn(place.rank, f"{told}computes on {names[index]} alone{_FIRST}", 5)
+            message = f"{_STARTED}this process holds memory on all {len(gpus)} GPUs it sees, and "
+            warn(place.rank, f"{message}computes on {names[index]} alone{_FIRST}", 5)
         else:
             gpus, index = [gpus[index]], 0
     set_memory_growth(gpus, memory_growth, place.rank)
@@ -81,8 +81,10 @@ def take_gpu_of_task(config: TFConfig) -> str | None:
     try:
         tf.config.set_visible_devices([] if index is None else [gpus[index]], "GPU")
     except RuntimeError:
-        told = f"{_STARTED}the {config.role} holds memory on all {len(gpus)} GPUs it sees{_FIRST}"
-        warnings.warn(told, RuntimeWarning, stacklevel=4)
+        message = (
+            f"{_STARTED}the {config.role} holds memory on all {len(gpus)} GPUs it sees{_FIRST}"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
     return None if index is None else names[index]
 
 

@@ -65,11 +65,11 @@ class DtkStrategy(Strategy):
         """Return the context in which models are built and compiled for this strategy."""
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else self
         if current is not self:
-            told = (
+            message = (
                 f"{type(self).__name__}.scope() inside the scope of another strategy "
                 f"({type(current).__name__}); one strategy trains a model, so leave that scope"
             )
-            raise ValueError(at_rank(self.rank, told))
+            raise ValueError(at_rank(self.rank, message))
         return _scope(super().scope(), self)
 
     def run(

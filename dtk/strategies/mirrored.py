@@ -104,12 +104,12 @@ def _warn_of_others() -> None:
     if environment.size == 1:
         start.tell_of_idle_tasks()
     if environment.size > 1:
-        told = (
+        message = (
             f"MirroredStrategy trains over the devices of this process alone, and the job has "
             f"{environment.size} processes ({environment.reason}), each of which will train a "
             "model of its own; use dtk.auto_strategy() or AllReduceStrategy() to train one"
         )
-        warn(environment.rank, told, 3)
+        warn(environment.rank, message, 3)
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:

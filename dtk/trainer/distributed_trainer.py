@@ -114,9 +114,9 @@ class DistributedTrainer(ModelState):
         if not keras_models.is_built(model) and _has_shapes(data_batch):
             counted = keras_models.counted_elsewhere(model)
             if counted and self.takes_over:
-                told = f"metrics {counted} have counted for another model, and start at zero for"
+                message = f"metrics {counted} have counted for another model, and start at zero for"
                 cure = "in one process Keras would keep their counts. Make metrics for each model"
-                tell(strategy, f"{told} model {model.name!r}; {cure}")
+                tell(strategy, f"{message} model {model.name!r}; {cure}")
             with strategy.scope():
                 keras_models.build_from(model, data_batch)
 

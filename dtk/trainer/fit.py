@@ -110,10 +110,10 @@ def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
     for one in keras.tree.flatten(given or []):
         if not hasattr(type(one), "set_model"):
             cure = f"; write {one.__name__}(...)" if isinstance(one, type) else ""
-            told = (
+            message = (
                 f"{name} got {one!r} in callbacks; expected instances of keras.callbacks.Callback"
             )
-            raise ValueError(at_rank(strategy.rank, told + cure))
+            raise ValueError(at_rank(strategy.rank, message + cure))
 
 
 def _whole(value: object) -> int | None:
@@ -263,12 +263,12 @@ def _on_this_rank(
     Those that save are kept where each rank has a part of what is saved: all ranks gather it.
     """
     if strategy.processes > 1 and any(type(one).__name__ == "OrbaxCheckpoint" for one in callbacks):
-        told = (
+        message = (
             f"OrbaxCheckpoint on {strategy.processes} processes: each would write the same files; "
             "use dtk.callbacks.Checkpoint, or Keras's ModelCheckpoint or BackupAndRestore, whose "
             "files rank 0 writes"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     if strategy.is_chief:
         return list(callbacks)
     gathering = rank_checks.SAVERS if strategy.shard_optimizer else ()

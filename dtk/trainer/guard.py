@@ -99,13 +99,13 @@ class _Guard:
         trains = name in ("fit", "train_on_batch")
         if not trains or is_undistributed() or strategy.processes == 1:
             return method(*args, **kwargs)
-        told = (
+        message = (
             f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
             f"each of the {strategy.processes} processes would train a model of its own. Call "
             "model.compile(...) (or load the model) inside `with strategy.scope():`; to train "
             "in this process alone, call fit inside `with dtk.strategies.undistributed():`"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told))
+        raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None:
@@ -190,13 +190,13 @@ def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> 
     if not hasattr(strategy, "make_trainer"):
         return None
     if strategy.shard_optimizer:
-        told = (
+        message = (
             f"optimizer {optimizer.name!r} was applied inside strategy.run, and no model was "
             "compiled with it: every rank would hold all of its state, in spite of "
             "shard_optimizer=True. Call model.compile(optimizer) inside strategy.scope(), before "
             "the first step"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
     if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
         return None
@@ -206,7 +206,7 @@ def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> 
 
 
 def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> None:
-    told = (
+    message = (
         f"optimizer {optimizer.name!r} was applied outside strategy.run, {why}. Make model, "
         "optimizer and metrics inside `with strategy.scope():`, and let strategy.run call the "
         f"step on each rank's rows:\n\n{_lines()}\n\n"
@@ -214,7 +214,7 @@ def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> 
         "train in this process alone, or where the script has summed the gradients itself, "
         "apply them inside `with dtk.strategies.undistributed():`"
     )
-    raise NotDistributedError(at_rank(strategy.rank, told))
+    raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 def _lines() -> str:

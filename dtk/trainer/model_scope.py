@@ -35,8 +35,10 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     """Give a compiled model the strategy's step functions; compiling again starts afresh."""
     before = trainer_of(model)
     if before is not None and before.strategy is not strategy:
-        told = f"model {model.name!r} was compiled under another strategy; build a new one for this"
-        raise ValueError(at_rank(strategy.rank, told))
+        message = (
+            f"model {model.name!r} was compiled under another strategy; build a new one for this"
+        )
+        raise ValueError(at_rank(strategy.rank, message))
     strategy.take_variables(model.variables)
     trainer = before or strategy.make_trainer(model)
     trainer.bind_optimizers()
@@ -102,11 +104,11 @@ def check_and_own(
     jit_compile = compiled_step.settle(jit_compile, model, strategy)
     owner = keras_models.owner_of(model)
     if owner is not None and owner is not strategy:
-        told = (
+        message = (
             f"model {model.name!r} was built under another strategy "
             f"({type(owner).__name__}); build and compile it under the same one"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     keras_models.set_owner(model, strategy)
     return jit_compile
 
@@ -119,31 +121,31 @@ def check_distributed(function: Function[Tree], strategy: Strategy) -> None:
     python, steps = getattr(function, "python_function", function), ("run_step", *_STEPS)
     home = str(getattr(python, "__module__", "")).partition(".")[0]
     if home == "tf_keras" and getattr(python, "__name__", "") in steps:
-        told = (
+        message = (
             "this model is one of legacy Keras (tf_keras, which tf.keras is under "
             "TF_USE_LEGACY_KERAS=1), and dtk distributes models of Keras 3: legacy Keras would "
             "weigh the parts of a batch alike, whatever their rows. Unset TF_USE_LEGACY_KERAS and "
             "use keras, or train legacy Keras by tf.distribute.MultiWorkerMirroredStrategy"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told))
+        raise NotDistributedError(at_rank(strategy.rank, message))
     model, name = getattr(function, "__self__", None), getattr(function, "__name__", None)
     if isinstance(model, keras.Model) and name in _STEPS and trainer_of(model) is None:
-        told = (
+        message = (
             f"model {model.name!r} was compiled outside strategy.scope(), so its steps would "
             "not be exact; call model.compile(...) inside `with strategy.scope():`"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told))
+        raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 def check_weights(model: keras.Model, strategy: Strategy) -> int:
     """Compare a model's weights over all replicas; see `DtkStrategy.check_weights`."""
     trainer = trainer_of(model)
     if trainer is None or trainer.strategy is not strategy:
-        told = (
+        message = (
             f"model {getattr(model, 'name', model)!r} was not compiled under this strategy, "
             "which keeps no weights of it equal; compile it inside strategy.scope()"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     variables = trainer.equal_variables()
     # Compare number and shapes first: unequal ones cannot be compared by value.
     if strategy.communicator.size > 1:

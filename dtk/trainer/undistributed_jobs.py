@@ -62,7 +62,7 @@ def _refuse(
     if _decided.is_set():
         return original(model, *args, **kwargs)
     environment = detect()
-    told = (
+    message = (
         f"{original.__name__} of model {model.name!r} before any strategy was made, in a job of "
         f"{environment.size} processes ({environment.reason}): each would train a model of "
         "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model inside "
@@ -70,7 +70,7 @@ def _refuse(
         f"train alone in each process, call {original.__name__} inside "
         "`with dtk.strategies.undistributed():`"
     )
-    raise NotDistributedError(at_rank(environment.rank, told))
+    raise NotDistributedError(at_rank(environment.rank, message))
 
 
 def _warn() -> None:

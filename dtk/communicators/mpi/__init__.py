@@ -47,11 +47,11 @@ def start(environment: Environment) -> Communicator:
         advice = "start with `srun --mpi=pmix` (MPICH: `--mpi=pmi2`), or use another communicator"
     startup.check_world(environment, world.rank, world.size, library, advice)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        told = (
+        message = (
             f"{library} takes calls from one thread only; use a library built for several threads "
             "(MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian"
         )
-        raise CommunicatorError(at_rank(environment.rank, told))
+        raise CommunicatorError(at_rank(environment.rank, message))
     from dtk.communicators.mpi.communicator import MPICommunicator
     from dtk.communicators.mpi.requests import RequestProgress
 

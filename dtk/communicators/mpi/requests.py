@@ -228,10 +228,10 @@ class RequestProgress:
             missing = sorted(gone & job.members)
             if missing:
                 names = ", ".join(f"rank {rank}" for rank in missing)
-                told = (
+                message = (
                     f"{job.what} waits for {names}, whose script has ended; see what {names} wrote"
                 )
-                raise CommunicatorError(at_rank(self._world.rank, told))
+                raise CommunicatorError(at_rank(self._world.rank, message))
 
     def _hear(self) -> None:
         """Note which ranks have said that they leave."""

@@ -188,8 +188,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Log the rate; say when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if epoch + 1 == self.end_epoch and self.verbose > 0 and job.rank() == 0:
-            told = f"finished gradual learning rate warmup to {self._rate():g}."
-            print(f"\nEpoch {epoch + 1}: {told}")
+            message = f"finished gradual learning rate warmup to {self._rate():g}."
+            print(f"\nEpoch {epoch + 1}: {message}")
 
 
 BestModelCheckpoint = replaced(

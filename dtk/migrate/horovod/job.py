@@ -62,13 +62,13 @@ class RankTrainer(DistributedTrainer):
         if name not in ("fit", "train_on_batch") or not self.takes_over:
             return self.takes_over
         if exchange_of(self.model.optimizer) is None:
-            told = (
+            message = (
                 f"{name} of model {self.model.name!r}, whose optimizer is no "
                 "DistributedOptimizer: each rank would train a model of its own. Write "
                 "optimizer = hvd.DistributedOptimizer(optimizer), after hvd.init() and before "
                 "model.compile, and load models by hvd.load_model"
             )
-            raise NotDistributedError(at_rank(self.strategy.rank, told))
+            raise NotDistributedError(at_rank(self.strategy.rank, message))
         return False
 
     def bind_optimizers(self) -> None:

@@ -69,9 +69,9 @@ def migrate(text: bytes) -> Migration:
         return Migration(text, refusal="it uses dtk already", is_done=True)
     others = [name for package, name in _OTHERS.items() if package in packages]
     if others and not packages & _OURS:
-        told = f"it is a script of {others[0]}, and dtk trains models of Keras; see "
-        told += f"{PAGE}#other-frameworks"
-        return Migration(text, refusal=told)
+        message = f"it is a script of {others[0]}, and dtk trains models of Keras; see "
+        message += f"{PAGE}#other-frameworks"
+        return Migration(text, refusal=message)
     taken = {name.value for name in source.find(cst.Name)}
     source.strategy = "dtk_strategy" if "strategy" in taken else "strategy"
     made, growth = None, False
@@ -84,14 +84,14 @@ def migrate(text: bytes) -> Migration:
         ast.parse(result)
     except SyntaxError as error:
         ast.parse(text)  # Python of another version
-        told = (
+        message = (
             f"what would be its line {error.lineno} is not Python ({error.msg}): a fault of dtk's"
         )
-        raise RuntimeError(f"{told}, not of the script; please report it") from error
+        raise RuntimeError(f"{message}, not of the script; please report it") from error
     trains = b"import dtk" in result
     if result == text or ("horovod" in packages and not trains):
-        told = "it compiles no model, applies no gradients, and uses neither Horovod nor "
-        return Migration(text, refusal=f"{told}tf.distribute; migrate the file that does")
+        message = "it compiles no model, applies no gradients, and uses neither Horovod nor "
+        return Migration(text, refusal=f"{message}tf.distribute; migrate the file that does")
     return Migration(result, tuple(source.notes))
 
 

@@ -187,8 +187,8 @@ class _Horovod:
             after = source.find(cst.Call, source.function(block))
             calls += [call for call in after if source.span(call)[0] >= first]
         for name in sorted(self.together & {code(call.func).split(".")[-1] for call in calls}):
-            told = f"`{name}` is of all ranks, and not all get to it: call it on each"
-            source.mark(block, told, "ranks-that-differ")
+            message = f"`{name}` is of all ranks, and not all get to it: call it on each"
+            source.mark(block, message, "ranks-that-differ")
 
     def _is_needless(self, call: cst.Call, name: str) -> bool:
         """Whether it is a broadcast or callback that does what dtk does anyway."""
@@ -238,8 +238,8 @@ class _Horovod:
             if rows is not None and source.dataset(call.func.value):
                 self._times_size(call, rows)
             else:
-                told = f"if these are rows of one rank, write them times {self.strategy}.size"
-                source.mark(call, told, "batches-and-epochs")
+                message = f"if these are rows of one rank, write them times {self.strategy}.size"
+                source.mark(call, message, "batches-and-epochs")
         old = [arg for arg in call.args if code(arg).startswith("experimental_run_tf_function")]
         for arg in old if kind == "compile" else ():
             source.delete_element(arg)

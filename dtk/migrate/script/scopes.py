@@ -140,8 +140,8 @@ class _Scopes:
         if argument(call, "lr") and "optimizers." in f"{text} {source.imported(call.func)}":
             source.mark(call, "Keras 3 calls `lr` learning_rate", "keras-2")
         if method(call) == "set_memory_growth" and source.statement(call) not in source.deleted:
-            told = "too late after the strategy: dtk.auto_strategy(memory_growth=True)"
-            source.mark(call, told, "scopes")
+            message = "too late after the strategy: dtk.auto_strategy(memory_growth=True)"
+            source.mark(call, message, "scopes")
 
     def _import(self, line: str) -> None:
         """Import dtk before Keras, and make the strategy after the imports."""

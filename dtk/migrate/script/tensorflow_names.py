@@ -45,8 +45,8 @@ def rewrite(source: Source) -> None:
             source.mark(node, "this trains on one process; dtk.auto_strategy() does not", _SECTION)
     for text in source.find(cst.SimpleString):
         if text.evaluated_value == "TF_CONFIG":
-            told = "launchers tell ranks, by TF_CONFIG or not: use strategy.size and rank"
-            source.mark(text, told, _SECTION)
+            message = "launchers tell ranks, by TF_CONFIG or not: use strategy.size and rank"
+            source.mark(text, message, _SECTION)
 
 
 def _in_tensorflow(name: str) -> str:

@@ -90,12 +90,12 @@ def _check_apply(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Refuse an `apply` that would see parts of gradients, and may take them for the whole."""
     for member in keras_optimizers.members(optimizer):
         if not _is_known(type(member).apply):
-            told = (
+            message = (
                 f"optimizer {member.name!r} ({type(member).__name__}) has an apply of its own, "
                 "which with shard_optimizer=True would be given this rank's parts of gradients "
                 "only. Write its update_step, or use shard_optimizer=False"
             )
-            raise ValueError(at_rank(strategy.rank, told))
+            raise ValueError(at_rank(strategy.rank, message))
 
 
 class Division(NamedTuple):
@@ -373,11 +373,11 @@ class ShardedOptimizer:
 
     def _save(self, member: keras.Optimizer, store: dict[str, Array]) -> None:
         """Save whole variables, in place of Keras's `save_own_variables`."""
-        told = (
+        message = (
             "the optimizer's state is gathered to be saved, and other ranks do not come: with "
             "shard_optimizer=True call model.save and its like on every rank"
         )
-        late = threading.Timer(_LATE, print, [f"dtk: {at_rank(self.communicator.rank, told)}"])
+        late = threading.Timer(_LATE, print, [f"dtk: {at_rank(self.communicator.rank, message)}"])
         late.start()
         try:
             for i, variable in enumerate(member.variables):

@@ -165,11 +165,11 @@ def _check_owner(member: keras.Optimizer, strategy: Strategy) -> None:
     if owner is strategy:
         return
     if type(owner).__name__ != "_DefaultDistributionStrategy":
-        told = (
+        message = (
             f"optimizer {member.name!r} was made for another strategy "
             f"({type(owner).__name__}); make a new optimizer inside this strategy's scope"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     strategy.take_variables(member.variables)
 
 
@@ -190,12 +190,12 @@ def build_outside_step(
     outside_graph(build)
     # The step has scaled its loss already: by a constant. What is cut is refused for that instead.
     if hasattr(optimizer, "initial_scale") and not cut:
-        told = (
+        message = (
             f"optimizer {optimizer.name!r} scales losses and is not built yet, so this step would "
             "keep its first scale for ever. Call optimizer.build(model.trainable_variables) inside "
             "`with strategy.scope():`, before the first step"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
 
 
 # Behind parameter servers.
@@ -277,12 +277,12 @@ def _load_whole(
 def _refuse_replaced(variables: Variables, strategy: Strategy) -> None:
     replaced = [path_of(v) for v in variables if keras_optimizers.is_replaced(v)]
     if replaced:
-        told = (
+        message = (
             f"workers send gradients, and {replaced[0]!r} is a variable that each step "
             "replaces (overwrite_with_gradient), as float8 layers have them; train those with "
             "MirroredStrategy or AllReduceStrategy, or quantize after training"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
 
 
 def apply_now(
@@ -341,12 +341,12 @@ def _check_shards(
         in_parts = shard_of(variable) is not None and flat_shard_of(variable) is None
         reason = needs_whole(optimizer, variable) if in_parts else None
         if reason is not None:
-            told = (
+            message = (
                 f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) {reason}, but this "
                 f"rank holds only a part of {path_of(variable)!r}. Use an optimizer that takes "
                 "each element for itself, such as SGD or Adam, or leave this layer whole"
             )
-            raise ValueError(at_rank(strategy.rank, told))
+            raise ValueError(at_rank(strategy.rank, message))
 
 
 def _updates(member: keras.Optimizer, parts: Sequence[keras.Variable]) -> bool:

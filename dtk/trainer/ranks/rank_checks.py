@@ -61,11 +61,11 @@ def raise_first_difference(
     """Raise an error that names the first (what, value) in which two ranks differ."""
     for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
         if value != other_value:
-            told = (
+            message = (
                 f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
                 f"{other_value!r}; {cure}"
             )
-            raise DisagreementError(at_rank(rank, told))
+            raise DisagreementError(at_rank(rank, message))
 
 
 def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
@@ -225,11 +225,11 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     gathered = numbers_of_all([digest], communicator)
     if not same_number(gathered):
         others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
-        told = (
+        message = (
             f"{when}, ranks have read different batches: those of ranks {others} are not "
             f"rank 0's; {_SAME_DATA}"
         )
-        raise DisagreementError(at_rank(communicator.rank, told))
+        raise DisagreementError(at_rank(communicator.rank, message))
 
 
 class ReadingCheck:

@@ -103,12 +103,12 @@ def check_same_weights(trainer: ModelState, when: str) -> None:
     found = differing(variables, trainer.strategy)
     if found.anywhere:
         first = repr(variables[found.mine[0]].path) if found.mine else "on other ranks"
-        told = (
+        message = (
             f"{when}, {len(found.mine)} of {len(variables)} variables of model "
             f"{trainer.model.name!r} differ between workers, the first is {first}; "
             f"{_SAME_UPDATES}"
         )
-        raise DisagreementError(at_rank(trainer.strategy.rank, told))
+        raise DisagreementError(at_rank(trainer.strategy.rank, message))
 
 
 def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when: str) -> bool:
@@ -129,12 +129,12 @@ def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when
     if found is None:  # ranks read other variables, as where a sharded optimizer divides them
         return True
     values = ranks.allgather_object(_shown(named[found]))
-    told = (
+    message = (
         f"{when}, variable {named[found].name!r}, which steps of model {trainer.model.name!r} "
         f"read, differs between workers: {'; '.join(values)} on ranks 0 to {ranks.size - 1}. A "
         "callback that sets it must run on every rank, not on rank 0 alone"
     )
-    raise DisagreementError(at_rank(trainer.strategy.rank, told))
+    raise DisagreementError(at_rank(trainer.strategy.rank, message))
 
 
 def _shown(variable: tf.Variable) -> str:

@@ -150,13 +150,13 @@ def check_reduced(step: traced_step.Step, strategy: Strategy) -> None:
     """Check that a train step gave its gradients to an optimizer that reduces them."""
     if step.reductions or not step.model.trainable_variables:
         return
-    told = (
+    message = (
         f"the first training step of model {step.model.name!r} finished without reducing any "
         f"gradient over {strategy.num_replicas_in_sync} replicas, so each would train "
         "alone. Its train_step must hand gradients to an optimizer that is an attribute of the "
         "model (self.optimizer.apply(gradients, self.trainable_variables))."
     )
-    raise NotDistributedError(at_rank(strategy.rank, told))
+    raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 def without_optionals(data: Tree) -> Tree:

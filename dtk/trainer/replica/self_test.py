@@ -159,14 +159,14 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
             )
             cure = f"{too_large}. {verdict.found.cure}"
             verdict = verdict._replace(found=verdict.found._replace(cure=cure))
-        told = (
+        message = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
             f"{verdict.found.wrong}. {verdict.found.cure}. Nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told))
+        raise NotDistributedError(at_rank(strategy.rank, message))
     verdict = _with_counts(trial, verdict)
     for note in verdict.notes:
         tell(strategy, f"warning: model {model.name!r}: {note}")
@@ -213,14 +213,14 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
         verdict = _judge(trial, lambda trial: _confirm(trial, kinds))
     if verdict.found.wrong:
         since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
-        told = (
+        message = (
             f"step {step} of the {name} of model {model.name!r} does not add up over "
             f"{len(trial.parts)} replicas, and {f'step {before}' if before else 'fewer rows'} did: "
             f"{trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
             f"{verdict.found.wrong}. {verdict.found.cure}. The step was not applied{since}. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
-        raise NotDistributedError(at_rank(trial.strategy.rank, told))
+        raise NotDistributedError(at_rank(trial.strategy.rank, message))
     for note in verdict.notes:
         tell(trial.strategy, f"warning: step {step} of model {model.name!r}: {note}")
 
@@ -254,13 +254,13 @@ def check_predict(model: keras.Model, data: Tree, strategy: Strategy) -> None:
             tell(strategy, f"warning: {untried}: {type(why).__name__}: {str(why)[:200]}")
     shown = next(filter(None, strategy.world.allgather_object(found)), None)
     if shown is not None:
-        told = (
+        message = (
             f"what the predict_step of model {model.name!r} gives for a row depends on the other "
             f"rows, of which each of {strategy.num_replicas_in_sync} replicas has its own: "
             f"{shown}. Gather them by dtk.layers.gather_over_batch, or predict on each rank alone, "
             "inside `with dtk.strategies.undistributed():`"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told))
+        raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 def _difference_of_predictions(
@@ -692,13 +692,13 @@ def check_stateful(model: keras.Model, rows: int | None, strategy: Strategy) -> 
         return
     layer = stateful[0]
     batch = "a batch" if rows is None else f"a batch of {rows}"
-    told = (
+    message = (
         f"layer {layer.name!r} of model {model.name!r} has stateful=True: it keeps a state for "
         f"every row of {batch}, and each of {size} replicas computes a part of the rows. Make "
         f"it `keras.layers.{type(layer).__name__}(..., stateful=False)`, or train on one "
         "process, where it works as without dtk"
     )
-    raise NotDistributedError(at_rank(strategy.rank, told))
+    raise NotDistributedError(at_rank(strategy.rank, message))
 
 
 @contextlib.contextmanager
@@ -715,14 +715,14 @@ def _explaining_failures(
     except ValueError as error:
         if type(error).__name__ != "InaccessibleTensorError":
             raise
-        told = (
+        message = (
             f"the {name} of model {model.name!r} applies gradients in a branch or a loop of the "
             "graph (tf.cond, tf.while_loop, an `if` on a tensor), where the test of its parts "
             "cannot see them. To accumulate gradients, give the optimizer "
             "gradient_accumulation_steps=; else call apply in the step itself, or train untested, "
             "with self_test=False (or DTK_SELF_TEST=0)"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told)) from error
+        raise NotDistributedError(at_rank(strategy.rank, message)) from error
     except tf.errors.InvalidArgumentError as error:
         said, _, node = error.message.partition("[[")
         # Before it may stand where the op was made.
@@ -739,8 +739,8 @@ def _explaining_failures(
             else "If the model is made for one size of batch, of which a worker computes only a "
             "part, write -1 or keras.ops.shape(x)[0] where that size stands"
         )
-        told = (
+        message = (
             f"{said}{f' (in {at[1]})' if at else ''}: the {name} of model {model.name!r} "
             f"failed on {rows} rows. {advice}"
         )
-        raise NotDistributedError(at_rank(strategy.rank, told)) from error
+        raise NotDistributedError(at_rank(strategy.rank, message)) from error

@@ -86,13 +86,13 @@ def _check_settings(model: keras.Model, first: slicing.Slices, strategy: Strateg
     if measured_with == "0":
         return
     if determinism.is_asked_for():
-        told = (
+        message = (
             "op determinism is on, but `dtk run` has set options that `dtk tune` has measured, "
             "and another measurement may choose others; run `dtk tune --forget "
             f"{sys.argv[0]}`, or set {STEP_SETTINGS}=0"
         )
-        raise ValueError(at_rank(strategy.rank, told))
+        raise ValueError(at_rank(strategy.rank, message))
     mine = described(model, first)
     if mine != measured_with:
-        told = f"the settings of this step were measured with {measured_with}, and it has {mine}"
-        tell(strategy, f"{told}; `dtk tune` measures them anew")
+        message = f"the settings of this step were measured with {measured_with}, and it has {mine}"
+        tell(strategy, f"{message}; `dtk tune` measures them anew")

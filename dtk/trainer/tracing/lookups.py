@@ -238,11 +238,11 @@ def known_pieces(
         else "compute the indices from constants and the shapes of the data, or from its rows"
     )
     trial = "" if step is None else ", or make the strategy with self_test=True, which tries it"
-    told = (
+    message = (
         f"{path!r} is looked up by indices of which nothing tells whether they belong to rows "
         "of the batch, such as words, or are the same for every row, such as positions: one "
         "process sums slices of the gradient in the second case only, and this optimizer "
         f"squares or clips them one by one. Please {how}{trial}. keras.optimizers.SGD without "
         "clipping makes no difference"
     )
-    raise NotDistributedError(at_rank(rank, told))
+    raise NotDistributedError(at_rank(rank, message))
