@@ -202,15 +202,13 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
         before: The number of the last step that was compared; 0 for this one, on fewer rows.
     """
     model, name = trial.model, trial.step_function.__name__
-    agreed = trial.strategy.world.broadcast_object
-    verdict = agreed(_confirm(trial, kinds))
-    for seed in range(1, 1 + _OTHER_WEIGHTS) if verdict.found.wrong else ():
-        with trial.moved(seed):  # rounding, in nearly all cases: nothing is traced anew for it
-            other = agreed(_confirm(trial, kinds))
-        if not other.found.wrong:
-            return
+
+    def compute(trial: Trial) -> Verdict:
+        return _confirm(trial, kinds)
+
+    verdict = trial.strategy.world.broadcast_object(compute(trial))
     if verdict.found.wrong:
-        verdict = _judge(trial, lambda trial: _confirm(trial, kinds))
+        verdict = _at_other_weights(trial, verdict, compute)
     if verdict.found.wrong:
         since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
         message = (
@@ -322,13 +320,20 @@ def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
         if not best.found.wrong:
             break
     trial.layouts = layouts
+    return _at_other_weights(trial, best, compute) if best.found.wrong else best
+
+
+def _at_other_weights(
+    trial: Trial, verdict: Verdict, compute: Callable[[Trial], Verdict]
+) -> Verdict:
+    """Compute both ways at other weights until they agree; else tell rounding from a mistake."""
     far: list[Verdict] = []
-    for seed in range(1, 1 + _OTHER_WEIGHTS) if best.found.wrong else ():
+    for seed in range(1, 1 + _OTHER_WEIGHTS):
         with trial.moved(seed):
-            far.append(agreed(compute(trial)))
+            far.append(trial.strategy.world.broadcast_object(compute(trial)))
         if not far[-1].found.wrong:
             return far[-1]
-    return _undecided(trial, best, far) if best.found.wrong else best
+    return _undecided(trial, verdict, far)
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
