@@ -19,6 +19,8 @@ from dtk.cli.main import main
 from dtk.errors import ClusterError
 from dtk.launch import attempts, job_options, job_spec, plan
 
+pytestmark = pytest.mark.command
+
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
 

@@ -12,6 +12,8 @@ from dtk.cluster import alone, detect
 from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError
 
+pytestmark = pytest.mark.command
+
 
 def numbered(rank, size, ranks, sizes, *others):
     """Variables of a launcher that hold a rank and a size, and "name=value" of others."""

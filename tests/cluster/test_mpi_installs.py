@@ -11,6 +11,8 @@ from dtk.cluster import mpi_installs
 
 from world import missing
 
+pytestmark = pytest.mark.command
+
 
 @pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
@@ -36,6 +38,7 @@ import horovod.tensorflow.keras as hvd
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_script_that_imports_horovod_is_told_which_mpirun_it_needs(tmp_path):
     """It died in the loader, of a symbol that is undefined."""
     if reason := missing("horovod-mpi") or missing("mpi-wheel"):

@@ -24,6 +24,8 @@ from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 from dtk.version import pip_install
 
+pytestmark = pytest.mark.command
+
 
 def free_address():
     with socket.socket() as probe:
@@ -382,6 +384,7 @@ def test_strangers_at_the_door_are_ignored():
     assert not met.is_alive()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     """TensorFlow waits in C++ with the interpreter lock held, deaf to signals."""
     addresses = [free_address(), free_address()]
@@ -393,6 +396,7 @@ def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     assert "collective.py" in stderr
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_two_ranks_come_up_without_noise():
     addresses = [free_address(), free_address()]
     ranks = [run_rank(rank, addresses) for rank in range(2)]
@@ -403,6 +407,7 @@ def test_two_ranks_come_up_without_noise():
         assert "Traceback" not in stderr
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_tensor_before_the_strategy_is_refused():
     addresses = [free_address(), free_address()]
     late = "import tensorflow as tf; tf.ones([1])"

@@ -213,6 +213,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize(
     "end, graph, elements",
     [

@@ -190,6 +190,7 @@ def fitted_by_a_rank(names):
     return steps, [rows["x"].numpy() for rows in looped], why
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 def test_ranks_train_on_the_rows_of_one_process(pool):
     """Breaks where a peek or an earlier fit has moved the order or the draws of one of them.

@@ -19,6 +19,8 @@ from dtk.launch.plan import Process
 
 from launched import dtk_run
 
+pytestmark = pytest.mark.command
+
 
 class FakeJob(contextlib.nullcontext):
     """A job that ends at once; by itself, by its user, or because of a mistake."""

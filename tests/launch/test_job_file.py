@@ -15,6 +15,8 @@ from dtk.launch import job_file
 
 from documents.blocks import all_blocks
 
+pytestmark = pytest.mark.command
+
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 PRINTED = """
 import os

@@ -13,6 +13,8 @@ from dtk.cluster.usage import MemoryKills, cores_allowed
 
 from launched import dtk_run
 
+pytestmark = pytest.mark.command
+
 GROUPS = Path("/sys/fs/cgroup")
 FILL = """
 import os, time

@@ -14,6 +14,8 @@ from dtk.launch.network import rules
 
 from launched import RING, dtk_run
 
+pytestmark = pytest.mark.command
+
 NFT = shutil.which("nft", path="/usr/sbin:/sbin")  # where a user's PATH often does not lead
 LISTENS = """
 import socket, sys

@@ -18,6 +18,8 @@ from dtk.launch.screen import Pace, ShownText, clipped
 
 from launched import DTK_RUN, ranks, until
 
+pytestmark = pytest.mark.command
+
 COLLECTIVE = (*DTK_RUN, "-n", "2", "--communicator", "collective")
 
 

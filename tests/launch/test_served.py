@@ -12,6 +12,8 @@ from dtk.launch import Job, job_processes, plan, watch
 
 from launched import until
 
+pytestmark = pytest.mark.command
+
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """
 import json, os, signal, sys, time

@@ -117,6 +117,7 @@ def check_equal(found, expected):
             assert own_history[name] == pytest.approx(values, rel=1e-5), name
 
 
+@pytest.mark.full_but("collective-2-1f1b", why="worlds of three and four")
 @pytest.mark.worlds(
     ("collective", 2),
     ("horovod-mpi", 2),
@@ -162,6 +163,7 @@ def wired_by_hand():
     return bodies.flat(model.get_weights()), history, predicted
 
 
+@pytest.mark.full("worlds of three and four")
 @pytest.mark.worlds(("collective", 3))
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_a_stage_may_take_from_several(pool, schedule):
@@ -190,6 +192,7 @@ def until(epochs, directory, parallel):
     return bodies.flat(whole(model).get_weights())
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("saves, resumes", [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_what_some_ranks_have_saved_others_resume(pool, tmp_path, saves, resumes):

@@ -134,6 +134,7 @@ def pair_of(comm):
     return comm.split(comm.rank % columns), comm.split(columns + comm.rank // columns)
 
 
+@pytest.mark.full("layers are built of collectives, whose gradients are tested")
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
 def test_parts_of_an_image_equal_the_whole(pool):
     pool.run(equal_to_one_device, 5, 10, False, timeout=240)

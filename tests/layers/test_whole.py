@@ -17,6 +17,8 @@ from dtk.communicators.local import LocalCommunicator
 import world
 from strategies import bodies
 
+pytestmark = pytest.mark.full("a cheaper test holds its rule")
+
 
 @functools.cache
 def grid(parallel):

@@ -85,6 +85,7 @@ def one_group_of_all():
     return group.strategy.size, summary(found), plain
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_a_group_trains_together(pool):
     (size, trials, plain), (_, elsewhere, nothing) = pool.run(one_group_of_all)
@@ -134,6 +135,7 @@ def test_groups_need_workers_they_can_share():
         dtk.search.groups("collective")
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_groups_share_a_database(pool, tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"

@@ -56,6 +56,7 @@ def test_weights_are_those_of_one_process_whatever_is_normalized(pool, axis):
     assert np.linalg.norm(found[0] - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_between_mirrored_devices(pool):
     ((mirrored, _),) = pool.run(fit, True, 16, -1, 2)
@@ -244,6 +245,7 @@ def test_a_norm_of_a_replicas_rows_is_told_once(pool):
     assert pool.run(told, "a replica's rows") == [True, False]
 
 
+@pytest.mark.full_but("local-1-a replica's rows-2-True")
 @pytest.mark.worlds(("local", 1))
 @pytest.mark.parametrize(
     "kind, devices, expected",

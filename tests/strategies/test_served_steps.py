@@ -327,12 +327,14 @@ def test_steps_that_need_what_they_have_updated_are_refused(pool, name):
     check_mistake(pool, __name__, name)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
 def test_adversaries_whose_gradients_all_come_first_equal_one_process(pool, consistency):
     (mine,) = pool.run(served, consistency, True)
     check(mine, once(adversaries, None, True))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names", "compiled"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
     (mine,) = pool.run(stepped_served, name)
