@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose hosts.py
 
 from dtk.cluster import Host  # noqa: E402
 
-from world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
+from support.world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
 
 # What every process of a test imports from: this tree first.
 os.environ["PYTHONPATH"] = inherited_path()
@@ -161,7 +161,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Never again look for garbage among what was imported; see tests/worker.py."""
+    """Never again look for garbage among what was imported; see tests/support/worker.py."""
     gc.freeze()
 
 

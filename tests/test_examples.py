@@ -14,8 +14,8 @@ import pytest
 
 from dtk import quiet
 
-from documents.blocks import all_blocks, missing_lines
-from world import missing
+from support.blocks import all_blocks, missing_lines
+from support.world import missing
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

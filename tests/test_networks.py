@@ -15,7 +15,7 @@ import pytest
 from dtk import schedules
 from dtk.communicators.local import LocalCommunicator
 
-from strategies import bodies
+from support import bodies
 
 CIFAR10 = Path(__file__).resolve().parents[1] / "examples" / "cifar10"
 

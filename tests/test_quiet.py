@@ -12,7 +12,7 @@ import pytest
 from dtk import quiet
 from dtk.launch.job_processes import bootstrapped
 
-from launched import dtk_run
+from support.launched import dtk_run
 
 pytestmark = pytest.mark.command
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from documents.blocks import all_blocks
+from support.blocks import all_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKE = shutil.which("make")

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-import world as harness
+from support import world as harness
 
 
 def double(value):

@@ -10,7 +10,7 @@ import tensorflow as tf
 import dtk
 
 from callbacks.bodies import data, fails, strategy
-from later import RENORM
+from support.newer_keras import RENORM
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 

@@ -16,7 +16,7 @@ import dtk
 from dtk.callbacks import HalveRate
 
 from callbacks.bodies import crash_at, data, everything, fails, fit, strategy
-from strategies.bodies import served_with
+from support.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 

@@ -17,7 +17,7 @@ from dtk.errors import NonFiniteError
 from dtk.parameter_server.train_jobs import TrainOutputs, non_finite
 
 from callbacks.bodies import BATCH, strategy
-from strategies.bodies import served_with
+from support.bodies import served_with
 
 
 def rows(bad_row=None, count=40):

@@ -9,7 +9,7 @@ import pytest
 
 from dtk.cluster import mpi_installs
 
-from world import missing
+from support.world import missing
 
 pytestmark = pytest.mark.command
 

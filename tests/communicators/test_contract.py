@@ -15,9 +15,9 @@ import tensorflow as tf
 from dtk.communicators.local import NullCommunicator
 from dtk.errors import CommunicatorError
 
-import world
 from communicators import contract
 from communicators.contract import SHAPES, call, communicator, make, pairs, same
+from support import world
 
 BACKENDS = ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
 # "nccl" is the collectives of a machine that pretends to have GPUs.

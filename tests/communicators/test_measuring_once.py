@@ -13,7 +13,7 @@ from dtk.errors import DtkError
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
 
-import world
+from support import world
 
 some_worlds = pytest.mark.worlds(("collective", 2), ("horovod-gloo", 2))
 two = pytest.mark.worlds(("collective", 2))

@@ -14,7 +14,7 @@ from dtk.communicators.meeting import Place, differing
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 
-import world
+from support import world
 
 each = pytest.mark.worlds(("collective", 2), ("mpi-wheel", 2), ("horovod-mpi", 2))
 

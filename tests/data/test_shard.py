@@ -16,8 +16,8 @@ import tensorflow as tf
 import dtk
 from dtk.strategies import undistributed
 
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases
+from support.once import once
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from documents import checking, preambles, running
-from documents.blocks import ROOT, all_blocks, commands
 from documents.entries import ENTRIES, Printed, Python, Shell
+from support.blocks import ROOT, all_blocks, commands
 
 pytestmark = pytest.mark.command
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from documents.blocks import all_blocks
 from engines import ray_bodies as bodies
+from support.blocks import all_blocks
 
 pytestmark = pytest.mark.timeout(900)
 SECONDS = 600

@@ -14,9 +14,9 @@ import pytest
 import dtk
 import dtk.engines.spark
 
-from documents.blocks import all_blocks
-from launched import until
-from world import missing
+from support.blocks import all_blocks
+from support.launched import until
+from support.world import missing
 
 pytestmark = pytest.mark.timeout(600)
 ATTEMPTS = 2

@@ -16,7 +16,7 @@ from dtk.exchange import Auto, WarmStart, parse
 from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
 
 from exchange.exchanged import exchanging, perceptron
-from strategies import bodies, cases
+from support import bodies, cases
 
 KERNEL = tf.TensorSpec([512, 512])
 SIZE = 4 * 512 * 512

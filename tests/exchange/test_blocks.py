@@ -28,7 +28,7 @@ from exchange.exchanged import (
     same_everywhere,
     train,
 )
-from strategies import bodies, cases
+from support import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))

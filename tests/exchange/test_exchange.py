@@ -28,7 +28,7 @@ from exchange.exchanged import (
     same_everywhere,
     train,
 )
-from strategies import bodies, cases
+from support import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
@@ -72,7 +72,7 @@ def test_half_precision_over_mpi_is_close_to_one_process(pool):
 
 
 def feature(name, value):
-    """One case of tests/strategies/cases.py with an exchange."""
+    """One case of tests/support/cases.py with an exchange."""
     with exchanging(value) as strategy:
         return cases.CASES[name](strategy)
 

@@ -13,7 +13,7 @@ from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.exchange import factors
 
 from exchange.exchanged import apart
-from strategies import bodies
+from support import bodies
 
 KERNEL = (200, 160)
 

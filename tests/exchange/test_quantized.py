@@ -14,7 +14,7 @@ from dtk.communicators.local import NullCommunicator
 from dtk.exchange import Dense, Quantized, codec, quantized
 from dtk.exchange.contract import ExchangeState, Trained
 
-from strategies import bodies
+from support import bodies
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))

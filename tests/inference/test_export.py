@@ -15,7 +15,7 @@ from dtk.inference import ExportError, export, latency, load, size_of
 from dtk.version import pip_install
 
 from inference import bodies
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 PATHS = {"tf_saved_model": "model", "litert": "model.tflite", "keras": "model.keras"}
 

@@ -21,7 +21,7 @@ from dtk.inference import predict_to_disk, read
 from dtk.inference.predict_to_disk import source_of
 
 from inference import bodies
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])

@@ -11,7 +11,7 @@ from dtk.communicators import LocalCommunicator
 from dtk.errors import DisagreementError
 from dtk.inference import ExportError, export, quantize
 
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 TRAIN = 1437

@@ -16,7 +16,7 @@ from dtk.cli.main import main
 from dtk.launch import events, monitor, report_page
 from dtk.launch.events import EventLog, Steps
 
-from launched import DTK_RUN, dtk_run, ranks, until
+from support.launched import DTK_RUN, dtk_run, ranks, until
 
 pytestmark = pytest.mark.command
 

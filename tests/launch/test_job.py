@@ -20,7 +20,7 @@ from dtk.launch import Job, agent, job_options, job_processes, machines, plan, w
 from dtk.launch.plan import Process
 from dtk.launch.starter import Starter
 
-from launched import dtk_run, until
+from support.launched import dtk_run, until
 
 pytestmark = pytest.mark.command
 

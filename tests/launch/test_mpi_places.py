@@ -22,7 +22,7 @@ from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, job_processes, machines, mpi_places, plan, watch
 
-from launched import until
+from support.launched import until
 
 pytestmark = pytest.mark.command
 

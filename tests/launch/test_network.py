@@ -12,7 +12,7 @@ import pytest
 from dtk.errors import ClusterError
 from dtk.launch.network import rules
 
-from launched import RING, dtk_run
+from support.launched import RING, dtk_run
 
 pytestmark = pytest.mark.command
 

@@ -13,7 +13,7 @@ import pytest
 from dtk.cluster import report_channel
 from dtk.launch import Job
 
-from launched import ranks, until
+from support.launched import ranks, until
 
 pytestmark = pytest.mark.command
 

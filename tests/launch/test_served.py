@@ -10,7 +10,7 @@ import pytest
 from dtk.cluster import usage
 from dtk.launch import Job, job_processes, plan, watch
 
-from launched import until
+from support.launched import until
 
 pytestmark = pytest.mark.command
 

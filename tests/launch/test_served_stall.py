@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launched import dtk_run
+from support.launched import dtk_run
 
 pytestmark = [
     pytest.mark.command,

@@ -17,7 +17,7 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
 
-from launched import RING, ranks, until
+from support.launched import RING, ranks, until
 
 pytestmark = pytest.mark.command
 

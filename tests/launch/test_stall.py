@@ -29,7 +29,7 @@ from dtk.cluster.stall import (
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
 
-from launched import ranks, until
+from support.launched import ranks, until
 
 pytestmark = pytest.mark.command
 

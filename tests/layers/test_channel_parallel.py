@@ -12,7 +12,7 @@ import tensorflow as tf
 import dtk
 from dtk.compat.keras_variables import shard_of
 
-from world import communicator
+from support.world import communicator
 
 KINDS = {
     "dense": (keras.layers.Dense, dtk.layers.ChannelParallelDense, 1),

@@ -10,7 +10,7 @@ from dtk.communicators.shard import Shard
 from dtk.even_division import even_sizes
 from dtk.layers import collectives, regions
 
-from world import communicator
+from support.world import communicator
 
 only_in_full = [
     pytest.param(world, marks=pytest.mark.full)

@@ -20,9 +20,8 @@ from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.layers import Pipeline, whole
 from dtk.layers.pipeline import BACKWARD, FORWARD, gpipe, one_forward_one_backward
 
-import world
-from once import once
-from strategies import bodies
+from support import bodies, world
+from support.once import once
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import dtk.migrate.horovod as hvd
 from dtk.errors import DisagreementError, NotDistributedError, ReplacedError
 from dtk.migrate.horovod import callbacks, job
 
-from once import once
+from support.once import once
 
 RANKS, ROWS = 2, 8  # rows of a rank's batch
 real = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from world import TESTS
+from support.world import TESTS
 
 sys.path.insert(0, str(TESTS.parent / "tools"))
 import published_port as port  # noqa: E402

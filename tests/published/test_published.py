@@ -17,9 +17,9 @@ import pytest
 
 from dtk import errors
 
-from once import once
 from published import runner
-from world import TESTS
+from support.once import once
+from support.world import TESTS
 
 ROOT = TESTS.parent
 RELATIVE = 1e-5

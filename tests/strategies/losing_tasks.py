@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 import dtk
 
-from strategies.served_bodies import task
+from support.served_bodies import task
 
 directory, *victims = sys.argv[1:]
 strategy = dtk.strategies.ParameterServerStrategy("async")

@@ -18,7 +18,7 @@ from dtk.communicators.costs import Costs
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
 
-import world
+from support import world
 
 pytestmark = pytest.mark.full("three ranks train six times")
 

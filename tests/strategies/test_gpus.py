@@ -17,9 +17,8 @@ from tensorflow.python.eager import context
 import dtk
 from dtk.communicators.sequencer import CollectiveSequencer
 
-import world
-from launched import dtk_run
-from strategies import bodies
+from support import bodies, world
+from support.launched import dtk_run
 
 
 class Noted(keras.Model):

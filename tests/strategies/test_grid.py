@@ -14,8 +14,7 @@ from dtk.communicators.local import NullCommunicator
 from dtk.errors import DisagreementError
 from dtk.strategies.allreduce import make_grid
 
-import world
-from strategies import bodies
+from support import bodies, world
 
 
 @pytest.mark.parametrize("parts", [0, -1, True, 1.5, "2"])

@@ -21,8 +21,8 @@ from dtk.errors import ClusterError, DtkError
 from dtk.parameter_server.run_server import Chief
 from dtk.strategies import ParameterServerStrategy
 
-from strategies.bodies import digits, served_with
-from strategies.served_bodies import LostWorker
+from support.bodies import digits, served_with
+from support.served_bodies import LostWorker
 
 pytestmark = pytest.mark.command
 

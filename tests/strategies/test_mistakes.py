@@ -18,8 +18,8 @@ import dtk
 from dtk.communicators.local import LocalCommunicator
 from dtk.strategies import AllReduceStrategy, start
 
-import world as harness
-from strategies import bodies, cases
+from support import bodies, cases
+from support import world as harness
 
 MISTAKES = {}
 EXPECTED = {}

@@ -17,12 +17,12 @@ import tensorflow as tf
 from dtk.errors import NotDistributedError
 from dtk.parameter_server.consistency_models import BoundedDelay, Sync
 
-from once import once
-from strategies import bodies, cases
-from strategies.bodies import digits, flat, served_with
-from strategies.served_bodies import check_mistake, exchanging, partitioned, task
-from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
+from support import bodies, cases
+from support.bodies import digits, flat, served_with
+from support.once import once
+from support.served_bodies import check_mistake, exchanging, partitioned, task
+from trainer.test_cases import plain as plain_case
 
 MATRIX = [
     (2, "sgd momentum", "none", "tail of one"),

@@ -20,8 +20,8 @@ from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import ShuffleSeed
 
-from once import once
-from strategies import bodies, cases, graph_bodies
+from support import bodies, cases, graph_bodies
+from support.once import once
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(

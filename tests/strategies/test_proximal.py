@@ -24,8 +24,8 @@ from dtk.strategies import (
     rate_bound,
 )
 
-from strategies.bodies import served_with
-from strategies.served_bodies import check_mistake
+from support.bodies import served_with
+from support.served_bodies import check_mistake
 
 pytestmark = pytest.mark.command
 

@@ -15,7 +15,7 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 
 from callbacks import bodies as callback_bodies
-from strategies import bodies
+from support import bodies
 
 pytestmark = pytest.mark.command
 

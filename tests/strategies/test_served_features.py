@@ -21,8 +21,8 @@ from dtk.callbacks import (
 from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
-from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, exchanging, line, partitioned
+from support.bodies import digits, flat, scope_of, served_with
+from support.served_bodies import check_mistake, exchanging, line, partitioned
 
 TOLERANCE = 1e-5
 

@@ -11,10 +11,10 @@ from keras import layers, optimizers
 import dtk
 from dtk.parameter_server.consistency_models import BoundedDelay
 
-from once import once
-from strategies import cases
-from strategies.bodies import flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, partitioned
+from support import cases
+from support.bodies import flat, scope_of, served_with
+from support.once import once
+from support.served_bodies import check_mistake, partitioned
 
 TOLERANCE = 1e-5
 

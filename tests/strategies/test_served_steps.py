@@ -19,9 +19,9 @@ from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour
 from dtk.parameter_server.consistency_models import BoundedDelay
 
-from once import once
-from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, exchanging, partitioned
+from support.bodies import digits, flat, scope_of, served_with
+from support.once import once
+from support.served_bodies import check_mistake, exchanging, partitioned
 
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.worlds(("served", 2))

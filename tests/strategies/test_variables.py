@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 
 def numbers(strategy):

@@ -14,8 +14,8 @@ from dtk.input import digests
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test, step_trial
 
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases
+from support.once import once
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 

@@ -21,7 +21,7 @@ from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
 from dtk.trainer.strategy import ShuffleSeed
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 
 def fit():

@@ -15,7 +15,7 @@ import dtk
 from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy
 
-from launched import dtk_run
+from support.launched import dtk_run
 
 ROWS, STEPS = 12, 5
 
@@ -118,7 +118,7 @@ def test_a_rank_whose_data_is_shorter_is_named_within_seconds(tmp_path):
     assert done.returncode == 124, done.stderr
     said = "rank 1, host localhost, has come to the end of its data before the others, and waits in"
     assert said in done.stderr
-    assert f"{tmp_path}/train.py\", line 13 in" in done.stderr
+    assert f'{tmp_path}/train.py", line 13 in' in done.stderr
     assert "Give every rank the same global data, of as many batches" in done.stderr
     assert "rank 0 waits in train step 7." in done.stderr
 

@@ -142,21 +142,21 @@ def train_served(optimizer, clip, tail, consistency="sync"):
 
 def run_served_case(name, consistency):
     """One feature with parameter servers."""
-    from strategies import cases
+    from support import cases
 
     return cases.CASES[name](served_with(consistency))
 
 
 def run_case(name, devices=0):
     """One feature under the strategy of this process; see cases.py."""
-    from strategies import cases
+    from support import cases
 
     return cases.CASES[name](strategy(devices))
 
 
 def run_plain(name):
     """The same in one plain process."""
-    from strategies import cases
+    from support import cases
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return cases.CASES[name](None)

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 import dtk
 
-from once import once
-from strategies import bodies, cases
 from strategies.test_equivalence import run
+from support import bodies, cases
+from support.once import once
 
 # The Adam steps of the first batches divide by tiny second moments and amplify rounding.
 TOLERANCE = 2e-5

@@ -8,9 +8,10 @@ from keras.src.backend.common.variables import AutocastScope
 
 from dtk.trainer.tracing import lookups
 
-from once import once
-from strategies import graph_bodies, lookup_bodies
 from strategies.test_equivalence import run
+from support import graph_bodies
+from support.once import once
+from trainer import lookup_bodies
 
 ROWS = 7
 PLACES = [[0, -1, 3], [3, 6, -7]]

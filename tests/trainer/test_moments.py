@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import dtk
 
-from strategies import bodies
+from support import bodies
 
 FLOAT = 4
 

@@ -16,10 +16,9 @@ import dtk
 from dtk.errors import DisagreementError
 from dtk.trainer.gradients.sharded_optimizer import divide
 
-import world
 from callbacks.bodies import Crash, crash_at, recorder
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases, world
+from support.once import once
 
 TOLERANCE = 1e-5
 WORLDS = (("collective", 2), pytest.param(("collective", 3), marks=pytest.mark.full))

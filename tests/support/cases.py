@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import dtk
 
-from strategies.bodies import digits, flat, scope_of
+from support.bodies import digits, flat, scope_of
 
 CASES = {}
 # Optimizers of a Keras later than the first that dtk supports.

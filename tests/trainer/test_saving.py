@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk.trainer import model_files
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 TWO = pytest.mark.worlds(("collective", 2))
 

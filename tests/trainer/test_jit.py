@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from once import once
-from strategies import compiled_bodies
+from support.once import once
+from trainer import compiled_bodies
 
 pytestmark = pytest.mark.not_on_pretended_gpus("XLA does not run there")
 TOLERANCE = 1e-5
