@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose hosts.py
 
 from dtk.cluster import Host  # noqa: E402
 
+from support.lean import sitecustomize  # noqa: E402, F401  # before Keras
 from support.world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
 
 # What every process of a test imports from: this tree first.
@@ -203,7 +204,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if _is_for_gpus(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    items.sort(key=wanted)
+    items.sort(key=lambda item: (wanted(item), item.get_closest_marker("ends_world") is not None))
 
 
 def _is_for_gpus(item: pytest.Item) -> bool:

@@ -113,6 +113,7 @@ def fit():
     return losses
 
 
+@pytest.mark.full_but("collective-2", why="in small, the test above has it over each wire")
 @each
 def test_fit_reads_what_one_rank_reads(pool):
     """Its collectives mixed with those of the main thread, and broke within two fits."""

@@ -626,14 +626,15 @@ WHOLE_LOSSES = {
 }
 
 
-def losses_computed_on_the_batch(strategy, dtype="float32"):
+def losses_computed_on_the_batch(strategy, dtype="float32", names=tuple(WHOLE_LOSSES)):
     """No rows of the first batch are positive, nor of the last one, which has one row."""
     x, _ = rows(33)
     y = np.zeros((33, 1), "float32")
     y[[12, 18, 19, 20, 30]] = 1.0
     found = {}
     kinds = {"step": OwnStepOfLosses, "method": OwnComputeLoss}
-    for name, loss in WHOLE_LOSSES.items():
+    for name in names:
+        loss = WHOLE_LOSSES[name]
         of_name = kinds.get(name, keras.Model)
 
         def build(kind=of_name):
@@ -655,6 +656,12 @@ def losses_computed_on_the_batch(strategy, dtype="float32"):
 @case
 def losses_that_do_not_add_up(strategy):
     return losses_computed_on_the_batch(strategy)
+
+
+@case
+def some_losses_that_do_not_add_up(strategy):
+    """What gathers rows, weights and labels, which goes another way between processes."""
+    return losses_computed_on_the_batch(strategy, names=("rows", "step", "weighed"))
 
 
 @case

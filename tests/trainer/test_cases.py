@@ -29,7 +29,7 @@ BY_RANKS = [
     "evaluate and predict odd rows",
     "fewer rows than workers",
     "gathered rows",
-    "losses that do not add up",
+    "some losses that do not add up",
     "masked norms and a loss without a reduction",
     "steps per execution",
 ]
