@@ -152,11 +152,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
+    # A process is made once for all of callbacks/, and a measurement in test_bench.py. Tests of
+    # launch/ and cluster/ mostly wait for processes of plain Python: as the groups with most tests
+    # they run while ranks of TensorFlow have the processors, and leave none idle at the end.
+    together = ("launch/", "cluster/", "callbacks/", "cli/test_bench.py")
+
     class ByWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # These share what is made once: a process (tests/callbacks/conftest.py), a measurement.
-            shared = (name for name in ("callbacks/", "cli/test_bench.py") if name in nodeid)
-            return named_in(nodeid) or next(shared, nodeid)
+            group = (name for name in together if f"tests/{name}" in nodeid)
+            return named_in(nodeid) or next(group, nodeid)
 
     return ByWorld(config, log)
 

@@ -45,12 +45,6 @@ def make(name):
     return "nothing", ""
 
 
-def flat_layers():
-    """Layers of a model that takes little to trace."""
-    keras.utils.set_random_seed(3)
-    return [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
-
-
 def tiny(strategy, units=(10,), **kwargs):
     """A model that takes little to trace."""
 
@@ -520,7 +514,7 @@ def a_layer_of_keras_along_the_batch(strategy):
 
     def build():
         layers = [keras.layers.Softmax(axis=0, name="softmax"), keras.layers.Dense(10)]
-        return keras.Sequential([*flat_layers(), *layers])
+        return keras.Sequential([*cases.dense_layers(), *layers])
 
     cases.compiled(strategy, build).fit(x, y, verbose=0)
 
@@ -734,7 +728,7 @@ class OfEvenRows(keras.Sequential):
 
 def of_pairs():
     x, _ = cases.rows(16)
-    model = cases.compiled(bodies.strategy(), lambda: OfEvenRows(flat_layers()))
+    model = cases.compiled(bodies.strategy(), lambda: OfEvenRows(cases.dense_layers()))
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return np.shape(model.predict(x, 16, verbose=0)), said.getvalue()
 
@@ -772,7 +766,7 @@ class Sharpness(keras.Sequential):
 )
 def weights_that_a_step_moves(strategy):
     x, y = cases.rows(16)
-    cases.compiled(strategy, lambda: Sharpness(flat_layers())).fit(x, y, 8, verbose=0)
+    cases.compiled(strategy, lambda: Sharpness(cases.dense_layers())).fit(x, y, 8, verbose=0)
 
 
 class Ranked(keras.Sequential):
@@ -792,7 +786,7 @@ class Ranked(keras.Sequential):
 )
 def predictions_that_depend_on_other_rows(strategy):
     x, _ = cases.rows(16)
-    cases.compiled(strategy, lambda: Ranked(cases.small().layers)).predict(x, 8, verbose=0)
+    cases.compiled(strategy, lambda: Ranked(cases.dense_layers())).predict(x, 8, verbose=0)
 
 
 class Sampled(keras.Sequential):
@@ -806,7 +800,7 @@ class Sampled(keras.Sequential):
 
 def sampled():
     x, _ = cases.rows(16)
-    model = cases.compiled(bodies.strategy(), lambda: Sampled(cases.small().layers))
+    model = cases.compiled(bodies.strategy(), lambda: Sampled(cases.dense_layers()))
     return [np.shape(one) for one in model.predict(x, 8, verbose=0)]
 
 
@@ -844,7 +838,7 @@ class Late(keras.Sequential):
 )
 def a_term_that_begins_later(strategy):
     x, y = cases.rows(160)
-    model = cases.compiled(strategy, lambda: Late(flat_layers()), optimizer="sgd")
+    model = cases.compiled(strategy, lambda: Late(cases.dense_layers()), optimizer="sgd")
     try:
         model.fit(x, y, batch_size=16, verbose=0)
     finally:
@@ -870,7 +864,7 @@ class Switched(keras.Sequential):
 @mistake("NotDistributedError", "the train_step of model 'switched", "Nothing was updated")
 def a_train_function_made_anew(strategy):
     x, y = cases.rows(160)
-    model = cases.compiled(strategy, lambda: Switched(flat_layers()), optimizer="sgd")
+    model = cases.compiled(strategy, lambda: Switched(cases.dense_layers()), optimizer="sgd")
 
     def switch(batch, logs):
         if batch == 4:

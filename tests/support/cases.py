@@ -57,6 +57,12 @@ def small(seed=3, activation=None, sync=True):
     )
 
 
+def dense_layers():
+    """Of a model that takes less to trace than `small`, where none of its layers matters."""
+    keras.utils.set_random_seed(3)
+    return [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+
+
 def seeded(build):
     """Make what builds a model draw the same weights whenever it is called."""
 
@@ -655,7 +661,19 @@ def losses_computed_on_the_batch(strategy, dtype="float32", names=tuple(WHOLE_LO
 
 @case
 def losses_that_do_not_add_up(strategy):
-    return losses_computed_on_the_batch(strategy)
+    names = ("positives", "rows", "chosen", "weighed")
+    return losses_computed_on_the_batch(strategy, names=names)
+
+
+@case
+def losses_between_rows_and_of_own_steps(strategy):
+    names = ("cosine", "circle", "step", "method")
+    return losses_computed_on_the_batch(strategy, names=names)
+
+
+@case
+def more_losses_that_do_not_add_up(strategy):
+    return losses_computed_on_the_batch(strategy, names=("zeros", "root"))
 
 
 @case

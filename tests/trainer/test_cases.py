@@ -36,7 +36,7 @@ BY_RANKS = [
 # What goes another way between two devices than in one of these; others are of the tier `full`.
 BY_DEVICES = [
     "compiled twice and fitted twice",
-    "loss of rows that a mask keeps",
+    "losses between rows and of own steps",
     "losses that do not add up",
     "mean over sample weights",
     "metrics of whole batches",
