@@ -505,7 +505,7 @@ def stopped():
     strategy = bodies.strategy()
     x, y = cases.rows(40)
     last = strategy.rank == strategy.size - 1
-    model, found = cases.compiled(strategy), []
+    model, found = cases.compiled(strategy, lambda: keras.Sequential(cases.dense_layers())), []
     for callback in (Stop(after=3), StopAtEpoch(), None):
         before = int(model.optimizer.iterations.numpy())
         given = {"callbacks": [callback] if last and callback else [], "epochs": 3, "verbose": 0}

@@ -143,6 +143,10 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.full_for(
+    *("*-averaging", "*-delayed", "*-delayed, fp16"),
+    why="local steps are those of blocks, and a warm start ends in plain delayed steps",
+)
 @pytest.mark.worlds(("mpi-wheel", 2))
 @pytest.mark.parametrize("name", CASES)
 def test_no_collective_begins_without_a_batch(pool, name):

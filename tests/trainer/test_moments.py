@@ -155,6 +155,7 @@ def fit_masked(axis, plain=False):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full_but("collective-2-1", why="test_cases.py has masked norms over the last axis")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_a_mask_counts_for_each_channel(pool, axis):
