@@ -195,6 +195,7 @@ def _detected(queue):
     queue.put((detect().reason, communicators.create("mpi").size))
 
 
+@pytest.mark.full_for("forkserver", why="which is spawned, and forks")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     """MPI took it for its parent: the job never ended."""
