@@ -189,9 +189,10 @@ if ls $(VENV)/lib/python3*/site-packages/dtk-*.dist-info >/dev/null 2>&1; then \
 $(PIP) install -qq --progress-bar off -e '$(1)' || { echo 'pip failed; $(VENV)/pip.log holds all it said'; exit 1; }
 endef
 
-# Each of some hundred processes would compile dtk where Python is told to write no bytecode.
+# Each of some hundred processes would compile dtk, and what it runs of the tests, where Python is told
+# to write no bytecode.
 define run_pytest
 if [ -e $(VENV)/.horovod ]; then export DTK_REQUIRE_HOROVOD=1; fi; \
-$(BIN)/python -m compileall -q dtk && \
+$(BIN)/python -m compileall -q dtk tests && \
 $(BIN)/python -m pytest -n $(WORKERS) $(1) $(PYTEST_ARGS)
 endef

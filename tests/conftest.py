@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gc
 import os
 import shutil
@@ -20,11 +21,10 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # whose hosts.py makes hosts
 
-import tiers  # noqa: E402
-
 from dtk.cluster import Host  # noqa: E402
 
-from world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
+from support.lean import sitecustomize  # noqa: E402, F401  # before Keras
+from support.world import World, inherited_path, missing, named_in, seed, wanted  # noqa: E402
 
 # What every process of a test imports from: this tree first.
 os.environ["PYTHONPATH"] = inherited_path()
@@ -152,32 +152,70 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
+    # A process is made once for all of callbacks/, and a measurement in test_bench.py. Tests of
+    # launch/ and cluster/ mostly wait for processes of plain Python: as the groups with most tests
+    # they run while ranks of TensorFlow have the processors, and leave none idle at the end.
+    together = ("launch/", "cluster/", "callbacks/", "cli/test_bench.py")
+
     class ByWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # These share what is made once: a process (tests/callbacks/conftest.py), a measurement.
-            shared = (name for name in ("callbacks/", "cli/test_bench.py") if name in nodeid)
-            return named_in(nodeid) or next(shared, nodeid)
+            group = (name for name in together if f"tests/{name}" in nodeid)
+            return named_in(nodeid) or next(group, nodeid)
 
     return ByWorld(config, log)
 
 
 def pytest_collection_finish() -> None:
-    """Never again look for garbage among what was imported; see tests/worker.py."""
+    """Never again look for garbage among what was imported; see tests/support/worker.py."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[None]:
+    """Give cases of a test function the tier that its marks say; setup.cfg tells of the marks."""
+    made = yield
+    cases = made if isinstance(made, list) else []
+    for mark in cases[0].iter_markers() if cases else ():
+        if mark.name in ("full_but", "full_for"):
+            _put_in_full(cases, mark)
+    return made
+
+
+def _put_in_full(cases: list[pytest.Function], mark: pytest.Mark) -> None:
+    """Mark the cases that a mark names, or all but these; one that names nothing is a mistake."""
+    ids = [case.callspec.id for case in cases]
+    named: set[str] = set()
+    for pattern in mark.args:
+        found = fnmatch.filter(ids, pattern.replace("[", "[[]"))
+        if not found:
+            test = cases[0].originalname
+            raise pytest.Collector.CollectError(f"{test}: {mark.name}: no case is {pattern!r}")
+        named.update(found)
+    for case, name in zip(cases, ids, strict=True):
+        if (name in named) == (mark.name == "full_for"):
+            case.add_marker(
+                pytest.mark.full(mark.kwargs.get("why", "its other cases hold the rule"))
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give tests their tiers, and put those that want the same world next to each other."""
+    """Mark what is fast, and put tests that want the same world next to each other."""
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if tiers.is_full(name):
-            item.add_marker(pytest.mark.full)
-        if tiers.is_fast(name, wanted(item)):
+        if wanted(item) in (("", 0), ("local", 1)) and not item.get_closest_marker("command"):
             item.add_marker(pytest.mark.fast)
     if os.environ.get("DTK_TEST_GPUS"):
-        names = {item: item.nodeid.removeprefix("tests/") for item in items}
-        kept = [item for item in items if tiers.is_for_gpus(names[item], wanted(item))]
+        kept = [item for item in items if _is_for_gpus(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    items.sort(key=wanted)
+    items.sort(key=lambda item: (wanted(item), item.get_closest_marker("ends_world") is not None))
+
+
+def _is_for_gpus(item: pytest.Item) -> bool:
+    """Whether `make test-gpus` runs a test: TensorFlow's collectives carry its messages."""
+    backend, size = wanted(item)
+    if backend not in ("collective", "nccl"):
+        return False
+    if os.environ["DTK_TEST_GPUS"] == "real":  # ranks share a card; a rank has no second one
+        return (backend, size) != ("nccl", 1)
+    return item.get_closest_marker("not_on_pretended_gpus") is None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.command
+
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ["alone", "loop", "ends", "parts", "norms", "checks", "input"]
 
@@ -26,6 +28,7 @@ def python(argv, code=0):
     return done.stderr if code else done.stdout
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_costs_prints_a_table_for_each_row(tmp_path):
     argv = ["costs", "--model=normed", "--rounds=1", "--steps=2", "--output", str(tmp_path / "a")]
     printed = run([*argv, "--only", *COSTS])
@@ -66,6 +69,7 @@ def test_a_host_with_half_a_core_computes_in_a_control_group_that_goes_with_it(t
     assert not (hosts.CORES / group[1]).exists()
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_cntks_table_trains_what_is_missing(tmp_path):
     argv = ["cntk_table.py", "--models", "convnet", "--workers", "1", "2", "--data=digits"]
     argv += ["--images=128", "--epochs=1", "--output", str(tmp_path)]

@@ -14,8 +14,8 @@ import pytest
 
 from dtk import quiet
 
-from documents.blocks import all_blocks, missing_lines
-from world import missing
+from support.blocks import all_blocks, missing_lines
+from support.world import missing
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -59,9 +59,12 @@ _OF_SPARK = re.compile(
     r"|Setting default log level|To adjust logging level"
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
-)
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.skipif(
+        importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+    ),
+]
 
 
 def run(launcher, script, *arguments, code=0, folder=None, **environ):
@@ -163,6 +166,7 @@ def test_two_processes_end_as_one(script, options, pattern, relative):
     assert one == pytest.approx(two, rel=relative)
 
 
+@pytest.mark.full("test_equivalence.py has its equality, README.md its own look of what is printed")
 def test_the_demo():
     out = run(DTK_RUN, "examples/digits_allreduce.py", "--epochs=8", "--width=32")
     assert numbers(r"largest relative difference (\S+)", out)[0] <= 1e-5

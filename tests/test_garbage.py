@@ -11,6 +11,8 @@ import pytest
 from dtk import importing
 from dtk.launch.job_processes import bootstrapped
 
+pytestmark = pytest.mark.command
+
 
 @pytest.fixture(autouse=True)
 def nothing_frozen():

@@ -7,6 +7,8 @@ import pytest
 
 import dtk
 
+pytestmark = pytest.mark.command
+
 HEAVY = ("tensorflow", "keras", "numpy", "horovod")
 
 

@@ -12,7 +12,7 @@ APT = "#!/bin/bash\necho apt-get $* >> $LOG\nexit ${FAILS:-0}\n"
 SUDO = "#!/bin/bash\nshift\nexec $*\n"
 ALL = "g++ make libopenmpi-dev openmpi-bin cmake"
 
-pytestmark = pytest.mark.skipif(MAKE is None, reason="make is not installed")
+pytestmark = [pytest.mark.command, pytest.mark.skipif(MAKE is None, reason="make is not installed")]
 
 
 @pytest.mark.parametrize("target, searches", [("test", 0), ("test-fast", 0), ("test-all", 1)])

@@ -15,7 +15,7 @@ import pytest
 from dtk import schedules
 from dtk.communicators.local import LocalCommunicator
 
-from strategies import bodies
+from support import bodies
 
 CIFAR10 = Path(__file__).resolve().parents[1] / "examples" / "cifar10"
 
@@ -60,6 +60,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.full_for("bn-inception", "resnet110")
 @pytest.mark.parametrize("name", COUNTS)
 def test_networks_have_the_parameters_counted_by_hand(name):
     networks = module("networks")
@@ -176,6 +177,7 @@ def fit_once(name, plain=False):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full("what networks are made of is counted without training them")
 @pytest.mark.timeout(1200)  # graphs of 110 layers, on a machine that others use
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("name", COUNTS)

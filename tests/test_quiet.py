@@ -12,7 +12,9 @@ import pytest
 from dtk import quiet
 from dtk.launch.job_processes import bootstrapped
 
-from launched import dtk_run
+from support.launched import dtk_run
+
+pytestmark = pytest.mark.command
 
 PREAMBLE = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 LINE = "{}0000 00:00:1795249997.071550   13725 port.cc:153] {}"

@@ -21,6 +21,8 @@ FETCHED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="?(https?:
 H2 = re.compile(r"<h2.*?</h2>", re.DOTALL)
 
 pytestmark = [
+    pytest.mark.command,
+    pytest.mark.full("half a minute"),
     pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
     pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no extra `docs`"),
 ]

@@ -16,6 +16,8 @@ import pytest
 
 from dtk import version
 
+pytestmark = pytest.mark.command
+
 ROOT = Path(__file__).resolve().parents[1]
 _spec = importlib.util.spec_from_file_location("dtk_tools_versions", ROOT / "tools/versions.py")
 tool = importlib.util.module_from_spec(_spec)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from documents.blocks import all_blocks
+from support.blocks import all_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKE = shutil.which("make")
 
 pytestmark = [
+    pytest.mark.command,
+    pytest.mark.full("half a minute"),
     pytest.mark.skipif(MAKE is None, reason="make is not installed"),
     pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="no extra `release`"),
 ]

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-import world as harness
+from support import world as harness
 
 
 def double(value):
@@ -69,6 +69,7 @@ def test_ranks_that_a_body_has_seeded_apart_are_alike_for_the_next(pool):
     assert first == second is not None
 
 
+@pytest.mark.ends_world
 @pytest.mark.worlds(("collective", 2))
 def test_a_failure_ends_every_process(pool):
     pids = list(pool.pids)

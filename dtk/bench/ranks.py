@@ -1,4 +1,4 @@
-"""A job whose ranks connect to this process, and are asked in turn: `dtk bench` and tests/world.py.
+"""A job whose ranks connect to this process, and are asked in turn: `dtk bench` and tests of ranks.
 
 Ranks ── Job ──────── rank: worker.connect()
   └── Connection ───────┴── says (its rank, anything); then one answer to each request

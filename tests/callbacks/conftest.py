@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from callbacks import bodies
-from world import World
+from support.world import World
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import tensorflow as tf
 import dtk
 
 from callbacks.bodies import data, fails, strategy
-from later import RENORM
+from support.newer_keras import RENORM
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -60,6 +60,7 @@ def normalized(form, batches, size=16, kind="world", synchronized=False, **optio
     return run(statistics), run() if synchronized else None, x
 
 
+@pytest.mark.full_but("collective-2-arrays-2-15-30")
 @two_ranks
 @pytest.mark.parametrize(
     "form, batches, size, rows",
@@ -76,11 +77,13 @@ def normalized_in_executions():
     return normalized("arrays", 2, synchronized=True, steps_per_execution=3)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_synchronized_layers_and_several_steps_per_execution(pool):
     check(pool.run(normalized_in_executions, timeout=90), 32)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_two_devices(alone):
     check(alone.run(normalized, "arrays", 1, 15, "mirrored", timeout=90), 15)
 

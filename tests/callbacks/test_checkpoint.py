@@ -51,10 +51,6 @@ def check(results):
         assert result["resumed history"] == results[0]["resumed history"]
 
 
-# What others in the list show as well.
-LESS = ("delayed", "block momentum", "end of data", "items by threads")
-
-
 # Where a run is saved, crashes and goes on: in the middle of an epoch, and between two.
 WITHIN = {"save_freq": 7, "crash": (2, 2), "resumed": (1, 2)}
 BETWEEN = {"crash": (2, 3), "resumed": (2, 0)}
@@ -259,10 +255,9 @@ def resume(name, directory, kind="world"):
     }
 
 
+@pytest.mark.full_but("*-items", "*-items by passes", "*-steps")
 @two_ranks
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in LESS else ()) for n in CASES]
-)
+@pytest.mark.parametrize("name", list(CASES))
 def test_resumed_equals_uninterrupted(pool, tmp_path, name):
     results = pool.run(resume, name, str(tmp_path), timeout=120)
     check(results)
@@ -270,12 +265,14 @@ def test_resumed_equals_uninterrupted(pool, tmp_path, name):
     assert all(f.startswith("checkpoint-") for f in results[0]["files"])
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @pytest.mark.parametrize("kind", ["world", "mirrored"])
 @pytest.mark.parametrize("name", ["steps", "scaled", "end of data"])
 def test_resumed_equals_uninterrupted_in_one_process(alone, tmp_path, kind, name):
     check(alone.run(resume, name, str(tmp_path), kind, timeout=120))
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_another_world_size_resumes(pool, alone, tmp_path):
     """Written by two ranks within an accumulation window; two devices of one process go on."""
@@ -367,6 +364,7 @@ def another_model(directory):
     ]
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_another_model_is_refused_on_every_rank(pool, tmp_path):
     """Breaks as "zip() argument 2 is shorter than argument 1"."""
@@ -386,6 +384,7 @@ def numbered_variables(directory):
     return fails(checkpoint_of, "nadam", place)
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @pytest.mark.worlds(("local", 1))
 def test_the_same_optimizer_made_twice_in_a_process_resumes(pool, tmp_path):
     assert pool.run(numbered_variables, str(tmp_path)) == [None]
@@ -420,6 +419,7 @@ def early_stopped(directory):
     return epochs
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_a_run_that_stopped_early_stays_stopped(pool, tmp_path):
     for (epochs, weights), (epochs_again, weights_again) in pool.run(early_stopped, str(tmp_path)):
@@ -456,6 +456,7 @@ def best_of(directory):
     return best, losses, note, same, sorted(p.name for p in place.iterdir())
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_the_best_of_an_earlier_run_stays_the_best(pool, tmp_path):
     for best, losses, note, same, files in pool.run(best_of, str(tmp_path)):

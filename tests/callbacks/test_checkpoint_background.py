@@ -149,6 +149,7 @@ def left_early(directory, how):
     return code, steps, is_writing(), said.getvalue()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_an_exception_and_sigterm_wait_for_what_is_being_written(pool, tmp_path):
     ((*found, _),) = pool.run(left_early, str(tmp_path / "one"), "crash")
@@ -188,6 +189,7 @@ def failing(directory, options):
     return failure, steps, said.getvalue(), place.files.names()
 
 
+@pytest.mark.full_but("local-1")
 @pytest.mark.worlds(("local", 1), ("collective", 2))
 def test_a_failure_is_told_and_the_next_save_tries_anew_or_training_ends(pool, tmp_path):
     results = pool.run(failing, str(tmp_path / "one"), {})

@@ -31,6 +31,8 @@ from dtk.trainer.model_scope import trainer_of
 
 from callbacks.bodies import compiled, everything, fails, fitted, strategy
 
+pytestmark = pytest.mark.command
+
 FILES = (WEIGHTS, ARRAYS, STATE)
 
 NAMES = tuple(f"checkpoint-{number:08d}" for number in (1, 2, 3))
@@ -181,6 +183,7 @@ def with_digest(path, **changes):
 
 def newer(directory):
     """The newest of two checkpoints is from a dtk to come."""
+
     def fit(epochs):
         fitted(compiled("sgd"), dtk.callbacks.Checkpoint(directory), epochs=epochs)
 
@@ -242,6 +245,7 @@ def impossible(directory):
     return told
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_a_value_that_cannot_be_is_named_and_the_one_before_is_loaded(pool, tmp_path):
     (told,) = pool.run(impossible, str(tmp_path), timeout=180)
@@ -297,6 +301,7 @@ def save(text):
     return lambda path: pathlib.Path(path).write_text(text)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_process_killed_while_it_writes_harms_nothing(tmp_path):
     files = CheckpointFiles(tmp_path)
     files.write(save("one"), {"epoch": 1}, {"a": np.arange(3)})

@@ -117,6 +117,7 @@ def preempted_in_validation(directory, form, patience=3.0):
     }
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 @pytest.mark.parametrize("form", ["arrays", "dataset", "stream"])
 def test_sigterm_during_validation_saves_what_training_has_reached(pool, tmp_path, form):
@@ -126,6 +127,7 @@ def test_sigterm_during_validation_saves_what_training_has_reached(pool, tmp_pat
     assert [result["code"] for result in results] == [143, 143]
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 def test_sigterm_during_validation_in_one_process(alone, tmp_path):
     results = alone.run(preempted_in_validation, str(tmp_path), "arrays", timeout=120)
     check(results)

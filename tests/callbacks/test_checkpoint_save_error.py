@@ -91,6 +91,7 @@ def saving(disk, harm, heal, options):
     return failure, said.getvalue(), epochs, whole, left
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("harm", ["full", "read-only"])
 @pytest.mark.worlds(("collective", 2))
 def test_by_default_training_goes_on_and_the_last_good_one_stays(pool, disk, harm):
@@ -133,6 +134,7 @@ print("trained")
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_process_that_has_met_a_full_disk_ends_well(disk):
     """Breaks by SIGSEGV: HDF5 crashed, when the process ended, by a file it could not close."""
     done = subprocess.run(

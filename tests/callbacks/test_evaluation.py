@@ -16,7 +16,7 @@ import dtk
 from dtk.callbacks import HalveRate
 
 from callbacks.bodies import crash_at, data, everything, fails, fit, strategy
-from strategies.bodies import served_with
+from support.bodies import served_with
 
 two_ranks = pytest.mark.worlds(("collective", 2))
 
@@ -83,16 +83,19 @@ def cross_validated(form, every=20, kind="world", epochs=2):
     return calls.noted, runs
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 @pytest.mark.parametrize("form", ["dataset", "schedule"])
 def test_two_ranks(pool, form):
     check(pool.run(cross_validated, form, timeout=90), form)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_two_devices_go_on_in_their_data(alone):
     check(alone.run(cross_validated, "stream", 20, "mirrored", timeout=90), "stream")
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_batches_larger_than_the_interval(alone):
     [(noted, (validated, plain))] = alone.run(cross_validated, "arrays", 5, "world", 1)
     assert [(index, steps) for index, *_, steps in noted] == due_at(BY_8[:5], 5)
@@ -126,6 +129,7 @@ def counted_on(directory):
     return first, run(dtk.callbacks.Checkpoint(place, 4))
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_a_resumed_run_counts_on(pool, tmp_path):
     """Saved after step 8 of 15, with 61 rows seen; crashed at step 9."""
@@ -162,6 +166,7 @@ def served(consistency):
     return calls.noted, testing.result, runs, refused
 
 
+@pytest.mark.full("what servers do to callbacks is tested with Keras's own")
 @pytest.mark.worlds(("served", 2))
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_behind_parameter_servers(pool, consistency):
@@ -202,6 +207,7 @@ def halved(directory=None, gain=0.99, crash=None):
     return rates, int(model.optimizer.iterations), screen.getvalue()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_the_rate_is_halved_and_then_training_ends(pool):
     results = pool.run(halved)
@@ -262,6 +268,7 @@ def run_final_test(crash=False):
     return testing.result, tests, screen.getvalue(), expected
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("crash", [False, True])
 @two_ranks
 def test_a_final_test_counts_once_if_training_ends_well(pool, crash):

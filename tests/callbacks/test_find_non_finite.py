@@ -17,7 +17,7 @@ from dtk.errors import NonFiniteError
 from dtk.parameter_server.train_jobs import TrainOutputs, non_finite
 
 from callbacks.bodies import BATCH, strategy
-from strategies.bodies import served_with
+from support.bodies import served_with
 
 
 def rows(bad_row=None, count=40):
@@ -55,6 +55,7 @@ def in_rows_of(rank, kind="world"):
     return trained(rows(2 * BATCH + (0 if rank == 0 else BATCH - 1)), kind)
 
 
+@pytest.mark.full_but("collective-2-0")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_whose_rows_hold_it_is_named_once(pool, rank):
@@ -79,6 +80,7 @@ def elsewhere(how):
         strategy().exchange = None
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("how, step", [("compiled", 3), ("local steps", 5)])
 def test_other_steps_name_the_rank_as_well(pool, how, step):
@@ -121,6 +123,7 @@ def exploding(accumulation=None):
     return str(raised.value)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("accumulation, step", [(None, 2), (2, 1)])
 def test_a_gradient_is_told_by_its_variables_one_step_before_the_loss(pool, accumulation, step):
@@ -139,6 +142,7 @@ def overflowing(bad_row):
     return found
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 def test_gradients_that_overflow_by_their_scale_are_no_error(pool):
     assert pool.run(overflowing, None) == [(None, "")] * 2
@@ -164,11 +168,13 @@ def left_alone():
     return said.getvalue()
 
 
+@pytest.mark.full_but("local-1")
 @pytest.mark.worlds(("collective", 2), ("local", 1))
 def test_it_ends_with_its_fit_and_begins_again(pool):
     assert set(pool.run(left_alone)) == {""}
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("served", 2))
 def test_behind_servers_the_epoch_and_the_worker_are_told(pool):
     ((raised, _),) = pool.run(served)

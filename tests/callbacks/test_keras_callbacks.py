@@ -102,6 +102,7 @@ def keras_backup(directory):
     return difference(again, whole), start
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_backup_and_restore(pool, tmp_path):
     for apart, start in pool.run(keras_backup, str(tmp_path), timeout=90):
@@ -155,6 +156,7 @@ def tensorboard(directory):
     return sorted(p.name for p in place.rglob("events*"))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
@@ -166,6 +168,7 @@ def test_tensorboard(pool, tmp_path):
 
 
 # BroadcastVariables, ProgressPrinter and Keras's progress bar.
+
 
 def broadcast_from(root):
     """Ranks that start apart: whose weights does everyone train with? Rate 0 keeps them."""
@@ -179,6 +182,7 @@ def broadcast_from(root):
     return mine, model.get_weights()[0]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 @pytest.mark.parametrize("root", [0, 1])
 def test_everyone_starts_from_root(pool, root):
@@ -216,6 +220,7 @@ def printed(directory, freq):
     return screen.getvalue(), pathlib.Path(directory, f"log.rank{rank}").read_text()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 @pytest.mark.parametrize(
     "freq, minibatches", [(0, [1, 2, 4]), (2, [2, 4]), (None, [])], ids=["geometric", "n", "epoch"]
@@ -249,6 +254,7 @@ def summed_up():
     return summary.test_summary
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_a_summary_holds_what_history_and_evaluate_tell_on_every_rank(pool):
     first, second = pool.run(summed_up)

@@ -74,6 +74,7 @@ def by_hand(weights, x, y, corrected):
     return weights
 
 
+@pytest.mark.full_but("collective-2-False")
 @two_ranks
 @pytest.mark.parametrize("corrected", [True, False])
 def test_warm_up_equals_the_paper_written_out(pool, corrected):
@@ -90,6 +91,7 @@ def test_warm_up_under_mirrored(alone):
     assert apart <= 1e-5
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_a_schedule_is_multiplied(pool):
     scheduled = [rate / (1 if step < 4 else 2) for step, rate in enumerate(WARM_UP)]
@@ -172,6 +174,10 @@ def scaled_after_restoring(directory, name, restore):
     return difference(again, whole), told.getvalue().count("learning rate 0.02 -> 0.08")
 
 
+@pytest.mark.full_but(
+    "BackupAndRestore-schedule",
+    "load_model-number",
+)
 @pytest.mark.parametrize("name", list(RATES))
 @pytest.mark.parametrize("restore", ["BackupAndRestore", "load_model"])
 def test_scaled_once_when_keras_restores_it(alone, tmp_path, name, restore):

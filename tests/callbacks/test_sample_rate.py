@@ -112,6 +112,7 @@ def contributed(sizes, tau, nesterov=False, kind="world", corrected=True, epochs
     return linear.moved, linear.buffer * mu ** (2 if nesterov else 1) / (1 - mu)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 @pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 def test_a_growing_batch(pool, nesterov):
@@ -203,6 +204,7 @@ def everything_at_once(directory=None, crash=None, corrected=True, often="epoch"
     return linear.moved, rates, screen.getvalue()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_halving_rates_by_samples_and_a_growing_batch_at_once(alone):
     expected, _ = by_hand(steps_of(GROWING, 3), rate_of, tau_of, False, 30, 2)
     [(moved, rates, told)] = alone.run(everything_at_once)
@@ -214,6 +216,7 @@ def test_halving_rates_by_samples_and_a_growing_batch_at_once(alone):
     assert np.abs(uncorrected / expected - 1).max() > 0.05
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 @pytest.mark.parametrize("often, crash", [(4, (1, 3)), ("epoch", (2, 1))], ids=["steps", "epochs"])
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(pool, tmp_path, often, crash):

@@ -17,6 +17,8 @@ import pytest
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.cluster import report_channel
 
+pytestmark = pytest.mark.command
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.full("trackers are 190 MB")
+
 SCRIPT = """
 import contextlib, os, pathlib
 import keras, mlflow, numpy as np, wandb

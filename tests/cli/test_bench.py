@@ -18,6 +18,8 @@ from dtk.bench.results import BenchResults, Reading, Setting, read
 from dtk.cli.main import main
 from dtk.planning.calibration import calibrated
 
+pytestmark = pytest.mark.command
+
 SMALLEST = "transformer"
 BLOCK = 3  # steps, of 2 workers with 2 rows each: more than a turn would otherwise have
 VARIANTS = ["limit", "collective none", "collective 1bit", f"collective block:{4 * BLOCK}"]
@@ -60,6 +62,7 @@ def samples(found, variant, what):
     return [statistics.mean(reading[what] for reading in turn) for turn in turns]
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_every_turn_of_every_rank_is_saved_with_all_that_a_plan_needs(run, tmp_path):
     done, found, _ = run
     assert list(found["turns"][SMALLEST]) == VARIANTS
@@ -84,6 +87,7 @@ def test_every_turn_of_every_rank_is_saved_with_all_that_a_plan_needs(run, tmp_p
     assert known.software.message > 0
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_the_tables_say_what_the_samples_say(run):
     done, found, page = run
     limit = samples(found, "limit", "seconds")
@@ -102,6 +106,7 @@ def test_the_tables_say_what_the_samples_say(run):
             assert f" {1 / middle:.2f}" in text
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_the_command_says_nothing_else(run):
     done, found, _ = run
     assert done.stderr == ""
@@ -116,6 +121,7 @@ def test_the_command_says_nothing_else(run):
     assert lines[16].startswith("Medians over turns") and len(lines) == 19
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_bytes_are_counted_and_codes_and_blocks_send_fewer(run):
     _, found, _ = run
     # the same in every turn
@@ -143,6 +149,7 @@ def sums(tmp_path_factory):
     return bench(folder, *peers, *options, XDG_CACHE_HOME=str(folder), PATH=str(folder), **none)
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_peer_that_cannot_be_measured_is_named_and_the_rest_goes_on(sums):
     done, found = sums
     assert list(found["absent"]) == ["mpi4py", "torch"]

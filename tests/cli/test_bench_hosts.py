@@ -11,6 +11,8 @@ import pytest
 
 from dtk.bench import bench_jobs
 
+pytestmark = [pytest.mark.command, pytest.mark.full("a whole command: one of each kind")]
+
 
 def environment_of(baseline, cache):
     """The environment of a baseline, as far as this machine can tell; returns its interpreter."""

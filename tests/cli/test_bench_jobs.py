@@ -22,6 +22,8 @@ from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import Process, job_processes, machines
 
+pytestmark = pytest.mark.command
+
 FACTS = {
     "node1": machines.HostFacts((4001,), (0, 1), "eth0"),
     "node2": machines.HostFacts((4002, 4003), (0, 1), "ib0"),

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.command
+
 SCRIPT = """
 import dtk, keras, numpy as np, tensorflow as tf
 strategy = dtk.auto_strategy()
@@ -35,6 +37,7 @@ def checked(tmp_path, layers="", trains=True):
     return check(str(script))
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_step_that_adds_up(tmp_path):
     done = checked(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -49,6 +52,7 @@ def test_a_step_that_does_not(tmp_path):
     assert "Nothing was updated" in done.stderr
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_script_that_trains_nothing(tmp_path):
     done = checked(tmp_path, trains=False)
     assert done.returncode == 1

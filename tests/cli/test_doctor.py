@@ -18,6 +18,8 @@ from dtk.cluster import environment, mpi_installs
 from dtk.launch import job_options
 from dtk.version import pip_install, requirement
 
+pytestmark = pytest.mark.command
+
 GOOD = {
     "tensorflow": """
 __version__ = "2.21.0"
@@ -154,6 +156,7 @@ def test_what_is_broken_is_said_with_the_cure(run, monkeypatch, given, told):
         assert state == "broken" and said in found
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_name_of_the_real_keras_that_has_gone(tmp_path, monkeypatch):
     """Importing Keras goes on, under `dtk run` too, and what needs the name is told in one line."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_A_NAME)
@@ -238,6 +241,7 @@ def test_hosts_are_tried_on_the_port_that_is_given():
     assert there.found.startswith(f"port {port}: Connection refused. ")
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_the_real_libraries():
     result = CliRunner().invoke(doctor, [])
     assert result.exit_code == 0, result.output

@@ -25,6 +25,8 @@ from dtk.cluster import mpi_installs
 from dtk.horovod_build import build, reduction_check
 from dtk.horovod_build.build import HorovodBuildError, Mpi
 
+pytestmark = pytest.mark.command
+
 TENSORFLOW = "__version__ = '{version}'\ndef constant(x): return x\n"
 HOROVOD = """
 import os
@@ -503,6 +505,7 @@ def test_check_says_what_it_skipped(fake):
     assert result.exit_code == 0
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_installed_horovod_really_reduces():
     try:
         reduction_check.installed()

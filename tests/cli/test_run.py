@@ -19,6 +19,8 @@ from dtk.cli.main import main
 from dtk.errors import ClusterError
 from dtk.launch import attempts, job_options, job_spec, plan
 
+pytestmark = pytest.mark.command
+
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 
 
@@ -162,10 +164,11 @@ def test_a_folder_that_would_is_named_if_it_is_a_package(script, name, tmp_path,
     """Ranks failed in dtk's own code: module 'keras' has no attribute 'backend'."""
     (tmp_path / name).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    path = script("import keras as k, importlib.util as u; print(u.find_spec('dtk').origin)")
+    path = script(f"import {name}; print({name}.__file__)")
     (tmp_path / name / "data.csv").touch()
-    done = dtk("run", "-n", "2", path)  # Python goes on to the package that is installed
+    done = dtk("run", "-n", "1", path)  # Python goes on to the package that is installed
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0] /") and str(tmp_path) not in done.stdout
     script("", f"{name}/__init__.py")
     assert refused("-n", "2", path) == (
         f"dtk run: {tmp_path / name} would be imported in place of the package {name}, as it "

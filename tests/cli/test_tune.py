@@ -177,6 +177,7 @@ def test_one_worker_and_no_round_are_refused(kept, tmp_path):
         assert said in done.stderr
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_real_script_is_timed_over_every_communicator_and_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -194,6 +195,7 @@ def test_a_real_script_is_timed_over_every_communicator_and_trains_nothing(tmp_p
     assert 0 < kept["milliseconds"] < 10_000
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_a_script_that_trains_nothing_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import dtk\ndtk.auto_strategy()\n")
@@ -202,6 +204,7 @@ def test_a_script_that_trains_nothing_is_named(tmp_path):
     assert "dtk tune: the script ended without training a model" in done.stderr
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_settings_that_fit_otherwise_are_told_and_determinism_refuses_them(tmp_path):
     script = tmp_path / "train.py"
     # As `dtk run` would give them to its ranks.
@@ -218,6 +221,7 @@ def test_settings_that_fit_otherwise_are_told_and_determinism_refuses_them(tmp_p
     assert "op determinism is on, but `dtk run` has set" in done.stderr
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_ranks_with_other_kernels_are_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -229,6 +233,7 @@ def test_ranks_with_other_kernels_are_refused(tmp_path):
     assert f"variable {ONEDNN}" in done.stderr
 
 
+@pytest.mark.full("a whole command: one of each kind")
 def test_what_auto_is_where_xla_was_found_faster(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.split("class Epochs")[0] + "print(model.jit_compile)")

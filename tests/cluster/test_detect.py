@@ -12,6 +12,8 @@ from dtk.cluster import alone, detect
 from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError
 
+pytestmark = pytest.mark.command
+
 
 def numbered(rank, size, ranks, sizes, *others):
     """Variables of a launcher that hold a rank and a size, and "name=value" of others."""
@@ -193,6 +195,7 @@ def _detected(queue):
     queue.put((detect().reason, communicators.create("mpi").size))
 
 
+@pytest.mark.full_for("forkserver", why="which is spawned, and forks")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     """MPI took it for its parent: the job never ended."""

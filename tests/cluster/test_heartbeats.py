@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.command
+
 RANK = """
 import os, signal, sys, time
 from dtk.cluster import heartbeats, progress
@@ -40,6 +42,7 @@ with progress.inside("train step"):
 IN_A_THREAD = f"import threading; threading.Thread(target=exec, args=({RANK!r}, {{}})).start()"
 
 
+@pytest.mark.full_for("1-leave-*", "1-stop-*")
 @pytest.mark.parametrize(
     ("victim", "how", "told"),
     [

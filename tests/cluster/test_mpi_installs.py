@@ -9,7 +9,9 @@ import pytest
 
 from dtk.cluster import mpi_installs
 
-from world import missing
+from support.world import missing
+
+pytestmark = pytest.mark.command
 
 
 @pytest.mark.skipif(
@@ -36,6 +38,7 @@ import horovod.tensorflow.keras as hvd
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_script_that_imports_horovod_is_told_which_mpirun_it_needs(tmp_path):
     """It died in the loader, of a symbol that is undefined."""
     if reason := missing("horovod-mpi") or missing("mpi-wheel"):

@@ -12,6 +12,8 @@ from dtk.cluster import slurm
 from dtk.cluster.slurm import expand_nodelist, expand_tasks_per_node
 from dtk.errors import ClusterError
 
+pytestmark = pytest.mark.command
+
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 

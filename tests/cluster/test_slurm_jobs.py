@@ -11,7 +11,11 @@ import time
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.full("a cheaper test holds its rule"),
+    pytest.mark.timeout(180),
+]
 
 TRAIN = """
 import sys, dtk, keras, numpy as np
@@ -145,9 +149,7 @@ def test_dtk_run_starts_ranks_on_the_hosts_of_an_allocation(slurm, alone, tmp_pa
 def test_a_job_that_is_requeued_resumes(slurm, tmp_path, start):
     script, out, whole = tmp_path / "train.py", tmp_path / "out", tmp_path / "whole"
     script.write_text(RESUME)
-    told = JOB.format(
-        out=out, start=shlex.join(start), script=script, folder=tmp_path / "saved"
-    )
+    told = JOB.format(out=out, start=shlex.join(start), script=script, folder=tmp_path / "saved")
     (tmp_path / "job.sh").write_text(told)
     job = subprocess.run(
         ["sbatch", "--parsable", str(tmp_path / "job.sh")],

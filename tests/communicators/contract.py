@@ -24,7 +24,7 @@ import tensorflow as tf
 from dtk.communicators import collective
 from dtk.communicators.aligned_slices import AlignedSlices
 
-import world
+from support import world
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.int32, tf.int64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32)

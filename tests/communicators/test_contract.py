@@ -15,9 +15,9 @@ import tensorflow as tf
 from dtk.communicators.local import NullCommunicator
 from dtk.errors import CommunicatorError
 
-import world
 from communicators import contract
 from communicators.contract import SHAPES, call, communicator, make, pairs, same
+from support import world
 
 BACKENDS = ("collective", "horovod-gloo", "horovod-mpi", "mpi-wheel")
 # "nccl" is the collectives of a machine that pretends to have GPUs.
@@ -49,6 +49,7 @@ def places():
     return comm.name, comm.rank, comm.size, comm.local_rank, comm.local_size, comm.hosts
 
 
+@pytest.mark.full("the same over every wire: one of each kind")
 @worlds(lambda backend, size: True)
 def test_places(pool):
     found = pool.run(places)
@@ -68,6 +69,14 @@ def check(subtests, names, found):
             assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.full_but(
+    "collective-3-graph",
+    "local-1-eager",
+    "local-1-graph",
+    "mpi-wheel-2-eager",
+    "nccl-2-eager",
+    why="the same over every wire: one of each kind",
+)
 @every_world
 @both_modes
 def test_collectives(pool, graph, subtests):
@@ -75,6 +84,7 @@ def test_collectives(pool, graph, subtests):
     check(subtests, names, pool.run(contract.failures, names, graph, timeout=240))
 
 
+@pytest.mark.full("test_collectives has it between processes")
 @pytest.mark.worlds(("local", 1))
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_collectives_between_the_devices_of_one_process(pool, count, subtests):
@@ -83,6 +93,7 @@ def test_collectives_between_the_devices_of_one_process(pool, count, subtests):
     check(subtests, names, found)
 
 
+@pytest.mark.full("the same over every wire: one of each kind")
 @both_modes
 def test_null_keeps_shapes_and_dtypes(graph):
     """No peer exists, so whatever returns has sent nothing."""
@@ -136,12 +147,22 @@ def test_autograph_rewrites_no_communicator():
     assert names == ["_reduce"]
 
 
+@pytest.mark.full_but(
+    "collective-2", "horovod-mpi-2", "local-1", why="the same over every wire: one of each kind"
+)
 @every_world
 def test_behaviour(pool, subtests):
     names = contract.BEHAVIOURS
     check(subtests, names, pool.run(contract.failures, names, True, timeout=120))
 
 
+@pytest.mark.full_but(
+    "collective-3-eager",
+    "horovod-mpi-2-eager",
+    "mpi-wheel-2-eager",
+    "nccl-2-eager",
+    why="the same over every wire: one of each kind",
+)
 @several_ranks
 @both_modes
 def test_send_and_recv(pool, graph, subtests):
@@ -181,6 +202,7 @@ def split(color, key, modes=(False, True)):
     return group.name
 
 
+@pytest.mark.full_but("collective-2", "local-1", why="the same over every wire: one of each kind")
 @every_world
 def test_split_of_one_color_and_of_all_colors(pool):
     n = pool.size
@@ -224,6 +246,7 @@ def horovod_needs_links():
             group.split(group.rank)
 
 
+@pytest.mark.full("the same over every wire: one of each kind")
 @pytest.mark.worlds(("horovod-mpi", 3))
 def test_horovod_says_what_it_cannot_open_by_itself(pool):
     pool.run(horovod_needs_links)
@@ -235,6 +258,7 @@ def horovod_makes_groups_if_told_so():
         comm._sets.make([comm.rank])
 
 
+@pytest.mark.full("the same over every wire: one of each kind")
 @pytest.mark.worlds(("horovod-gloo", 2))
 def test_horovod_makes_groups_only_if_told_so(pool):
     pool.run(horovod_makes_groups_if_told_so)

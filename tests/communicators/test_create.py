@@ -24,6 +24,8 @@ from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 from dtk.version import pip_install
 
+pytestmark = pytest.mark.command
+
 
 def free_address():
     with socket.socket() as probe:
@@ -288,10 +290,10 @@ def test_who_ended_before_the_meeting_may_come_again():
         assert meet_at(address, 1, 2) == rank_0.result(30) * 2
 
 
-def test_two_ranks_train_by_the_variables_of_torchrun():
-    at = dict(zip(("MASTER_ADDR", "MASTER_PORT"), free_address().split(":"), strict=True))
+def test_two_ranks_train_by_the_variables_of_torchrun_and_who_loses_the_other_says_try_again():
+    host, port = free_address().split(":")
     script = """
-        import dtk, keras, numpy as np
+        import os, dtk, keras, numpy as np
         strategy = dtk.auto_strategy()
         assert strategy.communicator.name == "collective", strategy.communicator.name
         with strategy.scope():
@@ -299,12 +301,18 @@ def test_two_ranks_train_by_the_variables_of_torchrun():
             model.compile("sgd", "mse")
         model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
         tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
-        print(strategy.rank, strategy.size, len(set(tasks)), model.optimizer.iterations.numpy())
+        steps = model.optimizer.iterations.numpy()
+        print(strategy.rank, strategy.size, len(set(tasks)), steps, flush=True)
+        if strategy.rank == 1:
+            os._exit(9)
+        while True:
+            strategy.communicator.barrier()
     """
-    ranks = [start_rank(script, RANK=str(rank), WORLD_SIZE="2", **at) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        stdout, stderr, code = end(process)
-        assert (stdout, code) == (f"{rank} 2 2 2\n", 0), stderr
+    knows = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
+    ranks = [start_rank(script, RANK=str(rank), **knows) for rank in range(2)]
+    ends = [end(rank) for rank in ranks]
+    assert [stdout for stdout, _, _ in ends] == ["0 2 2 2\n", "1 2 2 2\n"], ends[0][1]
+    assert [code for _, _, code in ends] == [75, 9], ends[0][1]
 
 
 def start_rank(script, **variables):
@@ -327,22 +335,6 @@ def test_an_exit_code_tells_a_rank_that_misses_others_from_a_script_that_fails()
     assert "no answer from rank 0 (rank0.invalid:29500) within 1 s: its name means no " in stderr
     rank = start_rank("import dtk; dtk.auto_strategy()", **knows | {"WORLD_SIZE": "1"})
     assert end(rank)[2] == 1
-
-
-def test_who_loses_another_rank_ends_with_the_code_to_try_again():
-    host, port = free_address().split(":")
-    script = """
-        import os, dtk
-        strategy = dtk.auto_strategy()
-        if strategy.rank == 1:
-            os._exit(9)
-        while True:
-            strategy.communicator.barrier()
-    """
-    knows = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
-    ranks = [start_rank(script, RANK=str(rank), **knows) for rank in range(2)]
-    ends = [end(rank) for rank in ranks]
-    assert [code for _, _, code in ends] == [75, 9], ends[0][1]
 
 
 def test_a_task_whose_own_name_is_not_known_yet_listens_all_the_same():
@@ -382,6 +374,7 @@ def test_strangers_at_the_door_are_ignored():
     assert not met.is_alive()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     """TensorFlow waits in C++ with the interpreter lock held, deaf to signals."""
     addresses = [free_address(), free_address()]
@@ -393,6 +386,7 @@ def test_a_peer_that_dies_during_bring_up_does_not_leave_the_other_waiting():
     assert "collective.py" in stderr
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_two_ranks_come_up_without_noise():
     addresses = [free_address(), free_address()]
     ranks = [run_rank(rank, addresses) for rank in range(2)]
@@ -403,6 +397,7 @@ def test_two_ranks_come_up_without_noise():
         assert "Traceback" not in stderr
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_tensor_before_the_strategy_is_refused():
     addresses = [free_address(), free_address()]
     late = "import tensorflow as tf; tf.ones([1])"

@@ -13,7 +13,7 @@ from dtk.errors import DtkError
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
 
-import world
+from support import world
 
 some_worlds = pytest.mark.worlds(("collective", 2), ("horovod-gloo", 2))
 two = pytest.mark.worlds(("collective", 2))
@@ -38,6 +38,7 @@ def calibrated(way, cache, variables=(), cpu=None):
     return None if costs is None else dataclasses.asdict(costs)
 
 
+@pytest.mark.full_but("collective-2", why="tests/communicators holds all wires to the same")
 @some_worlds
 def test_measured_once_and_the_same_on_all_ranks(pool, cache, tmp_path):
     first, other = pool.run(calibrated, "", cache)
@@ -51,6 +52,7 @@ def test_measured_once_and_the_same_on_all_ranks(pool, cache, tmp_path):
     assert pool.run(calibrated, "1", cache) == again
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two
 def test_other_processors_and_settings_are_another_world_and_what_differs_by_job_is_not(
     pool, cache, tmp_path
@@ -71,6 +73,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two
 def test_what_is_no_costs_is_measured_anew(pool, cache, tmp_path):
     pool.run(calibrated, "", cache)
@@ -115,6 +118,7 @@ def of_strategy(cache):
     return dataclasses.asdict(costs), float(total)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @some_worlds
 def test_a_strategy_has_costs(pool, cache):
     (costs, total), (others, _) = pool.run(of_strategy, cache)

@@ -14,7 +14,7 @@ from dtk.communicators.meeting import Place, differing
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 
-import world
+from support import world
 
 each = pytest.mark.worlds(("collective", 2), ("mpi-wheel", 2), ("horovod-mpi", 2))
 
@@ -113,6 +113,7 @@ def fit():
     return losses
 
 
+@pytest.mark.full_but("collective-2", why="in small, the test above has it over each wire")
 @each
 def test_fit_reads_what_one_rank_reads(pool):
     """Its collectives mixed with those of the main thread, and broke within two fits."""

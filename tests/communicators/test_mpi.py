@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from dtk.errors import CommunicatorError
 
-import world
 from communicators.contract import communicator
+from support import world
 
 two = pytest.mark.worlds(("mpi-wheel", 2))
 
@@ -213,6 +213,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize(
     "end, graph, elements",
     [

@@ -28,7 +28,7 @@ from dtk.launch.machines import HostFacts
 from dtk.search.rounds import CaughtRankError, Failure, RankError, RoundMessage
 from dtk.search.study import Distribution, Results
 
-from world import communicator
+from support.world import communicator
 
 SECRET = {JOB_SECRET: "5f2c"}
 RAN = []

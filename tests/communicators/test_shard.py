@@ -14,7 +14,7 @@ from dtk.communicators.local import NullCommunicator
 from dtk.communicators.shard import Shard
 from dtk.compat.keras_variables import set_shard, shard_of
 
-from world import communicator
+from support.world import communicator
 
 
 @given(st.integers(1, 5), st.integers(0, 11), st.integers(0, 2))

@@ -103,6 +103,7 @@ def test_a_step_of_parts_draws_what_it_draws_in_the_whole(name):
     assert_parts_are_of_the_whole(STEPS[name], axis=1 if name == "not the first axis" else 0)
 
 
+@pytest.mark.full_for("recurrent dropout")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_parts_draws_what_it_draws_in_the_whole(name):
     layer = LAYERS[name]()

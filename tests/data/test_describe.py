@@ -14,7 +14,7 @@ import tensorflow as tf
 import dtk
 from dtk.even_division import even_bounds
 
-from strategies import bodies
+from support import bodies
 
 KINDS = ["arrays", "dataset", "distributed", "PyDataset", "shard"]
 

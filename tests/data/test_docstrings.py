@@ -21,6 +21,10 @@ NAMES = sorted(
 )
 
 
+@pytest.mark.full_for(
+    *("*.batch_size", "*.callbacks.checkpoint", "*.evaluation", "*.reports", "*.sample_rate"),
+    why="examples that train most: tests/callbacks has a test of each thing that they show",
+)
 @pytest.mark.parametrize("name", [*NAMES, *FILES])
 @pytest.mark.worlds(("local", 1))
 def test_the_examples_run(pool, name):

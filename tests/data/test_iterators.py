@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtk.data import broadcast_iterator, synchronized_iterator
 from dtk.data.sharing import permutation
 
-from strategies import bodies
+from support import bodies
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 

@@ -17,7 +17,7 @@ from dtk.errors import DisagreementError
 from dtk.strategies import undistributed
 
 from data.bodies import Twin
-from strategies import bodies, cases
+from support import bodies, cases
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

@@ -18,7 +18,7 @@ from dtk.data.scatter import block
 from dtk.data.sharing import group_of, permutation
 
 from data.bodies import Twin, dataset
-from strategies import bodies
+from support import bodies
 
 COLLECTIVE = pytest.mark.parametrize("backend, size", [("collective", 2)])
 

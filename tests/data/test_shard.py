@@ -16,8 +16,8 @@ import tensorflow as tf
 import dtk
 from dtk.strategies import undistributed
 
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases
+from support.once import once
 
 pytestmark = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
@@ -149,6 +149,7 @@ def trained_plainly(whole_first):
     return fitted(None, whole, dealt, whole_first)
 
 
+@pytest.mark.full_but("True-collective-2")
 @pytest.mark.parametrize("whole_first", [False, True])
 def test_training_on_shards_weighs_rows_exactly(world, backend, size, whole_first):
     """With a fit on the whole dataset before, its step knew the rows of a batch; this must not."""
@@ -243,6 +244,7 @@ def trained_on_items():
     return weights, told.getvalue()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_items_are_made_by_one_rank_each_and_slow_ones_are_told_of(world, backend, size):
     first, second = world(backend, size).run(trained_on_items)
     for (mine, plain), _ in (first, second):

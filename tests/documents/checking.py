@@ -16,7 +16,7 @@ from dtk.cli import bench, tune
 from dtk.cli.main import main
 from dtk.launch import job_options, job_spec, machines, plan
 
-from documents.blocks import ROOT, words
+from support.blocks import ROOT, words
 
 
 class Started(Exception):

@@ -169,6 +169,6 @@ ENTRIES = {
         "data", after="assert len(history['loss']) == 3 and weights[0].shape == (8, 1)"
     ),
     ("docs/trust.md", "dtk: self-test of model"): Printed(
-        "tests/strategies/test_self_test.py::test_what_it_prints"
+        "tests/trainer/test_self_test.py::test_what_it_prints"
     ),
 }

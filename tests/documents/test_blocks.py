@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from documents import checking, preambles, running
-from documents.blocks import ROOT, all_blocks, commands
 from documents.entries import ENTRIES, Printed, Python, Shell
+from support.blocks import ROOT, all_blocks, commands
+
+pytestmark = pytest.mark.command
 
 BLOCKS = all_blocks()
 
@@ -89,6 +91,10 @@ def test_blocks_say_their_language():
         assert found is None or block.language in languages[type(found[1])], block
 
 
+@pytest.mark.full_for(
+    *("*docs/callbacks.md *", "*docs/search.md *", "*docs/tutorials/notebook.md *"),
+    why="callbacks and trials are trained by many tests",
+)
 @pytest.mark.parametrize("block, entry", with_entries(Python))
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_python_runs(world, backend, size, block, entry):

@@ -13,7 +13,7 @@ import pytest
 from dtk.cli.main import COMMANDS
 
 from documents import checking, preambles
-from documents.blocks import FILES, ROOT, blocks_in, links_in, spans_in
+from support.blocks import FILES, ROOT, blocks_in, links_in, spans_in
 
 PAGES = [pytest.param(file, id=str(file.relative_to(ROOT))) for file in FILES]
 PARTS = "callbacks data errors exchange inference layers optimizers schedules search strategies"

@@ -26,6 +26,7 @@ MANIFESTS = sorted(path.name for path in pods.EXAMPLES.glob("*.yaml"))
 # What is written.
 
 
+@pytest.mark.full("minutes of real pods")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_are_valid(name):
     validate = pytest.importorskip("kubernetes_validate").validate
@@ -47,6 +48,7 @@ def test_manifests_are_valid(name):
         validate({**whole, "spec": job.spec}, "1.34", strict=True)
 
 
+@pytest.mark.full("minutes of real pods")
 def test_the_dockerfile_is_clean():
     hadolint = shutil.which("hadolint", path=os.path.dirname(sys.executable))
     if hadolint is None:
@@ -122,6 +124,7 @@ BLOWS = {
 }
 
 
+@pytest.mark.full("minutes of real pods")
 @pytest.mark.timeout(1500)  # pods start anew, on a machine that others use
 @pytest.mark.parametrize("name", BLOWS)
 def test_killed_pods_come_again_and_end_with_the_weights_of_one_process(cluster, name, tmp_path):
@@ -152,6 +155,7 @@ def test_killed_pods_come_again_and_end_with_the_weights_of_one_process(cluster,
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full("minutes of real pods")
 @pytest.mark.timeout(900)  # as above
 def test_of_parameter_servers_a_lost_worker_comes_again_alone_and_a_lost_server_with_all(cluster):
     def lose():
@@ -185,6 +189,7 @@ def job_of(documents):
     return job, container
 
 
+@pytest.mark.full("minutes of real pods")
 def test_without_the_service_each_pod_says_whom_it_misses(cluster):
     documents = [one for one in pods.read("indexed-job.yaml") if one["kind"] != "Service"]
     job, container = job_of(documents)
@@ -203,6 +208,7 @@ def test_without_the_service_each_pod_says_whom_it_misses(cluster):
         assert waits in second.said and told in second.said
 
 
+@pytest.mark.full("minutes of real pods")
 def test_a_mistake_of_the_script_is_not_tried_again(cluster):
     assert not cluster.play(pods.read("indexed-job.yaml"), ["--no-such-option"], seconds=250)
     assert len(cluster.starts) == 2 and 2 in [pod.code for pod in cluster.starts]

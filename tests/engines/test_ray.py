@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from documents.blocks import all_blocks
 from engines import ray_bodies as bodies
+from support.blocks import all_blocks
 
 pytestmark = pytest.mark.timeout(900)
 SECONDS = 600
@@ -88,6 +88,7 @@ def close(one, other):
     return all(np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_two_workers_end_with_the_weights_of_one_process(on_ray, uninterrupted, tmp_path):
     found, reported, kept = on_ray(bodies.run, tmp_path, 2)
     assert close(found["weights"], uninterrupted)
@@ -96,15 +97,15 @@ def test_two_workers_end_with_the_weights_of_one_process(on_ray, uninterrupted, 
     assert kept == [f"checkpoint-{bodies.EPOCHS:08d}"]
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_one_worker_trains_alone(on_ray, uninterrupted, tmp_path):
     found, _, _ = on_ray(bodies.run, tmp_path, 1)
     assert close(found["weights"], uninterrupted) and found["size"] == 1
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 @pytest.mark.parametrize(("kills", "hangs"), [({2: 1, 3: 0}, False), ({3: 1}, True)])
-def test_killed_workers_are_started_again_and_resume(
-    on_ray, uninterrupted, tmp_path, kills, hangs
-):
+def test_killed_workers_are_started_again_and_resume(on_ray, uninterrupted, tmp_path, kills, hangs):
     """And those that wait for one that hangs."""
     how = {"folder": str(tmp_path), "kills": kills, "hangs": hangs}
     found, reported, _ = on_ray(bodies.run, tmp_path, 2, 2, **how)
@@ -113,6 +114,7 @@ def test_killed_workers_are_started_again_and_resume(
     assert reported == list(range(1, bodies.EPOCHS + 1))
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
     """The same name and storage, another `ScalingConfig`."""
     folder = str(tmp_path)
@@ -123,6 +125,7 @@ def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
     assert found["size"] == 2 and found["epochs"][-2:] == [3, 4]
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 @pytest.mark.parametrize("workers, replaced, size", [(3, True, 3), ((2, 3), False, 2)])
 def test_a_lost_node(uninterrupted, tmp_path, workers, replaced, size):
     """Breaks as a checkpoint that only the lost node had."""
@@ -132,6 +135,7 @@ def test_a_lost_node(uninterrupted, tmp_path, workers, replaced, size):
     assert found["size"] == size and (tmp_path / "paused").exists()
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
     """Breaks as rows that Ray drops so that shards are equally long."""
     blocks = {"some": [20, 7, 23], "one": [9]}  # whoever has fewest rows gets the next block
@@ -147,6 +151,7 @@ def test_every_row_of_uneven_shards_counts_once(on_ray, tmp_path):
     assert found["one"][1:] == ([9] * bodies.EPOCHS, [9, 0])
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_a_run_on_shards_resumes_in_the_middle_of_an_epoch(on_ray, tmp_path):
     """Breaks as rows that are read twice, or in another order."""
 
@@ -160,6 +165,7 @@ def test_a_run_on_shards_resumes_in_the_middle_of_an_epoch(on_ray, tmp_path):
     assert close(again, whole) and epochs[-3:] == [2, 3, 4]
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_what_the_page_shows(on_ray, tmp_path):
     """A run, and two trials of a search over it."""
     blocks = [one.text for one in all_blocks() if one.file == "docs/engines/ray.md"]
@@ -169,6 +175,7 @@ def test_what_the_page_shows(on_ray, tmp_path):
     assert {one["epoch"] for one in trials} == {5} and trials[0]["loss"] != trials[1]["loss"]
 
 
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_too_small_a_cluster_is_said(on_ray):
     told = on_ray(bodies.too_small, 5)
     assert told.startswith("5 workers of 1 CPU each do not fit on Ray's 1 node(s)")

@@ -14,9 +14,9 @@ import pytest
 import dtk
 import dtk.engines.spark
 
-from documents.blocks import all_blocks
-from launched import until
-from world import missing
+from support.blocks import all_blocks
+from support.launched import until
+from support.world import missing
 
 pytestmark = pytest.mark.timeout(600)
 ATTEMPTS = 2
@@ -120,6 +120,7 @@ def printed(spark):
     return "".join(path.read_text() for path in spark.logs.rglob("stderr"))
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_ranks_end_with_the_weights_of_one_process_and_so_do_those_of_a_second_run(spark):
     """Breaks as a rank in Spark's own Python process: its collectives have started before."""
     weights, told, secret, first = dtk.engines.spark.run(made_train(), 2, (2,))
@@ -131,6 +132,7 @@ def test_ranks_end_with_the_weights_of_one_process_and_so_do_those_of_a_second_r
     assert "[1] rank 1 of 2\n" in printed(spark)
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_a_rank_that_fails_is_named_with_its_line(spark):
     """The other rank waits for it in a collective."""
 
@@ -146,6 +148,7 @@ def test_a_rank_that_fails_is_named_with_its_line(spark):
     assert printed(spark).count("[1] ValueError: boom") == began + ATTEMPTS
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_a_rank_that_is_waited_for_and_one_that_trains_alone_are_refused(spark):
     def stalls():
         import os
@@ -174,6 +177,7 @@ def test_a_rank_that_is_waited_for_and_one_that_trains_alone_are_refused(spark):
         dtk.engines.spark.run(_whole(trains_alone))
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 @pytest.mark.parametrize("what", ["rank", "executor"])
 def test_what_is_killed_starts_again_and_ends_as_without(spark, tmp_path, what):
     """In the third epoch, once; ranks leave their ids, and those of programs they have started."""
@@ -205,6 +209,7 @@ def test_what_is_killed_starts_again_and_ends_as_without(spark, tmp_path, what):
     until(lambda: not any(map(psutil.pid_exists, ids)))
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_a_cancelled_job_leaves_nothing_running(spark, tmp_path):
     def waits(epoch, strategy, folder):
         if strategy.rank:
@@ -230,6 +235,7 @@ def test_a_cancelled_job_leaves_nothing_running(spark, tmp_path):
     until(lambda: not any(map(psutil.pid_exists, ids)))
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_more_ranks_than_slots_are_refused(spark, monkeypatch):
     with pytest.raises(dtk.errors.ClusterError, match="num_workers=3, but Spark has 2 slots .*"):
         dtk.engines.spark.run(made_train(), 3)
@@ -238,6 +244,7 @@ def test_more_ranks_than_slots_are_refused(spark, monkeypatch):
         dtk.engines.spark.run(made_train(), 3)
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_rows_of_a_data_frame_are_read_by_their_ranks(spark, tmp_path):
     """Three files for two ranks: each row is seen once."""
     rows = spark.sparkContext.parallelize([(float(i), 2.0 * i) for i in range(21)], 3)
@@ -271,6 +278,7 @@ def test_rows_of_a_data_frame_are_read_by_their_ranks(spark, tmp_path):
     assert mae == pytest.approx(np.abs(weight * x + bias - 2 * x).mean(), rel=1e-5)
 
 
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_what_the_documentation_shows(spark, tmp_path):
     (code,) = (one.text for one in all_blocks() if one.file == "docs/engines/spark.md")
     names = {"__name__": "__main__", "spark": spark, "folder": str(tmp_path), "dtk": dtk}

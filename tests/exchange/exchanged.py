@@ -10,7 +10,7 @@ import numpy as np
 
 from dtk import exchange as exchanges
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 # A step of float32 sums in another order.
 ROUNDING = 1e-5

@@ -16,7 +16,7 @@ from dtk.exchange import Auto, WarmStart, parse
 from dtk.exchange.auto import CANDIDATES, Observed, Overhead, choose, overheads_of
 
 from exchange.exchanged import exchanging, perceptron
-from strategies import bodies, cases
+from support import bodies, cases
 
 KERNEL = tf.TensorSpec([512, 512])
 SIZE = 4 * 512 * 512
@@ -135,6 +135,7 @@ def fit(byte, epochs, directory=None, value="auto", options=None, window=None):
     return bodies.flat(model.get_weights()), np.array(history["comm_bytes"]), history["loss"]
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @pytest.mark.worlds(("collective", 2))
 @FEWER
 def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
@@ -145,12 +146,14 @@ def test_once_enough_was_seen_fewer_bytes_travel(pool, options):
     assert (sent[1] == pytest.approx(sent[0], rel=0.01)) == bool(options)
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @pytest.mark.worlds(("collective", 2))
 def test_windows_of_gradients_too(pool):
     (weights, sent, _), (others, *_) = pool.run(fit, 1e-5, 3, None, "auto", {}, 2)
     assert np.array_equal(weights, others) and sent[1] < 0.7 * sent[0]
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @pytest.mark.worlds(("collective", 2))
 def test_where_nothing_can_be_saved_it_is_whole_gradients_to_the_bit(pool):
     auto = pool.run(fit, 1e-13, 2)
@@ -159,6 +162,7 @@ def test_where_nothing_can_be_saved_it_is_whole_gradients_to_the_bit(pool):
     assert auto[0][1][1] == pytest.approx(auto[0][1][0], rel=0.01)
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @pytest.mark.worlds(("collective", 2))
 def test_a_resumed_run_goes_on_with_what_was_chosen(pool, tmp_path):
     (_, sent, _), _ = pool.run(fit, 1e-5, 2, str(tmp_path))

@@ -28,7 +28,7 @@ from exchange.exchanged import (
     same_everywhere,
     train,
 )
-from strategies import bodies, cases
+from support import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
@@ -171,6 +171,7 @@ def trained_apart(value, momentum, rows=75, batch=16, epochs=2):
     return bodies.flat(model.get_weights()), history.history
 
 
+@pytest.mark.full_but("collective-2-True")
 @two_and_three
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_block_momentum_trains_as_its_equations_say(pool, nesterov):
@@ -182,6 +183,7 @@ def test_block_momentum_trains_as_its_equations_say(pool, nesterov):
     assert all(own == results[0][1] for _, own in results), "logs are the same everywhere"
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_averaging_every_step_of_plain_sgd_is_one_process(pool):
     """The mean of steps from the same weights is the step of the mean."""
@@ -224,6 +226,7 @@ def around_open_blocks():
     return own, found, float(abs(after - slots).max())
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_a_block_is_closed_before_anything_looks_at_the_weights(pool):
     """Single batches and `fit` once went on from rank 0's weights; callbacks saw a rank's own."""
@@ -257,6 +260,7 @@ def own_logs(value):
         return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["own"]
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 @pytest.mark.parametrize("value", [BlockMomentum(10_000), Quantized(8)], ids=str)
 def test_numbers_that_no_metric_counts_are_the_same_everywhere(pool, value):
@@ -294,6 +298,7 @@ def normalised(value, rows):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_moving_statistics_are_exact_in_a_warm_start(pool):
     """19 rows are 16 and 3, and the 3 are two and one: they weigh by their rows."""
@@ -323,6 +328,7 @@ def tried(value):
     return found
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two
 @pytest.mark.parametrize("value", [Quantized(1), BlockMomentum(32)], ids=str)
 def test_training_that_is_taken_back_leaves_no_trace(pool, value):
@@ -334,6 +340,7 @@ def test_training_that_is_taken_back_leaves_no_trace(pool, value):
         assert np.array_equal(after[name], kept), name
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_blocks_within_one_execution(pool):
     arguments = BlockMomentum(block_size=32), "momentum", 155, 16, 2

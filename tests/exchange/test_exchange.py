@@ -28,11 +28,13 @@ from exchange.exchanged import (
     same_everywhere,
     train,
 )
-from strategies import bodies, cases
+from support import bodies, cases
 
 two = pytest.mark.worlds(("collective", 2))
 two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 
+
+@pytest.mark.full_but("collective-2-fp16-momentum-0.001")
 @two
 @pytest.mark.parametrize(
     "value, optimizer, tolerance",
@@ -61,6 +63,7 @@ def test_training_is_close_to_one_process(pool, value, optimizer, tolerance):
             np.testing.assert_allclose(own[name], values, rtol=50 * tolerance)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("mpi-wheel", 2))
 def test_half_precision_over_mpi_is_close_to_one_process(pool):
     """It was refused there, with the advice to use itself."""
@@ -69,12 +72,13 @@ def test_half_precision_over_mpi_is_close_to_one_process(pool):
 
 
 def feature(name, value):
-    """One case of tests/strategies/cases.py with an exchange."""
+    """One case of tests/support/cases.py with an exchange."""
     with exchanging(value) as strategy:
         return cases.CASES[name](strategy)
 
 
 # What an exchange must not get in the way of; 16 bits lose next to nothing.
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 @pytest.mark.parametrize(
     "name",
@@ -91,6 +95,7 @@ def test_features_of_fit_with_a_lossy_exchange(pool, name):
             np.testing.assert_allclose(result[key], value, rtol=5e-2, atol=5e-3, err_msg=key)
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_ranks_hold_the_same_bits_after_500_steps(pool):
     options = {"steps_per_execution": 10}
@@ -123,6 +128,7 @@ def delayed(value, steps=10, batch=16):
     return bodies.flat(model.get_weights()), int(model.optimizer.iterations)
 
 
+@pytest.mark.full_but("*dtype=None*")
 @two
 @pytest.mark.parametrize("value", [Delayed(), Delayed(Dense("float16"))], ids=str)
 def test_delayed_applies_each_gradient_one_step_later(pool, value):
@@ -148,6 +154,7 @@ def stats(value, validation=False):
     return model.history.history["comm_bytes"], model.history.history["comm_share"]
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two_ways
 def test_bytes_of_a_step_are_counted(pool):
     parameters = 64 * 32 + 32 + 32 * 10 + 10
@@ -176,6 +183,7 @@ def bytes_of_sequences(value):
     return history.history["comm_bytes"]
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two_ways
 def test_kernels_of_dense_layers_on_sequences_are_coded(pool):
     # Their gradients did not tell their shapes, and travelled whole.

@@ -13,7 +13,7 @@ from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.exchange import factors
 
 from exchange.exchanged import apart
-from strategies import bodies
+from support import bodies
 
 KERNEL = (200, 160)
 
@@ -55,6 +55,7 @@ def train(where, rows, batch, optimizer="adam", alike=True):
 plain = functools.cache(functools.partial(train, "plain"))
 
 
+@pytest.mark.full("tests/communicators holds all wires to the same")
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 3))
 @pytest.mark.parametrize("rows, batch", [(57, 8), (9, 4)], ids=["uneven", "fewer-than-ranks"])
 def test_few_rows_send_factors_and_end_at_the_same_weights(pool, rows, batch):
@@ -72,6 +73,7 @@ def test_processors_of_different_kinds_do_not_multiply_each_for_itself(pool):
         assert sent > 3 * KERNEL_BYTES  # in every step
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @pytest.mark.worlds(("collective", 2))
 def test_many_rows_send_the_gradient(pool):
     rows = batch = 1200  # of 360 numbers, against a kernel of 32,000
@@ -221,6 +223,7 @@ def order_of_rows():
 two_ways = pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 
 
+@pytest.mark.not_on_pretended_gpus("over NCCL all messages have one order")
 @two_ways
 def test_rows_of_tables_and_whole_gradients_do_not_wait_for_each_other(pool):
     expected = [1.0 * pool.size, 1.0, [1, 5, 1, 0] * pool.size]
@@ -246,6 +249,7 @@ def clocks():
     return len(clocks), any(_comes_after(clock, beside) for clock in clocks)
 
 
+@pytest.mark.not_on_pretended_gpus("over NCCL all messages have one order")
 @two_ways
 def test_nothing_waits_for_what_runs_beside(pool):
     for count, waits, sums, sent in pool.run(order, True):

@@ -14,7 +14,7 @@ from dtk.communicators.local import NullCommunicator
 from dtk.exchange import Dense, Quantized, codec, quantized
 from dtk.exchange.contract import ExchangeState, Trained
 
-from strategies import bodies
+from support import bodies
 
 two = pytest.mark.worlds(("collective", 2))
 two_and_three = pytest.mark.worlds(("collective", 2), ("collective", 3))
@@ -77,6 +77,7 @@ def sums(value, steps, in_graph, broken=None):
     return results, {name: item["value"] for name, item in state.collect().items()}, sent
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_and_three
 @pytest.mark.parametrize(
     "bits, in_graph",
@@ -127,6 +128,7 @@ def test_nothing_is_lost_and_packed_bits_travel(pool):
     assert dense == 4 * sum(int(np.prod(shape)) for shape in SHAPES)
 
 
+@pytest.mark.full("equations of lossy exchanges are tested by themselves")
 @two
 def test_a_step_that_is_not_finite_says_so_everywhere_and_leaves_no_trace(pool):
     left = pool.run(sums, Quantized(1), 2, True, 1)

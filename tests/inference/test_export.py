@@ -15,7 +15,7 @@ from dtk.inference import ExportError, export, latency, load, size_of
 from dtk.version import pip_install
 
 from inference import bodies
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 PATHS = {"tf_saved_model": "model", "litert": "model.tflite", "keras": "model.keras"}
 
@@ -70,6 +70,7 @@ def test_rank_0_exports_and_all_ranks_fail_together(world, backend, size, tmp_pa
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["model.keras"]
 
 
+@pytest.mark.full_but("keras")
 @pytest.mark.parametrize("format", PATHS)
 def test_several_inputs_and_outputs(format, tmp_path):
     model = flat_outputs()
@@ -79,12 +80,14 @@ def test_several_inputs_and_outputs(format, tmp_path):
     assert size_of(path) > 1000
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_what_cannot_be_converted_is_named(tmp_path):
     with pytest.raises(ExportError, match="Got a non-Tensor value .* for key 'parts'"):
         export(bodies.model(), tmp_path / "model")
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_an_artifact_that_computes_something_else_is_not_left_there(tmp_path):
     """Breaks as a file of eight bits that nobody has ever run."""
     keras.utils.set_random_seed(1)
@@ -113,6 +116,7 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_a_model_that_does_not_say_its_inputs_takes_a_sample(tmp_path):
     model, x = Subclassed(), np.ones((3, 4), "float32")
     model(x)

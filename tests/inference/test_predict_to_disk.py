@@ -21,7 +21,7 @@ from dtk.inference import predict_to_disk, read
 from dtk.inference.predict_to_disk import source_of
 
 from inference import bodies
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
@@ -148,6 +148,7 @@ def with_others_data(folder):
     return [*said, len(predict_to_disk(plain, x, f"{folder}/other", strategy=strategy))]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_ranks_that_differ_are_told_so(world, backend, size, tmp_path):
     for rank, said in enumerate(world(backend, size).run(with_others_data, str(tmp_path))):
@@ -173,6 +174,7 @@ def by_all_replicas(folder):
     return keras.tree.map_structure(np.asarray, found[:])
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("backend, size", [("local", 1), ("served", 2)])
 def test_devices_and_workers_of_one_process_compute(world, backend, size, tmp_path, plain):
     (found,) = world(backend, size).run(by_all_replicas, str(tmp_path))
@@ -187,6 +189,8 @@ def whole_parts(folder):
     return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in files}
 
 
+@pytest.mark.full("a cheaper test holds its rule")
+@pytest.mark.command
 def test_a_killed_job_is_resumed_by_another_number_of_ranks(tmp_path, plain):
     """Rank 1 is killed half-way; what it and rank 0 have written stays, bit for bit."""
     script = ROOT / "tests/inference/killed_job.py"
@@ -228,6 +232,7 @@ def assert_bits(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
+@pytest.mark.full_but("arrays")
 @pytest.mark.parametrize("kind", ["arrays", "memory map", "function", "dataset"])
 def test_whatever_the_data_is_the_bits_are_the_same(kind, tmp_path, plain):
     model = bodies.model()
@@ -400,6 +405,7 @@ def test_rows_are_read_as_one_array(tmp_path):
         next(rows.batches(0))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_half_precision_is_kept(tmp_path):
     """Breaks as a dtype that `.npy` has no name for."""
     for dtype, stored in (("float16", "float16"), ("bfloat16", "float32")):

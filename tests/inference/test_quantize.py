@@ -11,7 +11,7 @@ from dtk.communicators import LocalCommunicator
 from dtk.errors import DisagreementError
 from dtk.inference import ExportError, export, quantize
 
-from strategies import bodies as worlds
+from support import bodies as worlds
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 TRAIN = 1437
@@ -63,6 +63,7 @@ def trained_and_quantized():
     return before, after, report, model.get_weights(), difference
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_two_ranks_hold_the_same_eight_bits(world, backend, size):
     results = world(backend, size).run(trained_and_quantized)
@@ -87,6 +88,7 @@ def test_a_model_that_keras_quantises_nothing_of_is_refused():
         quantize(model, filters="nothing", strategy=LocalCommunicator())
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_litert_takes_no_int8_of_keras_and_says_what_to_do(tmp_path):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     quantize(model)
@@ -118,6 +120,7 @@ def distilled_by_all():
     return distilled(worlds.strategy())
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_a_student_of_two_ranks_is_that_of_one_process(world, backend, size):
     """The last batch of 11 rows is uneven, too."""

@@ -9,7 +9,7 @@ from dtk.cluster.variables import FUSED_BATCH_NORM
 from dtk.errors import ClusterError
 from dtk.kernels import fused_layers, optimizer_updates
 
-from later import RENORM
+from support.newer_keras import RENORM
 
 SHAPES = ((7, 5), (64, 33), (129,), ())
 ONE_OP = {"ResourceApplyGradientDescent", "ResourceApplyKerasMomentum"}

@@ -17,7 +17,9 @@ from dtk.launch import Job, job_processes, plan
 from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
 from dtk.launch.plan import Process
 
-from launched import dtk_run
+from support.launched import dtk_run
+
+pytestmark = pytest.mark.command
 
 
 class FakeJob(contextlib.nullcontext):

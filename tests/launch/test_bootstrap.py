@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.command
+
 BESIDE = "import os; print('own', os.environ.get('PYTHONPATH'))"
 RANK = """
 import os, subprocess, sys, threading

@@ -16,7 +16,9 @@ from dtk.cli.main import main
 from dtk.launch import events, monitor, report_page
 from dtk.launch.events import EventLog, Steps
 
-from launched import DTK_RUN, dtk_run, ranks, until
+from support.launched import DTK_RUN, dtk_run, ranks, until
+
+pytestmark = pytest.mark.command
 
 # Rank 1 sleeps after each step, so rank 0 waits for it: in the next step, in a graph. Messages are
 # told of an epoch's last step, the fifth: after steps 2, 4 and 8 ranks compare what they have read.

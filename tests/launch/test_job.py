@@ -20,7 +20,9 @@ from dtk.launch import Job, agent, job_options, job_processes, machines, plan, w
 from dtk.launch.plan import Process
 from dtk.launch.starter import Starter
 
-from launched import dtk_run, until
+from support.launched import dtk_run, until
+
+pytestmark = pytest.mark.command
 
 RANK = (
     "import json, os, sys, time, signal; r = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
@@ -219,6 +221,7 @@ def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
     assert not guard.is_running()
 
 
+@pytest.mark.full_but("0")
 @pytest.mark.parametrize("code", [3, 0])
 def test_children_of_a_rank_end_too(run, alive, tmp_path, code):
     """Also those that left its session, or were given another environment.

@@ -13,7 +13,9 @@ from dtk.cli.main import main
 from dtk.cli.run import run
 from dtk.launch import job_file
 
-from documents.blocks import all_blocks
+from support.blocks import all_blocks
+
+pytestmark = pytest.mark.command
 
 DTK = [sys.executable, "-m", "dtk.cli.main"]
 PRINTED = """

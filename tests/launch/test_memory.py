@@ -11,7 +11,9 @@ import pytest
 
 from dtk.cluster.usage import MemoryKills, cores_allowed
 
-from launched import dtk_run
+from support.launched import dtk_run
+
+pytestmark = pytest.mark.command
 
 GROUPS = Path("/sys/fs/cgroup")
 FILL = """

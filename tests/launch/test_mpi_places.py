@@ -22,7 +22,9 @@ from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
 from dtk.launch import Job, job_processes, machines, mpi_places, plan, watch
 
-from launched import until
+from support.launched import until
+
+pytestmark = pytest.mark.command
 
 needs_mpi = pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
@@ -117,6 +119,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
     assert seconds < 20
 
 
+@pytest.mark.full_but("prterun-40-signal 40")
 @needs_mpi
 @pytest.mark.parametrize(
     ("which", "number", "how"),
@@ -250,6 +253,7 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
     assert "start with `dtk run --isolate`" in line
 
 
+@pytest.mark.full_but("alone")
 @needs_mpi
 @pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
 def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(

@@ -12,7 +12,9 @@ import pytest
 from dtk.errors import ClusterError
 from dtk.launch.network import rules
 
-from launched import RING, dtk_run
+from support.launched import RING, dtk_run
+
+pytestmark = pytest.mark.command
 
 NFT = shutil.which("nft", path="/usr/sbin:/sbin")  # where a user's PATH often does not lead
 LISTENS = """

@@ -13,6 +13,8 @@ import pytest
 
 import dtk
 
+pytestmark = pytest.mark.command
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
 import os, signal, time
@@ -109,6 +111,7 @@ def test_an_interrupted_cell_leaves_nothing_running():
     assert dtk.launch.job_processes.members(job) == []
 
 
+@pytest.mark.full("half a minute")
 def test_the_example_trains_in_its_cells():
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

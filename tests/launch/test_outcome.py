@@ -9,6 +9,8 @@ from dtk.launch.outcome import TIE, JobOutcome
 from dtk.launch.plan import Process
 from dtk.launch.rank import Rank
 
+pytestmark = pytest.mark.command
+
 PAIR = ("worker", "worker")
 SERVED = ("chief", "worker", "worker", "ps", "evaluator")
 

@@ -16,7 +16,9 @@ from dtk.launch import Job
 from dtk.launch.output import EqualLines
 from dtk.launch.screen import Pace, ShownText, clipped
 
-from launched import DTK_RUN, ranks, until
+from support.launched import DTK_RUN, ranks, until
+
+pytestmark = pytest.mark.command
 
 COLLECTIVE = (*DTK_RUN, "-n", "2", "--communicator", "collective")
 

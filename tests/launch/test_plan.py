@@ -9,6 +9,8 @@ from dtk.errors import ClusterError
 from dtk.launch import plan
 from dtk.launch.machines import HostFacts
 
+pytestmark = pytest.mark.command
+
 COMMAND = ["python", "train.py"]
 
 

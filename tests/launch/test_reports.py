@@ -13,7 +13,9 @@ import pytest
 from dtk.cluster import report_channel
 from dtk.launch import Job
 
-from launched import ranks, until
+from support.launched import ranks, until
+
+pytestmark = pytest.mark.command
 
 TIMEOUT = 2.0
 SCRIPT = """
@@ -177,6 +179,7 @@ def test_a_report_is_taken_where_somebody_reads(is_read):
         assert told.stdout == f"{is_read}\n"
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 def test_ranks_that_wait_for_a_reader_are_not_stuck():
     """As behind a pager, or a terminal after Ctrl-S: the launcher ended the job."""
     before = (

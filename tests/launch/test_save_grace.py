@@ -21,6 +21,8 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, plan
 from dtk.launch.plan import Process
 
+pytestmark = pytest.mark.command
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 SAVES = """
@@ -92,6 +94,7 @@ def test_it_waits_longer_than_the_grace_for_a_rank_that_saves(tmp_path):
     )
 
 
+@pytest.mark.full_but("step")
 @pytest.mark.parametrize("steps, writes", [(600, 0), (0, 600)], ids=["step", "write"])
 def test_it_says_that_nothing_was_saved(tmp_path, steps, writes):
     saved, said, seconds = stopped(tmp_path, steps, writes, save_grace=1.0)

@@ -10,7 +10,9 @@ import pytest
 from dtk.cluster import usage
 from dtk.launch import Job, job_processes, plan, watch
 
-from launched import until
+from support.launched import until
+
+pytestmark = pytest.mark.command
 
 # The roles are played by plain Python: servants serve until the file "done" appears.
 STAGE = """

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 import time
 
-from launched import dtk_run
+import pytest
+
+from support.launched import dtk_run
+
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.full("ranks of plain Python are missing in the same ways"),
+]
 
 SCRIPT = """
 import json, os, signal, sys, time

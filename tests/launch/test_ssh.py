@@ -17,7 +17,9 @@ from dtk.errors import ClusterError
 from dtk.launch import Job, job_processes, machines, plan
 from dtk.launch.plan import Process
 
-from launched import RING, ranks, until
+from support.launched import RING, ranks, until
+
+pytestmark = pytest.mark.command
 
 
 def remote(code, count=2):
@@ -157,6 +159,7 @@ def test_ranks_on_two_hosts_reach_each_other(run, two_hosts):
     ]
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 @pytest.mark.timeout(120)
 def test_horovod_reduces_between_two_hosts(run, two_hosts):
     pytest.importorskip("horovod", reason="Horovod is not installed: run `dtk install-horovod`")
@@ -176,6 +179,7 @@ def test_horovod_reduces_between_two_hosts(run, two_hosts):
     assert sorted(out.splitlines()) == ["[0] 1 3.0", "[1] 1 3.0"]
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 @pytest.mark.timeout(180)
 def test_parameter_servers_on_two_hosts(run, two_hosts):
     """A server and a worker on each: weights and gradients cross the network."""
@@ -199,6 +203,7 @@ def test_parameter_servers_on_two_hosts(run, two_hosts):
 # A launcher of which nothing is heard any more.
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_rank_ends_when_its_launcher_is_silent_and_not_before(run, shell, monkeypatch, beats):
@@ -222,6 +227,7 @@ with Job(processes, remote_shell=sys.argv[2], grace=1.0) as job:
 """
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 @pytest.mark.timeout(180)
 def test_a_rank_behind_a_cut_cable_ends(two_hosts):
     # The connection that is cut never ends: sshd would keep it, and the rank, for hours.

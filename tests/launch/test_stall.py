@@ -29,7 +29,9 @@ from dtk.cluster.stall import (
 from dtk.cluster.usage import Usage
 from dtk.launch import Job
 
-from launched import ranks, until
+from support.launched import ranks, until
+
+pytestmark = pytest.mark.command
 
 TIMEOUT = 100.0
 NOW = 1e4
@@ -419,6 +421,7 @@ def two_ranks(code, timeout, ends=124):
     return err.getvalue()
 
 
+@pytest.mark.full("half a minute of waiting; its rule is tested by its times, too")
 def test_a_loop_without_an_end_is_told_and_then_ended():
     said = two_ranks(LOOPS, 2.0)
     where = "rank 1, host localhost, computed without the others for {} s, after train step 1."
@@ -432,6 +435,7 @@ def test_with_a_timeout_of_0_nothing_is_a_stall():
     assert two_ranks(NAPS, 0, ends=0) == ""
 
 
+@pytest.mark.full("ranks that are lost end a job as in other tests of this folder")
 def test_a_rank_that_is_cut_off_is_named_and_not_the_one_that_lost_it():
     # TensorFlow noticed before the timeout; rank 0 was said to have failed first.
     last = two_ranks(LOSES, 8.0).splitlines()[-1]

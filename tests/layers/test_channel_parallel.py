@@ -12,7 +12,7 @@ import tensorflow as tf
 import dtk
 from dtk.compat.keras_variables import shard_of
 
-from world import communicator
+from support.world import communicator
 
 KINDS = {
     "dense": (keras.layers.Dense, dtk.layers.ChannelParallelDense, 1),
@@ -115,6 +115,7 @@ def equal_to_one_device(seed, count):
         )
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(
     ("local", 1),
     ("collective", 2),
@@ -232,6 +233,7 @@ def in_fit(steps):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2), pytest.param(("horovod-mpi", 2), marks=pytest.mark.full))
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_in_fit(pool, steps):

@@ -10,7 +10,7 @@ from dtk.communicators.shard import Shard
 from dtk.even_division import even_sizes
 from dtk.layers import collectives, regions
 
-from world import communicator
+from support.world import communicator
 
 only_in_full = [
     pytest.param(world, marks=pytest.mark.full)
@@ -168,6 +168,7 @@ def against_one_process(names, graph):
             )
 
 
+@pytest.mark.full_but("collective-2-eager", why="the same over every transport")
 @pytest.mark.worlds(
     ("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full
 )
@@ -207,6 +208,7 @@ def regions_against_one_process(graph):
         np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.full_but("collective-2", why="the same over every transport")
 @pytest.mark.worlds(
     ("local", 1), ("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full
 )
@@ -241,6 +243,7 @@ def one_rank_depends_on_nothing(graph):
             np.testing.assert_allclose(got, tf.fill([4, 2], full if comm.rank == rank else 0.0))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2))
 def test_a_rank_whose_value_depends_on_nothing_takes_part(pool):
     """It left the others waiting in the backward pass."""
@@ -300,6 +303,7 @@ def second_gradient_by_messages():
             outer.gradient(again, x)
 
 
+@pytest.mark.full_but("collective-2", why="the same over every transport")
 @pytest.mark.worlds(("collective", 2), ("horovod-mpi", 2), ("collective", 3), *only_in_full)
 def test_gradients_come_back_by_send_and_recv(pool):
     pool.run(pipeline, False)

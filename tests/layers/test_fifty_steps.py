@@ -12,8 +12,7 @@ import pytest
 import dtk
 from dtk.layers import parallelize, whole
 
-import world
-from strategies import bodies
+from support import bodies, world
 
 PLAN = {"first": "rows", "pool": "rows", "second": "output", "hidden": "output", "head": "input"}
 ROWS, BATCH, EPOCHS = 320, 32, 5

@@ -26,7 +26,7 @@ from dtk.layers.halo import (
 
 from layers.test_channel_parallel import TOLERANCE, outcome, same
 from layers.test_spatial import Between
-from world import communicator
+from support.world import communicator
 
 windows = st.builds(
     Window,

@@ -10,8 +10,8 @@ import tensorflow as tf
 import dtk
 from dtk.compat.keras_variables import shard_of
 
-from once import once
-from world import communicator
+from support.once import once
+from support.world import communicator
 
 
 def residual(seed=1):

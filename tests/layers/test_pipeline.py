@@ -20,9 +20,8 @@ from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.layers import Pipeline, whole
 from dtk.layers.pipeline import BACKWARD, FORWARD, gpipe, one_forward_one_backward
 
-import world
-from once import once
-from strategies import bodies
+from support import bodies, world
+from support.once import once
 
 
 @functools.cache
@@ -117,6 +116,7 @@ def check_equal(found, expected):
             assert own_history[name] == pytest.approx(values, rel=1e-5), name
 
 
+@pytest.mark.full_but("collective-2-1f1b", why="worlds of three and four")
 @pytest.mark.worlds(
     ("collective", 2),
     ("horovod-mpi", 2),
@@ -162,6 +162,7 @@ def wired_by_hand():
     return bodies.flat(model.get_weights()), history, predicted
 
 
+@pytest.mark.full("worlds of three and four")
 @pytest.mark.worlds(("collective", 3))
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_a_stage_may_take_from_several(pool, schedule):
@@ -190,6 +191,7 @@ def until(epochs, directory, parallel):
     return bodies.flat(whole(model).get_weights())
 
 
+@pytest.mark.full("one way of being interrupted of each kind")
 @pytest.mark.worlds(("collective", 2))
 @pytest.mark.parametrize("saves, resumes", [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_what_some_ranks_have_saved_others_resume(pool, tmp_path, saves, resumes):

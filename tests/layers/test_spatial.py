@@ -12,9 +12,9 @@ import tensorflow as tf
 import dtk
 from dtk.communicators.local import LocalCommunicator
 
-from later import RENORM
 from layers.test_channel_parallel import TOLERANCE, outcome, same
-from world import communicator
+from support.newer_keras import RENORM
+from support.world import communicator
 
 KINDS = {
     "conv": (keras.layers.Conv2D, dtk.layers.SpatiallyParallelConv2D),
@@ -134,6 +134,7 @@ def pair_of(comm):
     return comm.split(comm.rank % columns), comm.split(columns + comm.rank // columns)
 
 
+@pytest.mark.full("layers are built of collectives, whose gradients are tested")
 @pytest.mark.worlds(("collective", 2), ("collective", 3))
 def test_parts_of_an_image_equal_the_whole(pool):
     pool.run(equal_to_one_device, 5, 10, False, timeout=240)
@@ -199,7 +200,7 @@ def test_bytes_of_a_halo(pool):
 
 def normalized_over_replicas():
     """Statistics over parts of an image and over the replicas of a strategy are sums of sums."""
-    from strategies import bodies
+    from support import bodies
 
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(22, 4, 4, 2)), rng.normal(size=(22, 1))

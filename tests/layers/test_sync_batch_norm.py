@@ -8,8 +8,8 @@ import pytest
 
 import dtk
 
-from once import once
-from strategies import bodies
+from support import bodies
+from support.once import once
 
 
 class Block(keras.layers.Layer):

@@ -14,8 +14,9 @@ import dtk
 from dtk import layers
 from dtk.communicators.local import LocalCommunicator
 
-import world
-from strategies import bodies
+from support import bodies, world
+
+pytestmark = pytest.mark.full("a cheaper test holds its rule")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import dtk.migrate.horovod as hvd
 from dtk.errors import DisagreementError, NotDistributedError, ReplacedError
 from dtk.migrate.horovod import callbacks, job
 
-from once import once
+from support.once import once
 
 RANKS, ROWS = 2, 8  # rows of a rank's batch
 real = pytest.mark.skipif(
@@ -243,6 +243,7 @@ def trained(kind, folder):
         return model.get_weights(), history, alone, loaded
 
 
+@pytest.mark.full_but("sum-collective-2")
 @two_ranks
 @pytest.mark.parametrize("kind", ["average", "sum", "passes", "clipped", "dataset"])
 def test_two_ranks_end_as_one_process_with_all_their_batches(world, backend, size, kind, tmp_path):
@@ -351,6 +352,7 @@ def test_collectives(world, backend, size):
         assert mine["set"] == [2, True]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_ranks_shuffle_and_draw_each_for_itself(world, backend, size):
     """Had all ranks one seed, as dtk gives them otherwise, they would compute the same batches."""

@@ -13,7 +13,7 @@ import pytest
 from dtk.cli.main import main
 from dtk.migrate.script import migrate
 
-from launched import dtk_run
+from support.launched import dtk_run
 
 KERAS = """
     import keras

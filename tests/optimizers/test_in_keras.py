@@ -62,6 +62,7 @@ def test_gradients_are_clipped_first(make):
     problem.check(problem.taken(make(clipnorm=0.5)), problem.taken(make(), clipped))
 
 
+@pytest.mark.full_for("lamb")
 @each
 def test_moving_averages(make):
     averages, steps = problem.weights(), problem.gradients()[:4]
@@ -114,6 +115,7 @@ def test_configs_come_back(name):
     problem.check(problem.taken(again), problem.taken(optimizer))
 
 
+@pytest.mark.full_but("lars")
 @each
 def test_a_saved_model_trains_on_as_if_it_had_not_been(make, tmp_path):
     keras.utils.set_random_seed(3)

@@ -11,8 +11,8 @@ import pytest
 from dtk.optimizers import LAMB, LARS, RMSpropWarmup
 from dtk.schedules import polynomial_decay
 
-from strategies import bodies
 from strategies.test_equivalence import run
+from support import bodies
 
 
 def optimizers():

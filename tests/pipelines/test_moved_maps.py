@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtk.input import digests, slicing
 from dtk.pipelines import operations, row_maps
 from dtk.strategies import AllReduceStrategy
+
 from pipelines.test_row_maps import check_same, noisy, pair, untouched
 
 Dataset = tf.data.Dataset
@@ -190,6 +191,7 @@ def fitted_by_a_rank(names):
     return steps, [rows["x"].numpy() for rows in looped], why
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 def test_ranks_train_on_the_rows_of_one_process(pool):
     """Breaks where a peek or an earlier fit has moved the order or the draws of one of them.

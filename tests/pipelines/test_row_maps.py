@@ -90,6 +90,7 @@ def check_same(expected, found):
         tf.nest.map_structure(np.testing.assert_array_equal, theirs, ours)
 
 
+@pytest.mark.full_but("4", why="the same pipelines, ten times as many")
 @pytest.mark.parametrize("examples", [4, 60])
 def test_what_a_rank_gets_is_the_same(examples):
     # Without shrinking: what fails first says enough, and each pipeline takes its time.
@@ -388,6 +389,7 @@ def trained_from_own_files(folder, rows, batch):
     return from_files, results(in_memory)
 
 
+@pytest.mark.full("the same pipelines, ten times as many")
 @pytest.mark.worlds(("collective", 2))
 def test_a_rank_needs_only_the_files_of_its_own_rows(pool, tmp_path):
     """Every rank read all files, and would end here with one that it does not have."""

@@ -79,7 +79,7 @@ def run_here(
             world ends with it and no rank waits for this one.
         consistency: Of parameter servers, where the world has them.
     """
-    from strategies import bodies
+    from support import bodies
 
     served = os.environ["DTK_TEST_COMMUNICATOR"] == "served"
     strategy = bodies.served_with(consistency) if served else bodies.strategy()

@@ -7,10 +7,14 @@ import json
 import sys
 import textwrap
 
-from world import TESTS
+import pytest
+
+from support.world import TESTS
 
 sys.path.insert(0, str(TESTS.parent / "tools"))
 import published_port as port  # noqa: E402
+
+pytestmark = pytest.mark.command
 
 
 def text(script: str) -> str:

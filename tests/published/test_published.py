@@ -17,9 +17,9 @@ import pytest
 
 from dtk import errors
 
-from once import once
 from published import runner
-from world import TESTS
+from support.once import once
+from support.world import TESTS
 
 ROOT = TESTS.parent
 RELATIVE = 1e-5
@@ -53,9 +53,13 @@ SERVED_OR_REFUSED = ("custom_training", "masked_loss")
 # References that need a strategy of dtk's, in a world of one.
 OF_DTK = ("horovod_keras_mnist",)
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
-)
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.full("test_self_test.py and cases.py have in small what these scripts do"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+    ),
+]
 
 
 def over(names: Any) -> Any:

@@ -11,7 +11,7 @@ import optuna
 import dtk
 from dtk.strategies import undistributed
 
-from strategies.bodies import scope_of, strategy
+from support.bodies import scope_of, strategy
 
 __all__ = ["Missing", "eager_fit", "fitted", "strategy", "summary"]
 

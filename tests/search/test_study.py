@@ -56,6 +56,7 @@ def twelve_trials(kind):
     return summary(found), found.best_params, found.best_trial.number, plain
 
 
+@pytest.mark.full_but("collective-2-by hand", why="tests/communicators holds all wires to the same")
 @two_ranks_each
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_twelve_trials_equal_those_of_one_process(pool, kind):
@@ -155,6 +156,7 @@ def each_raises_once(names):
     return failures(study), here.communicator.next_number()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_ranks
 def test_an_exception_of_one_rank_ends_the_trial_on_all(pool):
     names = list(RAISED)
@@ -466,6 +468,8 @@ dtk.search.optimize(study, objective, 3, strategy=strategy, catch=ValueError, pa
 """
 
 
+@pytest.mark.full("a cheaper test holds its rule")
+@pytest.mark.command
 def test_the_job_ends_and_the_next_one_makes_up_for_its_trial(alone, journal, tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(SCRIPT)

@@ -7,11 +7,11 @@ import sys
 import time
 
 import keras
-from sklearn.datasets import load_digits
 
 import dtk
 
-from strategies.served_bodies import task
+from support.bodies import digits
+from support.served_bodies import task
 
 directory, *victims = sys.argv[1:]
 strategy = dtk.strategies.ParameterServerStrategy("async")
@@ -29,7 +29,7 @@ class Kill(keras.callbacks.Callback):
             self.killed = time.monotonic()
 
 
-images, labels = load_digits(return_X_y=True)
+images, labels = digits()
 keras.utils.set_random_seed(1)
 with strategy.scope():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
@@ -38,7 +38,7 @@ with strategy.scope():
     )
 kill = Kill()
 saver = dtk.callbacks.Checkpoint(directory, resume=True)
-data = {"x": images[:640] / 16, "y": labels[:640], "batch_size": 16}
+data = {"x": images[:640].reshape(-1, 64), "y": labels[:640], "batch_size": 16}
 try:
     model.fit(**data, epochs=4, verbose=0, callbacks=[saver, kill])
 except dtk.errors.ClusterError:

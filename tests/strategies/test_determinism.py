@@ -18,7 +18,9 @@ from dtk.communicators.costs import Costs
 from dtk.strategies import AllReduceStrategy
 from dtk.strategies.start import processor
 
-import world
+from support import world
+
+pytestmark = pytest.mark.full("three ranks train six times")
 
 # Buckets as large as can be, short lists in one hop, kernels whole; and the opposite of each.
 SLOW_MESSAGES = Costs(3, message=1.0, byte=1e-9, operation=1e-3)

@@ -13,6 +13,8 @@ from dtk.cluster import Environment, detect
 from dtk.communicators.local import NullCommunicator
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
 
+pytestmark = pytest.mark.command
+
 GPU = collections.namedtuple("GPU", "name device_type")
 TWO = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 RANK_1 = {**TWO, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

@@ -11,8 +11,8 @@ import itertools
 import numpy as np
 import pytest
 
-from once import once
-from strategies import bodies
+from support import bodies
+from support.once import once
 
 TOLERANCE = 1e-5
 

@@ -19,6 +19,8 @@ import dtk
 from dtk.errors import ClusterError
 from dtk.parameter_server import evaluator
 
+pytestmark = pytest.mark.command
+
 DATA = (np.ones((4, 2)), np.ones((4, 1)))
 HERE = Path(__file__).resolve().parent
 RUN = [sys.executable, "-m", "dtk.cli.main", "run", "-n", "1", "--ps", "1", "--evaluator"]
@@ -38,6 +40,7 @@ def rows_of(directory):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,6 +74,7 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     assert left == [], "a job that is started again would evaluate these again"
 
 
+@pytest.mark.full("a killed worker of test_lost_tasks.py comes back the same way")
 def test_a_killed_evaluator_comes_back_and_leaves_no_checkpoint_out(tmp_path):
     """Meanwhile, and also where training is over by the time that it is back."""
     done = run(tmp_path, "kill")

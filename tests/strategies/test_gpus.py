@@ -17,9 +17,8 @@ from tensorflow.python.eager import context
 import dtk
 from dtk.communicators.sequencer import CollectiveSequencer
 
-import world
-from launched import dtk_run
-from strategies import bodies
+from support import bodies, world
+from support.launched import dtk_run
 
 
 class Noted(keras.Model):
@@ -98,6 +97,7 @@ def train(distributed, sharded=False):
     return weights, messages, copies, added, carried
 
 
+@pytest.mark.full_but("nccl-2-True")
 @pytest.mark.worlds(("nccl", 2))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_floats_go_from_gpu_to_gpu_and_everything_else_through_the_host(pool, sharded):
@@ -179,6 +179,8 @@ print(model.fit(x, y, batch_size=16, epochs=20, verbose=0).history["loss"][-1])
 """
 
 
+@pytest.mark.full("four processes")
+@pytest.mark.command
 def test_groups_that_share_a_gpu_do_not_wait_for_each_other(tmp_path):
     """A rank is in a group that divides a model, and in one that adds up its gradients."""
     if (reason := world.missing("nccl")) is not None:
@@ -208,6 +210,7 @@ else:
 """
 
 
+@pytest.mark.command
 def test_workers_have_a_gpu_each_and_the_evaluator_the_next_one(tmp_path):
     """Servers and the chief have none; each task would hold the memory of every GPU."""
     if (reason := world.missing("nccl")) is not None:

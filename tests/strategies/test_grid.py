@@ -14,8 +14,7 @@ from dtk.communicators.local import NullCommunicator
 from dtk.errors import DisagreementError
 from dtk.strategies.allreduce import make_grid
 
-import world
-from strategies import bodies
+from support import bodies, world
 
 
 @pytest.mark.parametrize("parts", [0, -1, True, 1.5, "2"])
@@ -58,6 +57,7 @@ def test_one_replica_of_two_parts(pool):
     assert pool.run(chooses_by_itself) == [True, True]
 
 
+@pytest.mark.full("worlds of three and four")
 @pytest.mark.worlds(("collective", 4), ("horovod-mpi", 4))
 def test_two_replicas_of_two_parts(pool):
     assert [found[2:4] for found in pool.run(places)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -93,6 +93,7 @@ def trained(plain, clip, accumulate=None):
 CLIPS = [{"clipnorm": 0.02}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}]
 
 
+@pytest.mark.full("layers/test_whole.py clips them, too")
 @pytest.mark.worlds(("collective", 2), ("collective", 4))
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: next(iter(clip)))
 def test_parts_are_clipped_by_the_norm_of_the_whole(pool, clip):

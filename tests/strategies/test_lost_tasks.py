@@ -21,8 +21,10 @@ from dtk.errors import ClusterError, DtkError
 from dtk.parameter_server.run_server import Chief
 from dtk.strategies import ParameterServerStrategy
 
-from strategies.bodies import digits, served_with
-from strategies.served_bodies import LostWorker
+from support.bodies import digits, served_with
+from support.served_bodies import LostWorker
+
+pytestmark = pytest.mark.command
 
 HERE = Path(__file__).resolve().parent
 
@@ -69,6 +71,7 @@ def fit_and_lose_a_worker(how):
     return len(history["loss"]), steps, lost.is_back(after=10), said.getvalue()
 
 
+@pytest.mark.full_but("served-2-pipelines")
 @pytest.mark.worlds(("served", 2))
 @pytest.mark.parametrize("how", ["plain", "pipelines"])
 def test_a_killed_worker_loses_no_step_and_takes_part_again(pool, how):
@@ -93,6 +96,7 @@ def job(workers, servers):
     return [*run, "-n", str(workers), "--ps", str(servers)]
 
 
+@pytest.mark.full("minutes of training; other tests kill tasks of a job")
 def test_a_killed_server_ends_the_job_clearly_and_a_checkpoint_continues_it(tmp_path):
     """Also with fewer tasks than it had."""
     done = run(tmp_path, "ps:1", command=job(2, 2))

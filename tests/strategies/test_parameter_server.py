@@ -17,12 +17,12 @@ import tensorflow as tf
 from dtk.errors import NotDistributedError
 from dtk.parameter_server.consistency_models import BoundedDelay, Sync
 
-from once import once
-from strategies import bodies, cases
-from strategies.bodies import digits, flat, served_with
-from strategies.served_bodies import check_mistake, exchanging, partitioned, task
-from strategies.test_cases import plain as plain_case
 from strategies.test_equivalence import TOLERANCE
+from support import bodies, cases
+from support.bodies import digits, flat, served_with
+from support.once import once
+from support.served_bodies import check_mistake, exchanging, partitioned, task
+from trainer.test_cases import plain as plain_case
 
 MATRIX = [
     (2, "sgd momentum", "none", "tail of one"),
@@ -40,6 +40,9 @@ def plain(*recipe):
     return once(bodies.train, *recipe, normalise=False)
 
 
+@pytest.mark.full_but(
+    "served-2-adam-global clipnorm-short tail",
+)
 @pytest.mark.parametrize(
     "backend, size, optimizer, clip, tail", [("served", *recipe) for recipe in MATRIX]
 )
@@ -47,6 +50,7 @@ def test_synchronous_steps_equal_one_process(world, backend, size, optimizer, cl
     check(world(backend, size), (optimizer, clip, tail))
 
 
+@pytest.mark.full("four to six processes: when steps may start is tested by itself")
 @pytest.mark.parametrize("backend, size", [("served", 3)])
 def test_backups_equal_one_process(world, backend, size):
     recipe = ("adam", "global clipnorm", "tail of one")
@@ -94,6 +98,7 @@ BY_SERVERS = {
 }
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 @pytest.mark.parametrize(
     "name, consistency",
@@ -171,6 +176,7 @@ def staleness(consistency):
     return statistics[0], [worker["steps"] for worker in moved], history
 
 
+@pytest.mark.full_but("4-served-2")
 @TWO
 @pytest.mark.parametrize("tau", [4, None])
 def test_a_slow_worker_is_waited_for_after_tau_steps(world, backend, size, tau):
@@ -213,6 +219,7 @@ def tables(consistency, parts):
     return flat(model.get_weights()), history, moved, devices, predicted
 
 
+@pytest.mark.full_but("sync-2-served-2")
 @TWO
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)

@@ -20,8 +20,8 @@ from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import ShuffleSeed
 
-from once import once
-from strategies import bodies, cases, graph_bodies
+from support import bodies, cases, graph_bodies
+from support.once import once
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 SEVERAL = pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def order_of_rows(seed, devices=0):
     return model.seen[:5], model.seen[5:10], model.seen[10:]
 
 
+@pytest.mark.full_but("None-collective-2")
 @SEVERAL
 @pytest.mark.parametrize("seed", [5, None])
 def test_every_row_is_seen_once_an_epoch(world, backend, size, seed):
@@ -101,6 +102,7 @@ def starts_apart():
     return before, differing(model), bodies.flat(model.get_weights()), names
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @SEVERAL
 def test_ranks_that_start_apart_train_together(world, backend, size):
     results = world(backend, size).run(starts_apart)
@@ -215,6 +217,7 @@ def augments_after_training():
     return trained.tolist(), flip.generator.state.numpy().tolist()
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_a_layer_that_was_trained_draws_alike_in_pipelines(world, backend, size):
     """Breaks as ranks that are refused for their data: each went on drawing by seeds of its own."""
@@ -222,6 +225,7 @@ def test_a_layer_that_was_trained_draws_alike_in_pipelines(world, backend, size)
     assert first == second
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("backend, size", [("local", 1)])
 def test_dropout_masks_differ_by_device(world, backend, size):
     ((masks, again),) = world(backend, size).run(dropout_masks, 2)
@@ -244,6 +248,7 @@ def local_means():
     return means
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("backend, size", [("collective", 2), ("collective", 3)])
 def test_means_that_are_not_synchronized_are_averaged_by_rows(world, backend, size):
     """Also where a rank's slice is empty, and bit for bit alike on all ranks."""
@@ -348,6 +353,7 @@ def _loop(kind, strategy):
     return bodies.flat(model.get_weights()), losses, len(traced)
 
 
+@pytest.mark.full("test_loop_guard.py has a loop between ranks")
 @pytest.mark.parametrize(
     "backend, size, kind",
     [
@@ -499,7 +505,7 @@ def stopped():
     strategy = bodies.strategy()
     x, y = cases.rows(40)
     last = strategy.rank == strategy.size - 1
-    model, found = cases.compiled(strategy), []
+    model, found = cases.compiled(strategy, lambda: keras.Sequential(cases.dense_layers())), []
     for callback in (Stop(after=3), StopAtEpoch(), None):
         before = int(model.optimizer.iterations.numpy())
         given = {"callbacks": [callback] if last and callback else [], "epochs": 3, "verbose": 0}
@@ -609,6 +615,7 @@ def test_mirrored_strategy_in_a_process_of_its_own_does_not_warn(world, backend,
     assert world(backend, size).run(mirrored_in_this_job) == [[]]
 
 
+@pytest.mark.not_on_pretended_gpus("over NCCL all messages have one order")
 @pytest.mark.worlds(("collective", 2))
 def test_weights_are_updated_as_soon_as_their_bucket_is_there(pool):
     """Not when the last of all gradients is: each update waits for one collective, its own."""

@@ -24,8 +24,10 @@ from dtk.strategies import (
     rate_bound,
 )
 
-from strategies.bodies import served_with
-from strategies.served_bodies import check_mistake
+from support.bodies import served_with
+from support.served_bodies import check_mistake
+
+pytestmark = pytest.mark.command
 
 BLOCKS, L1, STEPS = 5, 6.0, 60
 # float64, sums in another order
@@ -111,6 +113,7 @@ def minimize(given, dtype="float64", columns=None):
     )
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_workers
 def test_without_delay_it_is_one_process(pool):
     """A part's gradient that is lost, counted twice, late, or of another block would show."""
@@ -123,6 +126,7 @@ def test_without_delay_it_is_one_process(pool):
     assert found.staleness.histogram == {0: STEPS} and found.staleness.lag == 0
 
 
+@pytest.mark.full("the equations are tested in one process")
 @two_workers
 def test_a_matrix_of_float32_in_random_order(pool):
     """Cut along another axis, cast, or in an order that the seed does not give, it would differ."""
@@ -142,6 +146,7 @@ def test_a_matrix_of_float32_in_random_order(pool):
 # Late gradients.
 
 
+@pytest.mark.full("the equations are tested in one process")
 @two_workers
 def test_late_gradients_reach_the_same_minimum(pool, tau=4):
     """Relative 1e-6 after 500 steps; steps applied twice, never, or later would end elsewhere."""
@@ -195,6 +200,7 @@ def test_the_bound_on_the_rate_is_neither_too_high_nor_idle(tau):
 # Sparse weights, little traffic.
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @two_workers
 def test_the_norm_gives_exact_zeros(pool):
     """Applied as a subgradient, or to another block, it would leave tiny numbers instead."""
@@ -327,6 +333,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.full_for("served-2-rate too high")
 @two_workers
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_of_the_loss_and_the_numbers(pool, name):

@@ -15,7 +15,9 @@ from dtk.communicators.local import LocalCommunicator
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 
 from callbacks import bodies as callback_bodies
-from strategies import bodies
+from support import bodies
+
+pytestmark = pytest.mark.command
 
 TWO = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
 CHIEF = (
@@ -105,9 +107,7 @@ def tell_task(served=False):
     }
 
 
-@pytest.mark.parametrize(
-    "backend, size", [("local", 1), ("collective", 2), ("horovod-mpi", 2)]
-)
+@pytest.mark.parametrize("backend, size", [("local", 1), ("collective", 2), ("horovod-mpi", 2)])
 def test_every_rank_knows_its_task_and_only_rank_0_writes(world, backend, size):
     """Breaks as `strategy.cluster_resolver` being None, and every rank being told to write."""
     ranks = world(backend, size).run(tell_task)

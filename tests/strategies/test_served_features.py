@@ -22,8 +22,8 @@ from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
 
-from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, exchanging, line, partitioned
+from support.bodies import digits, flat, scope_of, served_with
+from support.served_bodies import check_mistake, exchanging, line, partitioned
 
 TOLERANCE = 1e-5
 
@@ -119,6 +119,7 @@ def pipelines(consistency, slices, epochs=2):
     return flat(model.get_weights()), history.history, evaluated, steps_of(model)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_synchronous_workers_that_read_for_themselves_equal_one_process(pool):
     """Breaks when a worker reads another's rows, or its gradient counts for more than its rows."""
     ((weights, history, evaluated, steps),) = pool.run(pipelines, "sync", 2, timeout=120)
@@ -270,6 +271,7 @@ def warmed_up(consistency, epochs=3):
 # CNTK's parallelizationStartEpoch counts from 1: 2 is SerialStart(epochs=1), and 3 epochs=2; its
 # distributed_after=200 is over as soon as 200 rows were seen (microsoft/CNTK, Source/SGDLib/SGD.cpp
 # and Source/CNTKv2LibraryDll/DataParallelDistributedLearner.cpp).
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize(
     "warm_start, serial", [(SerialStart(epochs=1), 8), (SerialStart(samples=200), 10)], ids=str
 )
@@ -315,6 +317,7 @@ def warming_rates(shape, warm_start, file=None):
 STAIRS = [0.25] * 3 + [0.5] * 3 + [0.75] * 3 + [1.0] * 9
 
 
+@pytest.mark.full_but("*model.keras*")  # which is not loaded before its second epoch
 @pytest.mark.parametrize(
     "shape, warm_start, file, factors",
     [
@@ -345,6 +348,7 @@ def push_often(consistency, exchange, *more):
     return flat(model.get_weights()), steps_of(model), history, *traffic
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize(
     "exchange, more",
     [
@@ -380,6 +384,7 @@ def constant_gradients(consistency, exchange, steps=100, inputs=3):
     return flat(model.get_weights()), steps_of(model)
 
 
+@pytest.mark.full_but("*async-Downpour*")
 @pytest.mark.parametrize(
     "consistency, exchange",
     [
@@ -396,6 +401,7 @@ def test_every_gradient_is_applied_once(pool, consistency, exchange):
     np.testing.assert_allclose(weights, [-1.0, -2.0, -3.0], rtol=1e-5)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_fetching_less_often_than_pushing(pool):
     """A worker goes on with its own weights after a push; no gradient is lost by that."""
     ((_, steps, history, pulled, pushed),) = pool.run(
@@ -407,6 +413,7 @@ def test_fetching_less_often_than_pushing(pool):
     assert pulled < 0.5 * 39 * (MODEL + 2 * STATISTICS)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_what_is_not_significant_waits_on_the_worker(pool):
     """Steps of 0.01, 0.02 and 0.03 are pushed once they add up to more than 0.05."""
     ((weights, steps),) = pool.run(constant_gradients, BoundedDelay(0), Downpour(significant=0.05))
@@ -416,6 +423,7 @@ def test_what_is_not_significant_waits_on_the_worker(pool):
     assert missing.max() > 1e-3, "nothing was kept back"
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_significant_entries_or_a_few_bits_are_less_to_send(pool):
     """What is not sent at once is sent later: the losses stay close."""
     whole, sifted, coded = (
@@ -460,6 +468,7 @@ def constant_gradients_with(name, consistency, steps=60):
     return flat([v.numpy() for v in [*model.weights, *model.optimizer.variables]])
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("name", ["adam", "schedule"])
 def test_no_slot_loses_an_update(pool, name):
     """Constant gradients leave the same behind in whatever order asynchronous steps are applied."""
@@ -486,6 +495,7 @@ def with_callbacks(name, directory, consistency):
     return flat(model.get_weights()), steps_of(model), history.history
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("name", ["batch sizes", "checkpoint"])
 def test_callbacks(pool, name, tmp_path):
     """Of dtk's own, on workers as in one process."""
@@ -574,6 +584,7 @@ def masks():
     return losses, np.concatenate(predicted), evaluated
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 def test_random_layers_never_repeat_themselves(pool):
     """Breaks when epochs, calls or batches begin again with the same masks."""
     ((losses, predicted, evaluated),) = pool.run(masks)

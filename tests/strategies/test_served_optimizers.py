@@ -11,10 +11,10 @@ from keras import layers, optimizers
 import dtk
 from dtk.parameter_server.consistency_models import BoundedDelay
 
-from once import once
-from strategies import cases
-from strategies.bodies import flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, partitioned
+from support import cases
+from support.bodies import flat, scope_of, served_with
+from support.once import once
+from support.served_bodies import check_mistake, partitioned
 
 TOLERANCE = 1e-5
 
@@ -165,6 +165,7 @@ def plain():
     return _towers(BY_ROWS | WHOLE, None, 1, run_eagerly=True)
 
 
+@pytest.mark.full("the equations are tested in one process")
 @pytest.mark.parametrize("consistency, parts", [("sync", 2), (BoundedDelay(0), 1)], ids=str)
 def test_every_optimizer_trains_tables_as_one_process_does(pool, consistency, parts):
     """Rows pushed for a table had a shape and a rank that Keras's sparse arithmetic cannot use.
@@ -195,6 +196,7 @@ def of_any_age(consistency):
     return _towers(recipes, strategy, 2, run_eagerly=strategy is None, kind=Linear)
 
 
+@pytest.mark.full("four to six processes: when steps may start is tested by itself")
 @pytest.mark.worlds(("served", 1))
 def test_asynchronous_steps_of_one_worker_are_those_of_one_process(pool):
     """But for the age of the weights they read, on which these gradients do not depend."""
@@ -226,6 +228,7 @@ def constrained(name, consistency):
     return _towers(recipes, strategy, 2, embeddings_constraint=CONSTRAINTS[name]())["rmsprop"][0]
 
 
+@pytest.mark.full_but("served-2-non-negative")
 @pytest.mark.parametrize("name", ["non-negative", "unit rows"])
 def test_constraints_hold_for_tables_in_parts(pool, name):
     """Parts had none: a table went negative, and nobody was told."""
@@ -267,10 +270,15 @@ MISTAKES = {name: _whole(name) for name in WHOLE} | {
     "unit columns": (
         lambda: constrained("unit columns", "sync"),
         *(ValueError, "UnitNorm", "more than a row at a time", "axis=1"),
-    )
+    ),
 }
 
 
+@pytest.mark.full_but(
+    "served-2-a loop",
+    "served-2-of one's own",
+    "served-2-unit columns",
+)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_needs_a_whole_table_is_refused_for_parts(pool, name):
     check_mistake(pool, __name__, name)

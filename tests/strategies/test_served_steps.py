@@ -19,9 +19,9 @@ from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour
 from dtk.parameter_server.consistency_models import BoundedDelay
 
-from once import once
-from strategies.bodies import digits, flat, scope_of, served_with
-from strategies.served_bodies import check_mistake, exchanging, partitioned
+from support.bodies import digits, flat, scope_of, served_with
+from support.once import once
+from support.served_bodies import check_mistake, exchanging, partitioned
 
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.worlds(("served", 2))
@@ -327,12 +327,14 @@ def test_steps_that_need_what_they_have_updated_are_refused(pool, name):
     check_mistake(pool, __name__, name)
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("consistency", ["sync", BoundedDelay(0)], ids=str)
 def test_adversaries_whose_gradients_all_come_first_equal_one_process(pool, consistency):
     (mine,) = pool.run(served, consistency, True)
     check(mine, once(adversaries, None, True))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.parametrize("name", ["disjoint", "persistent", "rate", "without names", "compiled"])
 def test_steps_that_need_no_update_of_their_own(pool, name):
     (mine,) = pool.run(stepped_served, name)

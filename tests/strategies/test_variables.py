@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 
 def numbers(strategy):
@@ -58,6 +58,7 @@ def found_under(devices):
     return numbers(strategy), largest(strategy), loss_in_no_step(strategy)
 
 
+@pytest.mark.full_but("local-1-2")
 @pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
 def test_variables_and_losses_are_numbers(world, backend, size, devices):
     """Breaks as TypeError of `float(optimizer.learning_rate)`, which TensorFlow's mirrored raise.
@@ -167,6 +168,7 @@ def loops_under(devices):
     return norms(strategy), reduced_by_tensorflow(strategy)
 
 
+@pytest.mark.full_but("local-1-2")
 @pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
 def test_a_loop_of_ones_own_keeps_its_state_as_fit_does(world, backend, size, devices):
     """Moving statistics were each rank's own, and not a number after a batch with fewer rows.
@@ -273,6 +275,7 @@ def of_plain_variables(devices=None):
     return found
 
 
+@pytest.mark.full_but("local-1-2")
 @pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
 def test_optimizers_update_plain_variables_as_without_a_strategy(world, backend, size, devices):
     """Optimizers of Keras update `tf.Variable`s, which have no path; dtk asked for it."""
@@ -299,6 +302,7 @@ def predicted_first(devices=None):
     return found
 
 
+@pytest.mark.full_but("local-1-2")
 @pytest.mark.parametrize("backend, size, devices", [("local", 1, 2), ("collective", 2, 0)])
 def test_a_model_may_be_built_by_its_first_prediction(world, backend, size, devices):
     """Replicas that are threads computed with weights that nothing had initialized.

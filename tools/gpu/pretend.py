@@ -49,9 +49,14 @@ def _built() -> Path:
     folder = BUILT / version.hexdigest()[:16]
     if folder.exists():
         return folder
-    asked = [sys.executable, "-c", told]
-    found = subprocess.run(asked, capture_output=True, text=True, check=True)
-    compiling, linking, headers = found.stdout.splitlines()
+    if "tensorflow" in sys.modules:
+        config = sys.modules["tensorflow"].sysconfig
+        compiling, linking = map(" ".join, (config.get_compile_flags(), config.get_link_flags()))
+        headers = config.get_include()
+    else:  # to import it here would start it before it sees the cards
+        asked = [sys.executable, "-c", told]
+        found = subprocess.run(asked, capture_output=True, text=True, check=True)
+        compiling, linking, headers = found.stdout.splitlines()
     external = Path(headers, "external")
     inside = ("cuda_cudart", "cuda_nccl", "cuda_nvcc")
     cuda = [f"-I{external / name / 'include'}" for name in inside]

@@ -14,8 +14,8 @@ from dtk.input import digests
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test, step_trial
 
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases
+from support.once import once
 
 TWO = pytest.mark.parametrize("backend, size", [("collective", 2)])
 
@@ -98,6 +98,7 @@ def test_on_two_devices(world, backend, size, devices):
     assert_equal(mine, once(plain, "mixed"))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_without_it_a_sum_is_wrong(world, backend, size):
     """What the test is for: the sum would be trained on by half, without a word."""
@@ -106,6 +107,7 @@ def test_without_it_a_sum_is_wrong(world, backend, size):
         assert_equal(mine, once(plain, "summed"))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_what_it_prints(world, backend, size):
     """Its cost, and what it found, on rank 0 only; then the sum is trained as in one process."""
@@ -199,7 +201,6 @@ class Drawing(cases.Subclassed):
         normalized = self.normalized(tf.reshape(x, (-1, 64)) / 7, training=True)
         return tf.reduce_mean(tf.sin(3e6 * normalized)) + tf.reduce_mean(self(x))
 
-
     def loss_hidden(self, x, y):
         """Wrong, and at the first weights alone each change of a weight changes a gradient."""
         outputs, at_zero = self(x), tf.nn.relu(tf.convert_to_tensor(self.normalized.beta))
@@ -226,6 +227,7 @@ def tried(kind):
     return verdict
 
 
+@pytest.mark.full_but("local-1-kink")
 @pytest.mark.worlds(("local", 1))
 @pytest.mark.parametrize(
     "kind",

@@ -21,7 +21,7 @@ from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
 from dtk.trainer.strategy import ShuffleSeed
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 
 def fit():
@@ -127,6 +127,7 @@ def fit_counted(scope):
     return history.history["loss"]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_workers_of_a_py_dataset_are_not_read_ahead(pool):
     """They stop when an epoch ends; a batch asked for by then was an error in the next epoch."""
@@ -183,6 +184,7 @@ def pipelines_of_a_fit():
     return counts
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_three_epochs_cut_one_pipeline(pool):
     for counts in pool.run(pipelines_of_a_fit):
@@ -245,6 +247,7 @@ def of_any_rank(scope):
     return [*numbers, *model.evaluate(data, verbose=0), *predicted[:, 0]]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_rows_whose_rank_tensorflow_does_not_know(pool):
     """`fit` ended with "Cannot iterate over a shape with unknown rank"."""

@@ -1,6 +1,6 @@
 """Worlds of worker processes for tests.
 
-    parent (pytest)  --- function name, args --->  worker 0 .. worker n-1     (tests/worker.py)
+    parent (pytest)  --- function name, args --->  worker 0 .. worker n-1     (worker.py)
                      <--- result or traceback ---
 
 Starting TensorFlow costs seconds, so a world lives on and runs one body after another. It is
@@ -43,20 +43,20 @@ from dtk.cluster import mpi_installs
 from dtk.cluster.environment import THREADS
 from dtk.launch import Process, plan
 
-sys.path.append(str(Path(__file__).parents[1] / "tools" / "gpu"))
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "gpu"))
 import one_card  # noqa: E402
 import pretend  # noqa: E402
 
 BACKENDS = ("local", "collective", "nccl", "horovod-mpi", "horovod-gloo", "mpi-wheel", "served")
 SERVERS = 2
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 START_TIMEOUT = 90.0
 # Without TensorFlow's graph optimizer a step costs a fifth less. `make test` leaves it out, but in
 # the bodies whose names begin so: how collectives, and whole trainings, stand its rewriting.
 REWRITTEN = (
-    *("communicators.", "layers.test_collectives", "strategies.graph_bodies"),
-    *("strategies.bodies:train", "strategies.compiled_bodies", "strategies.test_gpus:train"),
-    "strategies.test_end_of_data:fit",
+    *("communicators.", "layers.test_collectives", "support.graph_bodies"),
+    *("support.bodies:train", "trainer.compiled_bodies", "strategies.test_gpus:train"),
+    "trainer.test_end_of_data:fit",
 )
 
 
@@ -123,7 +123,7 @@ def named_in(test: str) -> str | None:
 
 def inherited_path() -> str:
     """PYTHONPATH of the processes that tests start: a leaner start, dtk, and modules of tests."""
-    folders = [TESTS / "lean", TESTS.parent, TESTS]
+    folders = [TESTS / "support" / "lean", TESTS.parent, TESTS]
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(":")
 
 
@@ -148,7 +148,7 @@ def communicator() -> Any:
 
     # Ranks send from GPU to GPU once a strategy links them.
     if {"PRETENDED_GPUS", "NCCL_HOSTID"} & os.environ.keys():
-        from strategies import bodies
+        from support import bodies
 
         return bodies.strategy().world
     return create(os.environ["DTK_TEST_COMMUNICATOR"])
@@ -254,7 +254,7 @@ class World:
 
 def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     """What starts the workers of a world."""
-    command = [sys.executable, str(TESTS / "worker.py")]
+    command = [sys.executable, "-m", "support.worker"]
     # `make test-gpus` runs the tests of all collectives so; "real" is a card that all ranks share.
     gpus = os.environ.get("DTK_TEST_GPUS") or ("1" if backend == "nccl" else "")
     real = gpus == "real" and backend in ("collective", "nccl")

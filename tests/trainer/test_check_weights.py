@@ -9,7 +9,7 @@ import pytest
 from dtk.errors import DisagreementError
 from dtk.trainer.gradients.shared_optimizer import optimizers_of
 
-from strategies import bodies
+from support import bodies
 
 
 def checked(devices=0):

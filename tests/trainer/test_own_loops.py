@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies import bodies
+from support import bodies
 
 BATCH = 8
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk.strategies import MirroredStrategy
 
-from strategies import bodies
+from support import bodies
 
 ROWS = "expected rows of all ranks, 1 or more"
 STEPS = "expected a number of steps, 1 or more"

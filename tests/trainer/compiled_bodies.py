@@ -16,7 +16,7 @@ from dtk.cluster.variables import FUSED_BATCH_NORM
 from dtk.kernels import fused_layers, optimizer_updates
 from dtk.strategies import start
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 
 def twice(values):

@@ -8,9 +8,10 @@ from keras.src.backend.common.variables import AutocastScope
 
 from dtk.trainer.tracing import lookups
 
-from once import once
-from strategies import graph_bodies, lookup_bodies
 from strategies.test_equivalence import run
+from support import graph_bodies
+from support.once import once
+from trainer import lookup_bodies
 
 ROWS = 7
 PLACES = [[0, -1, 3], [3, 6, -7]]
@@ -125,6 +126,7 @@ def test_places_and_words_in_a_loop_of_ones_own(pool):
     check_equal(mine, once(lookup_bodies.loop))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("local", 1))
 def test_places_that_are_looked_up_eagerly_are_refused(pool):
     """The self-test compared gradients, which are the same, and not what Adam makes of slices."""
@@ -146,6 +148,7 @@ def test_places_and_words_train_as_in_one_process_behind_servers(pool):
     check_equal(mine, once(lookup_bodies.train_plain, EVERY))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("served", 2))
 def test_lookups_of_which_no_graph_tells_are_tried_or_refused_behind_servers(pool):
     ((tried, refused),) = pool.run(lookup_bodies.told_of_opaque_lookups)

@@ -12,9 +12,9 @@ import tensorflow as tf
 import dtk
 from dtk.errors import NotDistributedError
 
-from once import once
-from strategies import bodies, cases
 from strategies.test_mistakes import looped
+from support import bodies, cases
+from support.once import once
 
 
 def by_the_printed_lines(strategy):

@@ -12,8 +12,8 @@ from keras import layers, ops, optimizers
 
 from dtk.errors import NotDistributedError
 
-from strategies import bodies
-from strategies.served_bodies import partitioned
+from support import bodies
+from support.served_bodies import partitioned
 
 WORDS, LENGTH, WIDTH = 11, 6, 3
 OPTIMIZERS = {

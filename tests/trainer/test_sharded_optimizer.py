@@ -16,10 +16,9 @@ import dtk
 from dtk.errors import DisagreementError
 from dtk.trainer.gradients.sharded_optimizer import divide
 
-import world
 from callbacks.bodies import Crash, crash_at, recorder
-from once import once
-from strategies import bodies, cases
+from support import bodies, cases, world
+from support.once import once
 
 TOLERANCE = 1e-5
 WORLDS = (("collective", 2), pytest.param(("collective", 3), marks=pytest.mark.full))
@@ -167,6 +166,10 @@ def assert_near(found, expected, tolerance=TOLERANCE):
     assert difference <= tolerance, f"relative difference {difference:.2e}"
 
 
+@pytest.mark.full_but(
+    "collective-2-adam, clipnorm",
+    "collective-2-of one's own",
+)
 @pytest.mark.worlds(*WORLDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_one_process(pool, name):
@@ -184,6 +187,7 @@ def test_equal_to_one_process(pool, name):
         assert max(held) <= slots / pool.size + 3 * 9
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(*WORLDS)
 def test_gradients_in_half_precision(pool):
     name = "adam, clipnorm"
@@ -254,6 +258,7 @@ def saved_and_loaded(path):
     return bodies.flat(loaded.get_weights())
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(*WORLDS)
 def test_files_hold_the_whole(pool, tmp_path):
     found = pool.run(saved_and_loaded, str(tmp_path / "model.keras"), timeout=240)
@@ -340,6 +345,7 @@ def looped_in_parts():
     return looped(sharded())
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 def test_a_loop_of_ones_own(pool):
     weights, slots = looped()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 SCRIPTS = {}
 
@@ -52,7 +52,7 @@ def a_loss_without_arguments(strategy):
             return self.compute_loss()
 
     x, y = cases.rows(16)
-    cases.compiled(strategy, lambda: OfItself([*cases.small().layers, Penalized()])).fit(
+    cases.compiled(strategy, lambda: OfItself([*cases.dense_layers(), Penalized()])).fit(
         x, y, 8, verbose=0
     )
 
@@ -79,7 +79,7 @@ def a_mean_of_gradients_that_is_kept(strategy):
 @script
 def data_that_gain_weights_and_another_type(strategy):
     x, y = cases.rows(16)
-    model = cases.compiled(strategy, lambda: OwnStep(cases.small().layers))
+    model = cases.compiled(strategy, lambda: OwnStep(cases.dense_layers()))
     model.fit(x, y, 8, verbose=0)
     model.fit(x, y, 8, sample_weight=np.ones(16), verbose=0)
     model.fit(x, y.astype("int32"), 8, verbose=0)
@@ -95,7 +95,7 @@ def a_sum_beside_a_loss_in_a_loss(strategy):
         return tf.reduce_mean(tf.square(tf.one_hot(tf.cast(y, tf.int32), 10) - p))
 
     x, y = cases.rows(16)
-    model = cases.compiled(strategy, lambda: Root(cases.small().layers), loss=inner)
+    model = cases.compiled(strategy, lambda: Root(cases.dense_layers()), loss=inner)
     history = model.fit(x, y, 16, epochs=2, verbose=0).history
     assert history["total"] == [y.sum()] * 2, "a sum that is logged beside a loss of the batch"
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk.trainer import model_files
 
-from strategies import bodies, cases
+from support import bodies, cases
 
 TWO = pytest.mark.worlds(("collective", 2))
 
@@ -59,6 +59,7 @@ def every_rank(folder, times=6):
     return sorted(path.name for path in Path(folder).glob("[!.]*"))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_every_rank_may_save_to_one_path_and_load_at_once(pool, tmp_path):
     """Breaks as BadZipFile, as variables of another shape in an export, or as missing parts."""
@@ -114,6 +115,7 @@ def uncompiled(folder):
     return [*predicted, model.predict_on_batch(x), model(x).numpy()]
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @TWO
 def test_models_that_are_not_compiled_predict_every_row(pool, tmp_path):
     for predictions in pool.run(uncompiled, str(tmp_path)):
@@ -178,6 +180,7 @@ def saved_in_a_window(path, devices):
     return bodies.flat(model.get_weights())
 
 
+@pytest.mark.full_but("collective-2")
 @pytest.mark.parametrize(("backend", "size"), [("collective", 2), ("mirrored", 2)])
 def test_files_of_keras_hold_a_whole_accumulation_window(world, backend, size, tmp_path):
     """Breaks as a file with one rank's part of it, which every rank then adds."""

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 import dtk
 
-from once import once
-from strategies import bodies, cases
 from strategies.test_equivalence import run
+from support import bodies, cases
+from support.once import once
 
 # The Adam steps of the first batches divide by tiny second moments and amplify rounding.
 TOLERANCE = 2e-5
@@ -29,29 +29,22 @@ BY_RANKS = [
     "evaluate and predict odd rows",
     "fewer rows than workers",
     "gathered rows",
-    "losses that do not add up",
+    "some losses that do not add up",
     "masked norms and a loss without a reduction",
-    "several outputs",
-    "single batches",
     "steps per execution",
 ]
 # What goes another way between two devices than in one of these; others are of the tier `full`.
 BY_DEVICES = [
-    "accumulation beside variables without gradients",
     "compiled twice and fitted twice",
-    "layers that a train step builds",
-    "loss of rows that a mask keeps",
+    "losses between rows and of own steps",
     "losses that do not add up",
     "mean over sample weights",
     "metrics of whole batches",
-    "model and divided optimizer from outside",
     "own train step that is a function",
     "own train step that logs its loss eagerly",
     "sparse inputs",
     "strings and ragged rows",
-    "summed loss",
     "two optimizers",
-    "zipped batches of other sizes",
 ]
 # What evaluates and predicts, which in a world of one goes another way.
 ALONE = ["evaluate and predict odd rows", "lists of inputs and positional arguments"]
@@ -68,13 +61,13 @@ def tiered(backend, size, names):
     [
         *tiered("mirrored", 2, BY_DEVICES),
         *tiered("collective", 2, BY_RANKS),
-        *(("local", 1, name) for name in ALONE),
+        *(pytest.param("local", 1, name, marks=pytest.mark.full) for name in ALONE),
         # What Horovod carries is tested by itself; here that `fit` makes use of it.
         ("horovod-mpi", 2, "fewer rows than workers"),
         *(
             pytest.param(backend, size, name, marks=pytest.mark.full)
             for backend, size in [("collective", 3), ("horovod-gloo", 2)]
-            for name in BY_RANKS
+            for name in (*BY_RANKS, "several outputs", "single batches")
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""One rank of a test world; see tests/world.py. Started by a launcher, never by hand."""
+"""One rank of a test world; see world.py. Started by a launcher, never by hand."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def main() -> None:
     """Run the bodies the parent names until it hangs up."""
     if os.environ["DTK_TEST_COMMUNICATOR"] == "served":
         # Workers and parameter servers stay in there until the chief has gone.
-        from strategies import bodies
+        from support import bodies
 
         bodies.served()
     from dtk.bench.ranks import NoAnswer
     from dtk.bench.worker import connect
     from dtk.cluster import detect
 
-    import world
+    from support import world
 
     rank = detect().rank
     with connect() as line:
@@ -49,7 +49,7 @@ def _run(name: str, args: tuple[Any, ...]) -> Any:
     target: Any = importlib.import_module(module_name)
     for part in qualname.split("."):
         target = getattr(target, part)
-    import world
+    from support import world
 
     world.choose_rewriting(name)
     faulthandler.dump_traceback_later(50)  # before a world loses patience, at 60 s and later
@@ -115,7 +115,7 @@ def _leave_out_what_only_gpus_can() -> None:
     trainer.model_supports_jit = lambda model: False
     tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
     if os.environ["DTK_TEST_COMMUNICATOR"] == "collective":
-        from strategies import bodies
+        from support import bodies
 
         bodies.strategy()  # takes its GPU before any body starts TensorFlow
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from strategies import bodies
+from support import bodies
 
 
 def operations_of_a_lookup():

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from once import once
-from strategies import compiled_bodies
+from support.once import once
+from trainer import compiled_bodies
 
+pytestmark = pytest.mark.not_on_pretended_gpus("XLA does not run there")
 TOLERANCE = 1e-5
 
 
@@ -32,6 +33,7 @@ def test_two_ranks_equal_one_process(pool):
     check(results, once(plain))
 
 
+@pytest.mark.full("a cheaper test holds its rule")
 @pytest.mark.worlds(("collective", 2))
 def test_two_ranks_with_fused_operations_equal_plain_keras_without(pool):
     """Tolerance as above; one rank that normalizes otherwise is named."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import dtk
 
-from strategies.bodies import digits, flat, scope_of
+from support.bodies import digits, flat, scope_of
 
 CASES = {}
 # Optimizers of a Keras later than the first that dtk supports.
@@ -55,6 +55,12 @@ def small(seed=3, activation=None, sync=True):
             keras.layers.Dense(10, activation=activation),
         ]
     )
+
+
+def dense_layers():
+    """Of a model that takes less to trace than `small`, where none of its layers matters."""
+    keras.utils.set_random_seed(3)
+    return [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
 
 
 def seeded(build):
@@ -626,14 +632,15 @@ WHOLE_LOSSES = {
 }
 
 
-def losses_computed_on_the_batch(strategy, dtype="float32"):
+def losses_computed_on_the_batch(strategy, dtype="float32", names=tuple(WHOLE_LOSSES)):
     """No rows of the first batch are positive, nor of the last one, which has one row."""
     x, _ = rows(33)
     y = np.zeros((33, 1), "float32")
     y[[12, 18, 19, 20, 30]] = 1.0
     found = {}
     kinds = {"step": OwnStepOfLosses, "method": OwnComputeLoss}
-    for name, loss in WHOLE_LOSSES.items():
+    for name in names:
+        loss = WHOLE_LOSSES[name]
         of_name = kinds.get(name, keras.Model)
 
         def build(kind=of_name):
@@ -654,7 +661,25 @@ def losses_computed_on_the_batch(strategy, dtype="float32"):
 
 @case
 def losses_that_do_not_add_up(strategy):
-    return losses_computed_on_the_batch(strategy)
+    names = ("positives", "rows", "chosen", "weighed")
+    return losses_computed_on_the_batch(strategy, names=names)
+
+
+@case
+def losses_between_rows_and_of_own_steps(strategy):
+    names = ("cosine", "circle", "step", "method")
+    return losses_computed_on_the_batch(strategy, names=names)
+
+
+@case
+def more_losses_that_do_not_add_up(strategy):
+    return losses_computed_on_the_batch(strategy, names=("zeros", "root"))
+
+
+@case
+def some_losses_that_do_not_add_up(strategy):
+    """What gathers rows, weights and labels, which goes another way between processes."""
+    return losses_computed_on_the_batch(strategy, names=("rows", "step", "weighed"))
 
 
 @case

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -47,11 +49,15 @@ def served_with(consistency):
 
 @functools.cache
 def digits():
-    """Real 8x8 images, shape [1797, 8, 8, 1], and their labels."""
-    from sklearn.datasets import load_digits
+    """Real 8x8 images, shape [1797, 8, 8, 1], and their labels.
 
-    data = load_digits()
-    return (data.images[..., None] / 16).astype("float32"), data.target.astype("int64")
+    To import scikit-learn, which has them, costs each process 1.4 s.
+    """
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",")
+    images = rows[:, :64].reshape(-1, 8, 8, 1)
+    return (images / 16).astype("float32"), rows[:, 64].astype("int64")
 
 
 def scope_of(trained_under):
@@ -142,21 +148,21 @@ def train_served(optimizer, clip, tail, consistency="sync"):
 
 def run_served_case(name, consistency):
     """One feature with parameter servers."""
-    from strategies import cases
+    from support import cases
 
     return cases.CASES[name](served_with(consistency))
 
 
 def run_case(name, devices=0):
     """One feature under the strategy of this process; see cases.py."""
-    from strategies import cases
+    from support import cases
 
     return cases.CASES[name](strategy(devices))
 
 
 def run_plain(name):
     """The same in one plain process."""
-    from strategies import cases
+    from support import cases
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return cases.CASES[name](None)
