@@ -3,8 +3,6 @@
 An optimizer that wraps another counts as two.
 
     for good           apply of every optimizer             patch_every_apply
-                       SwapEMAWeights._swap_variables
-                       and _finalize_ema_values             patch_swaps
     of one optimizer   apply                                patch_apply
                        scale_loss                           patch_scale_loss
                        check_finite                         patch_check_finite
@@ -169,16 +167,6 @@ def patch_every_apply(
     # LossScaleOptimizer builds the optimizer it wraps before that one's `apply` is called.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         patch_for_good(kind, "apply", apply)
-
-
-def patch_swaps(around: Callable[[keras.Model, Callable[[], Tree]], Tree]) -> None:
-    """Make `SwapEMAWeights` call `around(model, swap)` to exchange weights and averages."""
-
-    def swapped(callback: keras.callbacks.Callback, *, original: Function[Tree]) -> Tree:
-        return around(callback.model, lambda: original(callback))
-
-    for name in ("_swap_variables", "_finalize_ema_values"):
-        patch_for_good(keras.callbacks.SwapEMAWeights, name, swapped)
 
 
 def patch_scale_loss(optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]) -> None:

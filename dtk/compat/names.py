@@ -149,7 +149,6 @@ optimizers:
     tensorflow.python.ops.gen_math_ops  unsorted_segment_sum
     tensorflow.python.ops.gen_resource_variable_ops  resource_scatter_add resource_scatter_sub
     keras.optimizers.Muon  _should_use_adamw
-    keras.callbacks.SwapEMAWeights  _swap_variables _finalize_ema_values
 saving:
     keras.src.saving.saving_lib  save_model save_weights_only
     tensorflow.python.checkpoint.checkpoint  TrackableSaver.save

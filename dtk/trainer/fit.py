@@ -269,6 +269,14 @@ def _on_this_rank(
             "files rank 0 writes"
         )
         raise ValueError(at_rank(strategy.rank, message))
+    swaps = any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks)
+    if swaps and strategy.shard_optimizer:
+        message = (
+            "SwapEMAWeights exchanges a model's weights and their averages, and with "
+            "shard_optimizer=True each rank has a part of these: leave the callback out, which "
+            "leaves the averages to the end of fit, or make the strategy without shard_optimizer"
+        )
+        raise ValueError(at_rank(strategy.rank, message))
     if strategy.is_chief:
         return list(callbacks)
     gathering = rank_checks.SAVERS if strategy.shard_optimizer else ()

@@ -247,8 +247,7 @@ def test_checkpoints_hold_the_whole(pool, tmp_path):
 def saved_and_loaded(path):
     strategy = sharded()
     model = compiled(strategy, SAVED)
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    fit(model, callbacks=[swap])
+    fit(model)
     model.save(path)
     with strategy.scope():
         loaded = keras.models.load_model(path)
@@ -263,7 +262,7 @@ def saved_and_loaded(path):
 def test_files_hold_the_whole(pool, tmp_path):
     found = pool.run(saved_and_loaded, str(tmp_path / "model.keras"), timeout=240)
     model = compiled(None, SAVED)
-    fit(model, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+    fit(model)
     loaded = keras.models.load_model(tmp_path / "model.keras")
     for one, other in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
         np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-3, atol=1e-6)
@@ -388,18 +387,24 @@ def refusals():
         model, unknown = build(), keras.optimizers.Adam(name="unknown")
     gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
     note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
+    averaging = keras.optimizers.SGD(0.1, use_ema=True)
+    with sharded().scope():
+        model = build()
+        model.compile(averaging, "mse")
+    note(lambda: fit(model, callbacks=[keras.callbacks.SwapEMAWeights()]))
     return told
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_refused(pool):
     for rank, told in enumerate(pool.run(refusals)):
-        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 5
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 6
         assert "exchange=Quantized(bits=1)" in told[0]
         assert "model_parallel=2" in told[1]
         assert "was built before it was compiled" in told[2]
         assert "(Applied) has an apply of its own" in told[3]
         assert "optimizer 'unknown' was applied" in told[4]
+        assert "leave the callback out" in told[5]
 
 
 def test_one_process_is_plain_keras():

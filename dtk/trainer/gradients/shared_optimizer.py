@@ -65,13 +65,6 @@ def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
     return [b.sharded for b in records if b is not None and b.sharded is not None]
 
 
-def updated(model: keras.Model, update: Callable[[], Tree]) -> Tree:
-    """Call what updates the weights and slots of a model outside a step."""
-    for one in sharded_of(model):
-        update = functools.partial(one.updated, update)
-    return update()
-
-
 def blocks_of(model: keras.Model) -> list[LocalOp]:
     """Return the blocks of local steps of a model's optimizers; none if weights stay equal."""
     return [block for exchange in gradient_exchanges_of(model) for block in exchange.blocks]

@@ -182,8 +182,6 @@ def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
     sharded = ShardedOptimizer(outer, strategy) if strategy.shard_optimizer else None
     record.sharded = sharded
-    if sharded is not None:
-        keras_optimizers.patch_swaps(shared_optimizer.updated)
     record.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
     # The sums of a window are divided over ranks as well, so each step is exchanged.
     accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
