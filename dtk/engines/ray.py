@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import secrets
@@ -102,7 +103,7 @@ class KerasTrainer(DataParallelTrainer):
         dataset_config: ray.train.DataConfig | None = None,
     ):
         super().__init__(
-            train_fn,
+            _telling(train_fn),
             train_loop_config=train_loop_config,
             backend_config=_Config(),
             scaling_config=scaling_config,
@@ -123,6 +124,26 @@ class KerasTrainer(DataParallelTrainer):
         if told := too_small(self.scaling_config, nodes):
             warnings.warn(told, RuntimeWarning, stacklevel=2)
         return super().fit()
+
+
+def _telling(train_fn: Function[object]) -> Function[object]:
+    """Return the function, whose exceptions are told to the other workers, and say who was first.
+
+    Ray catches them, and tells one of them.
+    """
+
+    @functools.wraps(train_fn)
+    def telling(*given: object, **named: object) -> object:
+        from dtk.cluster import failures
+
+        try:
+            return train_fn(*given, **named)
+        except Exception as error:
+            if first := failures.tell(failures.of(error)):
+                error.add_note(f"dtk: {first}")
+            raise
+
+    return telling
 
 
 def too_small(scaling: ray.train.ScalingConfig, nodes: Sequence[Mapping[str, float]]) -> str:

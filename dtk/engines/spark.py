@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from dtk import importing, quiet
-from dtk.cluster import detect
+from dtk.cluster import detect, failures
 from dtk.cluster.environment import THREADS
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import JOB_SECRET
@@ -244,7 +244,9 @@ def _run_rank(folder: str) -> None:
         if os.environ["RANK"] == "0":
             Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
     except BaseException as error:
-        Path(folder, _FAILURE).write_text(_failure(error))
+        first = failures.tell(failures.of(error)) if isinstance(error, Exception) else ""
+        last = f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
+        Path(folder, _FAILURE).write_text(f"{_failure(error)}{last}")
         raise
 
 

@@ -302,9 +302,14 @@ class Job:
             raise state.error
 
     def _record_failure(self, culprit: Rank | None, report: str) -> None:
-        who = None if culprit is None or self._watch.gone else culprit.process.rank_name
-        text = "\n".join(report.strip().splitlines()[-_TOLD:])
-        self._state.events.record("failure", who, text=text)
+        facts: dict[str, object] = {"text": "\n".join(report.strip().splitlines()[-_TOLD:])}
+        moment, who = time.monotonic(), None
+        if culprit is not None and not self._watch.gone:
+            moment, who = culprit.failed_at or moment, culprit.process.rank_name
+            if (failure := culprit.failure) is not None:
+                facts |= {"error": failure.error, "message": failure.message}
+                facts |= {"file": failure.file, "line": failure.line}
+        self._state.events.record_at(moment, "failure", who, facts)
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""

@@ -28,7 +28,7 @@ from dtk.launch.rank import Rank
 
 # Seconds. Ends that are less than this apart have no order: a thread for each process notices.
 TIE = 0.1
-SETTLE = 1.0  # seconds a rank that already printed a traceback gets to exit by itself
+SETTLE = 1.0  # seconds a rank that has told of what ends it gets to exit by itself
 # What to do about a rank that somebody, or the system, has killed.
 _NEXT = (
     "dtk: a script with dtk.callbacks.Checkpoint(directory, resume=True) goes on from its last "
@@ -126,8 +126,8 @@ class JobOutcome:
 
         The system reports the end of a large process some time after its peers have noticed, so
         one that a signal struck goes before those that failed by themselves, and one that lost a
-        peer comes last. Where a server is gone, others may print that sooner than the system
-        reports its end.
+        peer comes last. Where a server is gone, others may say that sooner than the system reports
+        its end.
         """
         failures = self.failures()
         if any(rank.process.role == "ps" for rank in failures):
@@ -152,6 +152,7 @@ class JobOutcome:
         """Return the first failing process's last output, so that it is what stands last."""
         count, speaker = len(self._ranks), self.speaker(rank)
         text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+        text += "" if rank.failure is None else rank.failure.place
         text += "." if count == 1 else "; the others were ended."
         if rank.file is not None:
             text += f" All it wrote is in {rank.file.name}."
@@ -161,7 +162,8 @@ class JobOutcome:
         words = rank.last_words()
         if speaker is not rank:
             # A server that was killed could not say why, but its last lines may help.
-            verdict = speaker.trace_since(rank.exited - SETTLE)
+            later = speaker.failure is not None and speaker.failed_at > rank.exited - SETTLE
+            verdict = speaker.last_words() if later else []
             own = [] if verdict and rank.signal else words
             lines = []
             for one, said in ((speaker, verdict), (rank, own)):

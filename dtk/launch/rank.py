@@ -7,16 +7,17 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import usage
+from dtk.cluster import failures, usage
+from dtk.cluster.failures import Failure
 from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
+from dtk.errors import PEER_LOST
 from dtk.launch import agent, job_processes
 from dtk.launch.events import EventLog
 from dtk.launch.machines import Guard
@@ -25,19 +26,11 @@ from dtk.launch.screen import Sink
 
 # Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_TAIL = 40  # lines shown of a rank that failed without a traceback
-_TRACE = 200  # lines after which a traceback was evidently survived
-_RECENT = 10.0  # seconds between a traceback and the exit it explains
-# What ranks say when the connection to another one breaks.
-_PEER_LOST = re.compile(
-    r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
-    r"HorovodInternalError|Horovod has been shut down|"
-    r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
-    r"whose script has ended; see what"  # dtk's own, over MPI
-)
-# First lines of what a rank dies of: an exception of Python's, or a crash of Python itself.
-_DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# Lines shown of a rank that has told of no exception: the last ones, or all of a crash.
+_TAIL, _CRASH = 40, 200
+_CRASHES = "Fatal Python error: "
+_LONGEST = 1 << 14  # characters of a traceback
+_RECENT = 10.0  # seconds between the begin of a crash, or an exception, and the exit it explains
 # Signals that do not follow from the failure of another rank. Aborts are left out: libraries abort
 # when a peer is gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -113,9 +106,9 @@ class Rank:
         """Note what runs here from now on, and forget what its predecessor said."""
         self.popen = popen
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self.trace: list[str] = []
-        self.trace_began = -math.inf  # without one, before every other time
-        self.chained = False
+        self.crashed = -math.inf  # when it began to say where it crashes
+        self.failure: Failure | None = None  # in this process's time
+        self._traceback = ""
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
@@ -147,6 +140,12 @@ class Rank:
                 self._lag = min(self._lag, time.monotonic() - float(told["sent"]))
             if "event" in told:
                 self._events.hear(self.process.rank_name, told["event"], self._lag)
+            elif "failure" in told:
+                with contextlib.suppress(OverflowError):
+                    self.failure = failures.read(told["failure"], self._lag)
+            elif "traceback" in told:
+                if len(self._traceback) < _LONGEST:
+                    self._traceback += str(told["traceback"])
             elif "progress" in told:
                 self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
@@ -217,26 +216,15 @@ class Rank:
             over.wait(seconds)
 
     def remember(self, line: str, stderr: bool) -> None:
-        """Keep the last lines, and everything from the start of the last traceback on."""
+        """Keep the last lines, and all from the begin of a crash on."""
+        if stderr and line.startswith(_CRASHES):
+            self.crashed = time.monotonic()
+            self.tail = collections.deque(maxlen=_CRASH)
         self.tail.append(line)
-        if not stderr:
-            return
-        if line.startswith(_DIES) and not self.chained:
-            self.trace, self.trace_began = [line], time.monotonic()
-        elif self.trace:
-            self.trace.append(line)
-            if len(self.trace) > _TRACE:
-                self.trace, self.trace_began = [], -math.inf
-        if line.strip():
-            self.chained = line.startswith(_CHAINED)
 
     def last_words(self) -> list[str]:
-        """Return the traceback it died of, or else its last lines."""
-        return list(self.trace if self.failed_at == self.trace_began else self.tail)
-
-    def trace_since(self, moment: float) -> list[str]:
-        """Return the last traceback if it began after a moment, else nothing."""
-        return list(self.trace) if self.trace_began > moment else []
+        """Return the traceback of the exception that has ended it, or else its last lines."""
+        return self._traceback.splitlines() or list(self.tail)
 
     @property
     def would_save(self) -> bool:
@@ -267,22 +255,27 @@ class Rank:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a traceback was just printed by a rank that still runs."""
-        return self.code is None and time.monotonic() - self.trace_began < _RECENT
+        """Whether it still runs, and has just told of what ends it."""
+        return self.code is None and time.monotonic() - self._told_at < _RECENT
+
+    @property
+    def _told_at(self) -> float:
+        return self.crashed if self.failure is None else self.failure.time
 
     @property
     def failed_at(self) -> float:
-        """When it failed: a traceback comes before the exit, as shutting down takes time.
-
-        In seconds of `time.monotonic()`.
-        """
-        return self.trace_began if self.exited - self.trace_began < _RECENT else self.exited
+        """When it failed, of `time.monotonic()`: shutting down takes time after an exception."""
+        if self.failure is not None:
+            return self.failure.time
+        return self.crashed if self.exited - self.crashed < _RECENT else self.exited
 
     @property
     def is_victim(self) -> bool:
-        """Whether it failed because another rank was gone, by its own last words."""
+        """Whether it failed because another rank was gone."""
+        if self.failure is not None:
+            return self.failure.lost_peer
         by_itself = self.failed and not (self.signal or self.lost_connection)
-        return by_itself and any(_PEER_LOST.search(line) for line in self.last_words())
+        return by_itself and any(PEER_LOST.search(line) for line in self.last_words())
 
     @property
     def failed_by_itself(self) -> bool:
@@ -297,7 +290,7 @@ class Rank:
     @property
     def was_struck(self) -> bool:
         """Whether a signal ended it that does not follow from another rank's failure."""
-        return self.signal in _FROM_OUTSIDE
+        return self.failure is None and self.signal in _FROM_OUTSIDE
 
     @property
     def how(self) -> str:

@@ -226,7 +226,7 @@ def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
     assert seconds < 15
     *_, words, last = err.splitlines()
     assert words == "ValueError: no such layer"
-    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1; the others")
+    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1 at <string>:")
 
 
 @pytest.mark.parametrize("when", ["killed", "lost"])
