@@ -160,7 +160,8 @@ class Checkpoint(StrategyCallback):
             if not self._termination.install():
                 self.say(
                     "SIGTERM will save nothing, since fit runs in a thread, where Python catches "
-                    "no signal; save_freq= decides how much is lost"
+                    "no signal: call it in the main thread, or start with `dtk run`; save_freq= "
+                    "decides how much is lost"
                 )
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:

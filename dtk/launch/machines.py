@@ -222,10 +222,10 @@ class Guard:
         """Have a folder removed if this process is killed before it can."""
         self._say(f"remove {folder}\n")
 
-    def note_saving(self, word: str, pid: int) -> None:
-        """Tell whether a rank here is "ready" to save a checkpoint if asked to end, or "over"."""
+    def note_saving(self, order: str, pid: int) -> None:
+        """Tell whether a rank here would save a checkpoint if it were asked to end, and how."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{word} {pid}\n")
+            self._say(f"{order} {pid}\n")
 
     def _say(self, line: str) -> None:
         pipe = self._process.stdin

@@ -8,17 +8,19 @@ import dataclasses
 import json
 import math
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import failures, usage
+from dtk.cluster import failures, report_channel, usage
 from dtk.cluster.failures import Failure
 from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
 from dtk.errors import PEER_LOST
 from dtk.launch import agent, job_processes
+from dtk.launch.agent import Order
 from dtk.launch.events import EventLog
 from dtk.launch.machines import Guard
 from dtk.launch.plan import Process
@@ -118,7 +120,9 @@ class Rank:
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
-        self.saving: str = "over"
+        self.saving = "over"  # see `dtk.cluster.progress`
+        self._waits = False  # for a request, as no SIGTERM would have it save
+        self.reports: socket.socket | None = None
         # Seconds that its clock is behind this process's, and a message was under way: the least.
         self._lag = math.inf if self.remote else 0.0
         self._record("rank start", host=self.process.host, pid=popen.pid)
@@ -149,9 +153,7 @@ class Rank:
             elif "progress" in told:
                 self.status.take(report_of(told["progress"]), time.monotonic())
             elif "saving" in told:
-                if self.saving != (saving := str(told["saving"])):
-                    self.saving = saving
-                    self.order("ready" if self.would_save else "over")
+                self._note_saving(str(told["saving"]))
             elif told["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
@@ -165,21 +167,35 @@ class Rank:
         if not self.remote:
             self.status.observe(usage.of(self.popen.pid), time.monotonic())
 
-    def order(self, word: str) -> None:
-        """Have something done with its process: by its agent, where it is on another host.
-
-        end            ask it to end, but not its children
-        stack          end it such that it writes its stack first, also if it is stopped
-        ready, over    note whether it would save a checkpoint if the launcher were gone
-        """
+    def ask_to_save(self) -> None:
+        """Ask it to save a checkpoint and end, in the way that it has named; not its children."""
         if self.remote:
-            self._tell_agent(word)
-        elif word == "end":
+            self._tell_agent(Order.ASK if self._waits else Order.END)
+        elif self._waits and self.reports is not None:
+            report_channel.ask(self.reports)
+        else:
             self.popen.terminate()
-        elif word == "stack":
+
+    def end_with_stack(self) -> None:
+        """End it such that it writes its stack first, also if it is stopped."""
+        if self.remote:
+            self._tell_agent(Order.STACK)
+        else:
             job_processes.abort(self.popen.pid)
+
+    def _note_saving(self, saving: str) -> None:
+        """Take what it says of saving, and have its agent, or the guard, know it too."""
+        if self.saving == saving:
+            return
+        self.saving = saving
+        self._waits = saving == Order.WAITS or (self._waits and saving != Order.READY)
+        order = Order.OVER
+        if self.would_save:
+            order = Order.WAITS if self._waits else Order.READY
+        if self.remote:
+            self._tell_agent(order)
         elif self.guard is not None:
-            self.guard.note_saving(word, self.popen.pid)
+            self.guard.note_saving(order, self.popen.pid)
 
     def beat(self) -> None:
         """Tell its agent, if it has one, that the launcher is alive."""
@@ -198,7 +214,7 @@ class Rank:
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
         if self.remote:
-            self._tell_agent("over")
+            self._tell_agent(Order.OVER)
             if self.popen.stdin is not None:
                 with contextlib.suppress(OSError):
                     self.popen.stdin.close()
@@ -229,7 +245,12 @@ class Rank:
     @property
     def would_save(self) -> bool:
         """Whether it runs, and would save a checkpoint when it is asked to end."""
-        return self.code is None and self.saving in ("ready", "begun")
+        return self.code is None and self.saving in ("ready", "waits", "begun")
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether it has still to save, and to end; or not to end, where `fit` is in a thread."""
+        return self.code is None and not (self._waits and self.saving == "over")
 
     # --- how it ended ---
 

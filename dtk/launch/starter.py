@@ -122,6 +122,7 @@ class Starter:
         self._output.relay(rank)
         if reports is not None:
             self._held.enter_context(reports)
+            rank.reports = reports
             self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
         try:
             end = os.pidfd_open(popen.pid)

@@ -102,7 +102,7 @@ class Watch:
         asked = [rank for rank in ranks if rank.code is None]
         for rank in asked:
             rank.dump = []
-            rank.order("stack")
+            rank.end_with_stack()
         self._state.wait_for(
             lambda: self._state.hurry or all(rank.code is not None for rank in asked), _STACK
         )
@@ -124,12 +124,12 @@ class Watch:
             f"waiting up to {grace:g} s for a checkpoint of {names}; once more ends them now"
         )
         for rank in saving:
-            rank.order("end")
+            rank.ask_to_save()
         sigterm = 128 + signal.SIGTERM
         # Ranks that are out of patience say so themselves: hence the margin.
         is_writing, until = False, time.monotonic() + SETTLE + grace
         with state.changed:
-            while any(rank.code is None for rank in saving) and not state.hurry:
+            while any(rank.is_saving for rank in saving) and not state.hurry:
                 if not is_writing and any(rank.saving == "begun" for rank in saving):
                     is_writing, until = True, time.monotonic() + grace
                 if time.monotonic() > until:

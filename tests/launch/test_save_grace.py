@@ -43,6 +43,28 @@ time.sleep(600)
 """
 
 
+IN_A_THREAD = """
+import os, sys, threading, time
+from dtk.callbacks.checkpointing.termination import Termination
+import types
+def fit():
+    alone = types.SimpleNamespace(size=1, rank=0, allgather_object=lambda value: [value])
+    asked = Termination(alone)
+    assert asked.install()
+    print("up", flush=True)
+    while not asked.wanted_after_step():
+        time.sleep(0.1)
+    time.sleep({writes})
+    open(sys.argv[1] + os.environ["DTK_RANK"], "w").write("saved")
+    asked.remove()
+    raise SystemExit(143)
+thread = threading.Thread(target=fit)
+thread.start()
+thread.join()
+time.sleep({after})
+"""
+
+
 class Lines(io.StringIO):
     """Output that tells when so many lines have come."""
 
@@ -126,6 +148,28 @@ def test_a_rank_on_another_host_is_asked_through_its_agent(tmp_path, shell):
         hear_all(job)
         job.stop()
     assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
+
+
+@pytest.mark.parametrize("host", ["localhost", "node0.invalid"])
+@pytest.mark.parametrize("after", [0, 600])
+def test_a_fit_in_a_thread_saves_when_the_launcher_asks(tmp_path, shell, host, after):
+    """Python catches no SIGTERM there: it ended the rank, and nothing was saved."""
+    place = tmp_path / "saved"
+    place.mkdir()
+    code = IN_A_THREAD.format(writes=2.0, after=after)
+    env = {SAVE_GRACE: "20", "DTK_RUN": "1", "DTK_RANK": "0", "PYTHONPATH": str(ROOT)}
+    command = (sys.executable, "-c", code, f"{place}/")
+    process = Process("rank 0", "worker", 0, host, command, env)
+    out, said = Lines(1), io.StringIO()
+    options = {"grace": 0.5, "save_grace": 20.0, "remote_shell": shell}
+    with Job([process], stdout=out, stderr=said, **options) as job:
+        assert out.come.wait(60), said.getvalue()
+        hear_all(job)
+        began = time.monotonic()
+        job.stop()
+        assert time.monotonic() - began < 15, "it waits for no more than the checkpoint"
+    assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
+    assert job.wait() == 143
 
 
 def test_an_interrupt_meanwhile_ends_at_once(tmp_path):
