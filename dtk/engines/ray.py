@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from dtk.cluster import failures, stop_requests
 from dtk.cluster.variables import JOB_SECRET
 from dtk.nests import Function
 from dtk.version import pip_install
@@ -134,8 +136,6 @@ def _telling(train_fn: Function[object]) -> Function[object]:
 
     @functools.wraps(train_fn)
     def telling(*given: object, **named: object) -> object:
-        from dtk.cluster import failures
-
         try:
             return train_fn(*given, **named)
         except Exception as error:
@@ -224,3 +224,5 @@ def _take_place(variables: Mapping[str, str]) -> None:
     for name in filter(_OF_OTHERS.match, [*os.environ]):
         del os.environ[name]
     os.environ.update(variables)
+    with contextlib.suppress(ValueError):  # no main thread: then SIGTERM ends the worker at once
+        stop_requests.forward_sigterm()

@@ -53,7 +53,6 @@ class ReportToRay(Checkpoint):
             monitor=monitor,
             mode=mode,
             resume=resume,
-            save_on_sigterm=False,  # threads, such as that of a training function, cannot catch it
             save_every_samples=save_every_samples,
             on_save_error=on_save_error,
         )

@@ -113,6 +113,22 @@ def test_killed_workers_are_started_again_and_resume(
     assert reported == list(range(1, bodies.EPOCHS + 1))
 
 
+def test_a_worker_that_gets_sigterm_saves_first(on_ray, uninterrupted, tmp_path):
+    """Breaks as the steps since the last epoch: `fit` is in a thread, where no signal is caught."""
+    how = {"folder": str(tmp_path), "kills": {3: 1}, "asks": True}
+    found, reported, _ = on_ray(bodies.run, tmp_path, 2, 1, **how)
+    assert close(found["weights"], uninterrupted)
+    assert reported.count(3) == 2, "the end of the epoch before, and the step at which it was asked"
+    assert found["epochs"] == [3, 4]
+
+
+def test_the_failure_that_ray_tells_names_the_rank_that_was_first(on_ray, tmp_path):
+    """Ray tells the exception of any worker, also of one that has only lost another."""
+    told = on_ray(bodies.run_fails, tmp_path, 2, wrong=1)
+    assert "ValueError: no such file" in told
+    assert re.search(r"dtk: rank 1, host .*, failed first at .*ray_bodies.py:\d+: ValueError", told)
+
+
 def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
     """The same name and storage, another `ScalingConfig`."""
     folder = str(tmp_path)
