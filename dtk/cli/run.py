@@ -19,7 +19,8 @@ from dtk.cluster.detect import check_not_launched
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import Job, check_plan, job_file, job_options, network, screen, views
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3

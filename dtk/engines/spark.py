@@ -38,7 +38,7 @@ from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
-from dtk.launch.machines import Guard, is_foreign
+from dtk.launch.ssh import Guard, is_foreign
 from dtk.trainer import undistributed_jobs
 from dtk.version import pip_install
 

@@ -65,8 +65,7 @@ class Attempts:
 
     def run(self) -> int:
         """See the job to its end, and return its exit code."""
-        # The first is of all ranks: a mistyped host is likelier than a lost one.
-        attempt: Attempt | None = Attempt(self.hosts, self._wanted, 0)
+        attempt: Attempt | None = self._first
         while attempt is not None:
             code, goes_on = self._run(attempt)
             if not goes_on:
@@ -100,6 +99,15 @@ class Attempts:
             self.say("not started again: it failed before the ranks did anything together")
             return code, False
         return code, self._restart(code)
+
+    def start(self) -> Job:
+        """Start the job once, and return it."""
+        return self._started(self._first)
+
+    @property
+    def _first(self) -> Attempt:
+        # Of all ranks: a mistyped host is likelier than a lost one.
+        return Attempt(self.hosts, self._wanted, 0)
 
     def _started(self, attempt: Attempt) -> Job:
         for _ in range(_PLANS - 1):

@@ -15,7 +15,7 @@ import click
 
 from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile, slurm
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, job_file, machines, screen
+from dtk.launch import COMMUNICATORS, Job, job_file, screen, ssh
 from dtk.launch.plan import check_slots as check_slots
 
 # What `signal.signal` takes and returns.
@@ -40,7 +40,7 @@ hostfile = job_file.path_option("--hostfile", help="The same, one `host slots=n`
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",
-    default=machines.DEFAULT_REMOTE_SHELL,
+    default=ssh.DEFAULT_REMOTE_SHELL,
     show_default=True,
     help="Command that reaches other hosts, called as `CMD host command`.",
 )
@@ -195,9 +195,9 @@ def places_in_slurm(workers: int | None, remote_shell: str) -> tuple[tuple[Host,
     None where there is no allocation, or one on this host alone that `workers` were asked of.
     """
     found = slurm.allocation(os.environ)
-    if not found or (workers is not None and len(found) == 1 and machines.is_local(found[0].name)):
+    if not found or (workers is not None and len(found) == 1 and ssh.is_local(found[0].name)):
         return (), remote_shell
-    if remote_shell == machines.DEFAULT_REMOTE_SHELL:
+    if remote_shell == ssh.DEFAULT_REMOTE_SHELL:
         remote_shell = slurm.remote_shell(os.environ)
     slots = ", ".join(f"{host.name}:{host.slots}" for host in found)
     screen.say(f"on the hosts of Slurm's job {os.environ['SLURM_JOB_ID']}, by srun: {slots}")

@@ -17,7 +17,8 @@ from typing import TextIO, TypeVar
 from dtk.cluster import detect
 from dtk.errors import ClusterError, RankError
 from dtk.launch.job import Job
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 from dtk.version import pip_install
 
 Result = TypeVar("Result")

@@ -15,15 +15,15 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dtk.cluster import Host, TFConfig
+from dtk.cluster import Host, TFConfig, progress
 from dtk.cluster.environment import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
-from dtk.launch import machines
+from dtk.launch import ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
-# `plan` takes these, too: such ranks show what a step costs without communication.
+# `assign` takes these, too: such ranks show what a step costs without communication.
 _NOT_BETWEEN_PROCESSES = ("local", "null")
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
@@ -76,7 +76,34 @@ class Process:
         return dataclasses.replace(self, env={**self.env, **more})
 
 
-def plan(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What to run where; the one holder of a job's settings, which are the options of `dtk run`."""
+
+    command: Sequence[str] = ()
+    processes: tuple[Process, ...] = ()  # in place of the command, where they are planned already
+    workers: int | None = None  # every slot of the hosts when None
+    communicator: str = "auto"
+    hosts: tuple[Host, ...] = ()  # this machine when empty
+    ps: int = 0
+    evaluator: bool = False
+    bind: bool = True
+    # of the job without servers; with them, of each worker that a signal has ended
+    max_restarts: int = 0
+    min_workers: int | None = None
+    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
+    # seconds without progress of any rank after which the job is ended; 0 for never
+    stall_timeout: float = progress.DEFAULT_TIMEOUT
+    # seconds between SIGTERM and SIGKILL; and what servers get to end by themselves after the chief
+    grace: float = 5.0
+    # seconds that ranks have to begin a checkpoint when the job is stopped, and as many to write it
+    save_grace: float = 0.0
+    output_dir: str | os.PathLike[str] | None = None  # one file for each process
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every rank
+    records_steps: bool = False  # whether events have what was measured of every step
+
+
+def assign(
     command: Sequence[str],
     workers: int | None = None,
     *,
@@ -86,7 +113,7 @@ def plan(
     evaluator: bool = False,
     bind: bool = True,
     environ: Mapping[str, str] | None = None,
-    survey: Callable[[str, int], machines.HostFacts] = machines.survey,
+    survey: Callable[[str, int], ssh.HostFacts] = ssh.survey,
 ) -> list[Process]:
     """Decide which processes to start, where, and with which variables.
 
@@ -113,7 +140,7 @@ def plan(
     Raises:
         ClusterError: The counts do not fit the hosts, or the communicator is unknown.
 
-    >>> [(p.name, p.host) for p in plan(["python", "train.py"], workers=2)]
+    >>> [(p.name, p.host) for p in assign(["python", "train.py"], workers=2)]
     [('rank 0', 'localhost'), ('rank 1', 'localhost')]
     """
     environ = os.environ if environ is None else environ
@@ -157,12 +184,12 @@ def check(
     """Refuse what cannot be planned on any hosts, before these are asked.
 
     Args:
-        command: As for `plan`.
-        workers: As for `plan`.
-        hosts: As for `plan`.
-        communicator: As for `plan`.
-        ps: As for `plan`.
-        evaluator: As for `plan`.
+        command: As for `assign`.
+        workers: As for `assign`.
+        hosts: As for `assign`.
+        communicator: As for `assign`.
+        ps: As for `assign`.
+        evaluator: As for `assign`.
 
     Raises:
         ClusterError: The counts do not fit, or the communicator is unknown.
@@ -201,7 +228,7 @@ def check(
                 f"{MOST_ON_A_HOST} at most; give fewer, or more hosts"
             )
     check_slots(workers, hosts)
-    loopback = {host.name for host in hosts if machines.is_loopback(host.name)}
+    loopback = {host.name for host in hosts if ssh.is_loopback(host.name)}
     if loopback and len(hosts) > len(loopback):
         raise ClusterError(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
@@ -236,7 +263,7 @@ def _place(
 
 def _collective(
     placed: list[tuple[str, int, str]],
-    facts: Mapping[str, machines.HostFacts],
+    facts: Mapping[str, ssh.HostFacts],
     communicator: str,
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Return what TensorFlow's collectives read, and MPI, and the address of each process."""
@@ -257,7 +284,7 @@ def _collective(
 
 
 def _horovod(
-    placed: list[tuple[str, int, str]], facts: Mapping[str, machines.HostFacts]
+    placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.HostFacts]
 ) -> list[dict[str, str]]:
     """Return what Horovod's Gloo controller reads; the job adds the address of its rendezvous."""
     hosts = [host for _, _, host in placed]
@@ -285,7 +312,7 @@ def _horovod(
     return envs
 
 
-def _bound(processes: list[Process], facts: Mapping[str, machines.HostFacts]) -> list[Process]:
+def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list[Process]:
     """Divide the cores of each host that has several ranks, a core or more for each thread."""
     hosts = [process.host for process in processes]
     bound = []

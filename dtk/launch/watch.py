@@ -13,8 +13,8 @@ from dtk.launch import job_processes
 from dtk.launch.mpi_places import Loss
 from dtk.launch.outcome import SETTLE, TIE, JobOutcome, leaver_report
 from dtk.launch.output import JobOutput
-from dtk.launch.rank import JobState, Rank
 from dtk.launch.starter import Starter
+from dtk.launch.task import JobState, Task
 
 _START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
 LATE = 5.0  # seconds for a rank to end, where all failures so far are of its loss
@@ -37,7 +37,7 @@ class Watch:
         self._told_alone = False
         self._notice = ""
 
-    def culprit(self) -> Rank | None:
+    def culprit(self) -> Task | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
         state, outcome, ranks = self._state, self._outcome, self._state.ranks
         culprit = None
@@ -60,17 +60,17 @@ class Watch:
             culprit = outcome.culprit()
             if culprit is not None and culprit.is_victim and not state.stopping:
                 self.gone = self._starter.lost()
-                if state.stall_timeout and not (self.gone or outcome.served):
+                if state.spec.stall_timeout and not (self.gone or outcome.served):
                     # Others may have lost a rank that still runs, and is only cut off.
                     now = time.monotonic()
-                    self._stall = stall.find_cut_off(self._tasks(), now, state.stall_timeout)
+                    self._stall = stall.find_cut_off(self._tasks(), now, state.spec.stall_timeout)
                 if self._stall is not None:
                     return ranks[self._stall.missing[0]]
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
         return None if state.stopping else culprit
 
-    def report(self, culprit: Rank | None) -> tuple[str, str]:
+    def report(self, culprit: Task | None) -> tuple[str, str]:
         """Return why the job is ended where that is nobody's failure, and what caused a failure.
 
         Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
@@ -97,7 +97,7 @@ class Watch:
             return "", leaver_report(min(left, key=lambda rank: rank.exited))
         return "", ""
 
-    def _ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
+    def _ask_for_stacks(self, ranks: Sequence[Task]) -> None:
         """Have ranks say where they are in the script; it ends them."""
         asked = [rank for rank in ranks if rank.code is None]
         for rank in asked:
@@ -115,7 +115,7 @@ class Watch:
 
         A rank that fails, or an interrupt, cuts it short.
         """
-        state, grace = self._state, self._state.save_grace
+        state, grace = self._state, self._state.spec.save_grace
         saving = [rank for rank in state.ranks if rank.would_save]
         if not (saving and grace):
             return
@@ -150,7 +150,7 @@ class Watch:
         """Wait for the end, and meanwhile replace what can be."""
         state, outcome = self._state, self._outcome
         # Nothing notifies of a job that does not move.
-        period = min(1.0, state.stall_timeout / 10) or 1.0
+        period = min(1.0, state.spec.stall_timeout / 10) or 1.0
         while True:
             stuck: dict[int, str] = {}
             with state.changed:
@@ -181,7 +181,7 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
-        if not (timeout := self._state.stall_timeout):
+        if not (timeout := self._state.spec.stall_timeout):
             return False
         now = time.monotonic()
         self._allow_for_sleep(now)
@@ -202,7 +202,7 @@ class Watch:
         """Count no time in which this process itself was stopped, or could not write."""
         slept = now - self._looked
         if not self._output.waits:  # as of a terminal after Ctrl-S, or a pager
-            slept -= self._state.stall_timeout / 4
+            slept -= self._state.spec.stall_timeout / 4
         if self._looked and slept > 0:
             for rank in self._state.ranks:
                 rank.status.delay(slept)
@@ -210,7 +210,7 @@ class Watch:
 
     def _note_alone(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Note once in which bound a rank must rejoin the others, while it computes alone."""
-        timeout = self._state.stall_timeout
+        timeout = self._state.spec.stall_timeout
         # Half as long again: a rank that does nothing is named for that by then, also where it was
         # seen reading at first, as of memory that the system had taken.
         since = now - timeout / 2
@@ -227,7 +227,7 @@ class Watch:
 
     def _not_started(self, statuses: Sequence[RankStatus], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
-        since = now - min(_START, self._state.stall_timeout)
+        since = now - min(_START, self._state.spec.stall_timeout)
         if all(one.last and one.last.joining and one.moved < since for one in statuses):
             why = self._starter.held_up()
             return Stall((), why, tuple(range(len(statuses)))) if why else None
@@ -245,13 +245,13 @@ class Watch:
 
     def _stuck(self) -> dict[int, str]:
         """Return the tasks that hold others up and can be replaced, and why."""
-        timeout = self._state.stall_timeout
+        timeout = self._state.spec.stall_timeout
         if not timeout or not self._outcome.served:
             return {}
         found = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
         return {index: why for index, why in found.items() if not self._state.ranks[index].stuck}
 
-    def _end_stuck(self, rank: Rank) -> None:
+    def _end_stuck(self, rank: Task) -> None:
         """End one process that is stuck, and show its stack."""
         if not (rank.status.waits or rank.status.has_stack):
             self._ask_for_stacks([rank])
@@ -259,20 +259,20 @@ class Watch:
             name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
         self._end(rank)
-        rank.await_agent(self._state.grace + 2.0)
+        rank.await_agent(self._state.spec.grace + 2.0)
 
-    def _end(self, rank: Rank) -> None:
+    def _end(self, rank: Task) -> None:
         """End one process at once, and its children."""
         sessions = [] if rank.remote else [rank.popen.pid]
         job_processes.end(self._state.mark(rank.process), 0.0, sessions=sessions)
         rank.hang_up()
 
-    def _replace(self, rank: Rank) -> None:
+    def _replace(self, rank: Task) -> None:
         """Start a lost task again, or say that the job goes on without it."""
         # Its children may hold its port, or memory that its successor needs.
         self._end(rank)
         rank.read_out(2.0)
-        say, lost, most = self._output.say, rank.how_lost, self._state.max_restarts
+        say, lost, most = self._output.say, rank.how_lost, self._state.spec.max_restarts
         self._state.events.record("failure", rank.process.rank_name, text=lost)
         # One that failed by itself would do so again.
         if rank.signal and rank.restarts < most:
@@ -320,7 +320,7 @@ class Watch:
                     return
                 state.changed.wait(left)
 
-    def _hear_chief(self, lost: Rank) -> None:
+    def _hear_chief(self, lost: Task) -> None:
         """Give the chief time to notice that a parameter server is gone, and to say so."""
         chief = self._outcome.speaker(lost)
         if chief.code is None:

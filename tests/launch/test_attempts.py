@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_processes, plan
+from dtk.launch import assign, job_processes
 from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
 from dtk.launch.plan import Process
 
-from launched import dtk_run
+from launched import a_job, dtk_run
 
 
 class FakeJob(contextlib.nullcontext):
@@ -97,7 +97,7 @@ def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, mo
     def make(attempt):
         names = [host.name for host in attempt.hosts for _ in range(host.slots)] or ["localhost"]
         env = {"ATTEMPT": str(attempt.number)}
-        return Job(
+        return a_job(
             [
                 Process(f"rank {r}", "worker", r, names[r], (sys.executable, "-c", code), env)
                 for r in range(attempt.workers)
@@ -172,7 +172,7 @@ def test_too_few_hosts_are_waited_for_and_then_named(tmp_path, monkeypatch):
 
 def test_a_first_attempt_that_cannot_start_is_an_error():
     def make(attempt):
-        return Job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
+        return a_job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
 
     attempts = Attempts(make, lambda host: True, print, (), 1, None, 3)
     with pytest.raises(ClusterError, match="cannot start /no/such"):
@@ -183,9 +183,9 @@ def test_a_first_attempt_that_cannot_start_is_an_error():
 @pytest.mark.parametrize(("timeout", "wanted"), [(5.0, True), (0.0, False)])
 def test_a_mistake_before_the_first_step_is_not_made_again(timeout, wanted):
     """Without reports of ranks it cannot be told, and the job is started again."""
-    processes = plan([sys.executable, "-c", "import no_such_module"], workers=1)
+    processes = assign([sys.executable, "-c", "import no_such_module"], workers=1)
     out = io.StringIO()
-    with Job(processes, stall_timeout=timeout, stdout=out, stderr=out) as job:
+    with a_job(processes, stall_timeout=timeout, stdout=out, stderr=out) as job:
         assert job.wait(60) == 1 and not job.stopped
     assert job.failed_before_working_together is wanted
 

@@ -8,7 +8,7 @@ import pytest
 from dtk.cluster.stall import RankReport
 from dtk.launch.outcome import TIE, JobOutcome
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank
+from dtk.launch.task import Task
 
 PAIR = ("worker", "worker")
 SERVED = ("chief", "worker", "worker", "ps", "evaluator")
@@ -25,7 +25,7 @@ def job(*roles):
     ranks = {}
     for number, role in enumerate(roles):
         process = Process(f"rank {number}", role, number, "localhost", ("python",), {})
-        ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, Ended())
+        ranks[f"{role} {roles[:number].count(role)}"] = Task(process, {}, False, Ended())
     return ranks, JobOutcome([rank.process for rank in ranks.values()], list(ranks.values()))
 
 
@@ -120,7 +120,7 @@ def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
 
 def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
     process = Process("rank 1", "worker", 1, "node1", ("python",), {})
-    far, near = Rank(process, {}, True, Ended()), Rank(process, {}, False, Ended())
+    far, near = Task(process, {}, True, Ended()), Task(process, {}, False, Ended())
     given = {code: [] for code in (137, 255, 3, -9)}
     for code, signals in given.items():
         for rank in (far, near):

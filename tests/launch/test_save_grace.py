@@ -18,8 +18,10 @@ import pytest
 from dtk.cluster import progress
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_processes, plan
+from dtk.launch import assign, job_processes
 from dtk.launch.plan import Process
+
+from launched import a_job
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -90,12 +92,12 @@ def stopped(
 ):
     """Stop a job of two ranks; returns what is saved, what was said, and the seconds it took."""
     code = SAVES.format(steps=steps, writes=writes, ready=ready)
-    processes = plan([sys.executable, "-c", code, f"{place}/"], 2)
+    processes = assign([sys.executable, "-c", code, f"{place}/"], 2)
     for process in processes:
         process.env.update({SAVE_GRACE: f"{save_grace}", "DTK_RANK": str(process.rank)})
         process.env.update(PYTHONPATH=str(ROOT))
     out, said = Lines(2), io.StringIO()
-    with Job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
+    with a_job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
         assert out.come.wait(60), said.getvalue()
         hear_all(job)
         began = time.monotonic()
@@ -141,7 +143,7 @@ def test_a_rank_on_another_host_is_asked_through_its_agent(tmp_path, shell):
     command = (sys.executable, "-c", code, f"{place}/")
     process = Process("rank 0", "worker", 0, "node0.invalid", command, env)
     out, said = Lines(1), io.StringIO()
-    with Job(
+    with a_job(
         [process], stdout=out, stderr=said, grace=0.2, save_grace=20.0, remote_shell=shell
     ) as job:
         assert out.come.wait(60), said.getvalue()
@@ -162,7 +164,7 @@ def test_a_fit_in_a_thread_saves_when_the_launcher_asks(tmp_path, shell, host, a
     process = Process("rank 0", "worker", 0, host, command, env)
     out, said = Lines(1), io.StringIO()
     options = {"grace": 0.5, "save_grace": 20.0, "remote_shell": shell}
-    with Job([process], stdout=out, stderr=said, **options) as job:
+    with a_job([process], stdout=out, stderr=said, **options) as job:
         assert out.come.wait(60), said.getvalue()
         hear_all(job)
         began = time.monotonic()
@@ -260,11 +262,12 @@ def test_training_of_slow_steps_is_saved(tmp_path, servers, ending):
 def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):
     code = SAVES.format(steps=600, writes=0, ready="lambda rank: rank == 0")
     launcher = (
-        "import sys, time\nfrom dtk.launch import Job, plan\n"
-        f"processes = plan([sys.executable, '-c', {code!r}, {str(tmp_path)!r}], 2)\n"
+        "import sys, time\nfrom dtk.launch import Job, JobSpec, assign\n"
+        f"processes = assign([sys.executable, '-c', {code!r}, {str(tmp_path)!r}], 2)\n"
         "for one in processes:\n"
         f"    one.env.update(DTK_RANK=str(one.rank), PYTHONPATH={str(ROOT)!r}, {SAVE_GRACE}='1')\n"
-        "job = Job(processes, grace=0.5, save_grace=1.0).start()\n"
+        "spec = JobSpec(processes=tuple(processes), grace=0.5, save_grace=1.0)\n"
+        "job = Job(spec).start()\n"
         "print('job', job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(

@@ -27,9 +27,8 @@ from dtk.cluster.stall import (
     find_short,
 )
 from dtk.cluster.usage import Usage
-from dtk.launch import Job
 
-from launched import ranks, until
+from launched import a_job, ranks, until
 
 TIMEOUT = 100.0
 NOW = 1e4
@@ -414,7 +413,7 @@ def two_ranks(code, timeout, ends=124):
     """Run two ranks of plain Python to their end, by a stall; returns what was said."""
     processes = ranks(code, DTK_RUN="1", DTK_STALL_TIMEOUT=f"{timeout}")
     err = io.StringIO()
-    with Job(processes, stall_timeout=timeout, grace=0.5, stdout=err, stderr=err) as job:
+    with a_job(processes, stall_timeout=timeout, grace=0.5, stdout=err, stderr=err) as job:
         assert job.wait(timeout=90) == ends
     return err.getvalue()
 

@@ -22,9 +22,9 @@ from dtk.errors import PEER_LOST
 from dtk.launch import agent, job_processes
 from dtk.launch.agent import Order
 from dtk.launch.events import EventLog
-from dtk.launch.machines import Guard
-from dtk.launch.plan import Process
+from dtk.launch.plan import JobSpec, Process
 from dtk.launch.screen import Sink
+from dtk.launch.ssh import Guard
 
 # Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -43,20 +43,12 @@ _SSH_FAILED = 255
 
 @dataclasses.dataclass
 class JobState:
-    """What the parts of the launcher share of a job, and the condition its threads wait on.
+    """What the parts of the launcher share of a job, and the condition its threads wait on."""
 
-    The settings are those of `dtk.launch.Job`.
-    """
-
-    processes: tuple[Process, ...]
+    spec: JobSpec
     job_id: str = ""
-    remote_shell: str = ""
-    grace: float = 5.0
-    save_grace: float = 0.0
-    max_restarts: int = 0
-    stall_timeout: float = 0.0
     events: EventLog = dataclasses.field(default_factory=EventLog)
-    ranks: list[Rank] = dataclasses.field(default_factory=list)
+    ranks: list[Task] = dataclasses.field(default_factory=list)
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     stopping: bool = False
     hurry: bool = False
@@ -81,7 +73,7 @@ class JobState:
         return f"{self.job_id}/{process.name.replace(' ', '-')}"
 
 
-class Rank:
+class Task:
     """One place of a plan, and what runs there.
 
     A lost worker that is started again keeps its place: name, variables, address and file.
