@@ -168,6 +168,7 @@ PEER_LOST = re.compile(
 )
 # Characters: of a message, and of the first and last parts of a traceback that is longer.
 _MESSAGE, _HEAD, _TAIL = 300, 3000, 6000
+_GENERATED = "__autograph_generated_file"  # TensorFlow's, of a function that stands in the script
 _PIECE = 600  # that a report shorter than PIPE_BUF holds in any alphabet
 
 
@@ -200,7 +201,7 @@ def _place_in_script(error: BaseException) -> tuple[str, int]:
     else:
         calls = traceback.walk_tb(error.__traceback__)
         places = [(frame.f_code.co_filename, line) for frame, line in calls]
-    own = [place for place in places if not is_of_library(place[0])]
+    own = [place for place in places if not is_of_library(place[0]) and _GENERATED not in place[0]]
     file, line = (own or places or [("", 0)])[-1]
     short = os.path.relpath(file) if os.path.isabs(file) else file
     return (file if short.startswith("..") else short), line

@@ -216,7 +216,7 @@ def run(
         records_steps=bool(events or timeline or report),
     )
     jobs: list[Job] = []
-    with views.watching(ctx.params, jobs, command[1:], screen.say) as log:
+    with views.reporting(ctx.params, jobs, command[1:], screen.say) as log:
         running = JobRun(spec, log, jobs=jobs)
         code = job_options.interruptible(running.wait, "run", jobs)
         log.record("job end", code=code)

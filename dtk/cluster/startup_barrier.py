@@ -90,7 +90,7 @@ def await_neighbours(environment: Environment, timeout: float) -> None:
             for rank, pid in found.items():
                 if not statuses[rank].started:
                     statuses[rank].started, statuses[rank].moved = True, now
-                statuses[rank].observe(usage.of(pid), now)
+                statuses[rank].observe(usage.usage_of(pid), now)
             missing = sorted(set(found) - come)
             if not missing and now - began > _STARTED:
                 return

@@ -31,7 +31,7 @@ class Usage(NamedTuple):
     allowed: int = 0  # bytes that it, and all beside it, may hold
 
 
-def of(pid: int) -> Usage | None:
+def usage_of(pid: int) -> Usage | None:
     """Look at a process of this machine; None where there is none, or one that is over."""
     try:
         main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")

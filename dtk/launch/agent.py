@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from dtk.cluster.report_channel import ask, pair, receive, record, takes_more, variables
-from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, of
+from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, usage_of
 from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
@@ -237,7 +237,7 @@ def run_rank(
 
     def watch() -> None:
         while rank.poll() is None:
-            if seen := of(rank.pid):
+            if seen := usage_of(rank.pid):
                 _pass_on(json.dumps({"usage": seen}).encode())
             time.sleep(watch_every)
 

@@ -157,7 +157,7 @@ class Task:
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
-            self.status.observe(usage.of(self.popen.pid), time.monotonic())
+            self.status.observe(usage.usage_of(self.popen.pid), time.monotonic())
 
     def ask_to_save(self) -> None:
         """Ask it to save a checkpoint and end, in the way that it has named; not its children."""

@@ -274,7 +274,7 @@ def test_a_rank_works_while_a_program_that_it_has_started_does():
     command = ["sh", "-c", f"'{sys.executable}' -c 'while True: pass'; true"]
     with subprocess.Popen(command, start_new_session=True) as started:
         try:
-            until(lambda: usage.of(started.pid).cpu > 0.3)  # the shell itself only waits
+            until(lambda: usage.usage_of(started.pid).cpu > 0.3)  # the shell itself only waits
         finally:
             os.killpg(started.pid, signal.SIGKILL)
 
