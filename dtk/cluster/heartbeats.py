@@ -116,12 +116,12 @@ class Table:
         return self._first
 
     def _run(self) -> None:
-        told, period = 0.0, min(_PERIOD, self._timeout / 10)
+        said_at, period = 0.0, min(_PERIOD, self._timeout / 10)
         while True:
             self._hear(max(0.0, min(period, self._known_at() - time.monotonic())))
             now = time.monotonic()
-            if now - told > period:
-                told = now
+            if now - said_at > period:
+                said_at = now
                 self._tell({"here": True})
             if now >= self._known_at():
                 self._say_first()
@@ -129,8 +129,8 @@ class Table:
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
                     os.write(2, stall.describe_cause(short, self._statuses).encode())
-            if found := stall.find(self._statuses, now, self._timeout):
-                stall.say_last(stall.describe(found, self._statuses))
+            if stuck := stall.find(self._statuses, now, self._timeout):
+                stall.say_last(stall.describe(stuck, self._statuses))
                 self._tell({"stuck": True})
                 _leave()
 

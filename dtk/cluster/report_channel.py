@@ -145,8 +145,8 @@ def _end() -> int | None:
     """Return this rank's end; None where there is none any more."""
     number, inode = _place()
     with contextlib.suppress(OSError):
-        found = os.fstat(number)
-        if stat.S_ISSOCK(found.st_mode) and found.st_ino == inode:
+        status = os.fstat(number)
+        if stat.S_ISSOCK(status.st_mode) and status.st_ino == inode:
             return number
     return None
 

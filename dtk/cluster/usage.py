@@ -86,10 +86,10 @@ def io(pid: int | str = "self") -> int:
     """
     try:
         with open(f"/proc/{pid}/io") as file:
-            told = dict(line.split(":") for line in file)
+            counts = dict(line.split(":") for line in file)
     except OSError:
         return 0
-    return int(told["read_bytes"]) + int(told["write_bytes"])
+    return int(counts["read_bytes"]) + int(counts["write_bytes"])
 
 
 def memory() -> int:
@@ -133,8 +133,8 @@ def _cores_of_group(folder: str) -> list[int]:
     """Return the cores a group may use, rounded up, if it has a limit; of cgroup 2, then 1."""
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            told = [pathlib.Path(folder, file).read_text() for file in files]
-            quota, period = map(int, " ".join(told).split())
+            texts = [pathlib.Path(folder, file).read_text() for file in files]
+            quota, period = map(int, " ".join(texts).split())
             return [-(-quota // period)] if quota > 0 else []
     return []
 
@@ -158,23 +158,23 @@ class MemoryKills:
         return self._counts().get(file, 0) > self._before[file]
 
     def _counts(self) -> dict[str, int]:
-        found = {}
+        kills = {}
         for file in self._files:
             with contextlib.suppress(OSError, ValueError), open(file) as lines:
                 counts = dict(line.split() for line in lines)
                 if "oom_kill" in counts:
-                    found[file] = int(counts["oom_kill"])
-        return found
+                    kills[file] = int(counts["oom_kill"])
+        return kills
 
 
 def _group_counts(file: str, groups: str) -> list[str]:
     """Return where the kills of a process's control group may be counted."""
-    found = []
+    files = []
     with contextlib.suppress(OSError), open(file) as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if "memory" in controllers.split(","):
-                found.append(f"{groups}/memory{path}/memory.oom_control")
+                files.append(f"{groups}/memory{path}/memory.oom_control")
             elif not controllers:
-                found.append(f"{groups}{path}/memory.events")
-    return found
+                files.append(f"{groups}{path}/memory.events")
+    return files

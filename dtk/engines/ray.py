@@ -123,8 +123,8 @@ class KerasTrainer(DataParallelTrainer):
         if not ray.is_initialized():
             ray.init()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if told := too_small(self.scaling_config, nodes):
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        if message := too_small(self.scaling_config, nodes):
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return super().fit()
 
 
@@ -214,8 +214,8 @@ class _Backend(Backend):
 def _find_place() -> _Place:
     address = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server(("", 0), family=family) as found:
-        port = int(found.getsockname()[1])
+    with socket.create_server(("", 0), family=family) as listener:
+        port = int(listener.getsockname()[1])
     return _Place(ray.get_runtime_context().get_node_id(), address, port)
 
 

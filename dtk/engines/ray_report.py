@@ -61,9 +61,9 @@ class ReportToRay(Checkpoint):
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:
         """Fetch Ray's newest checkpoint, and resume."""
-        found = ray.train.get_checkpoint()
-        if self.resume and found is not None and not self._begun:
-            on_chief(self.strategy, lambda: found.to_directory(self.directory))
+        newest = ray.train.get_checkpoint()
+        if self.resume and newest is not None and not self._begun:
+            on_chief(self.strategy, lambda: newest.to_directory(self.directory))
         super().on_train_agreed(logs)
 
     def save(self, progress: TrainingProgress) -> Path | None:

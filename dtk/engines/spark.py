@@ -88,11 +88,11 @@ def run(
         from py4j.protocol import Py4JJavaError
         from pyspark import SparkContext, cloudpickle
     except ModuleNotFoundError as error:
-        told = f"dtk.engines.spark needs pyspark 4: {pip_install('spark')}"
-        raise ModuleNotFoundError(told, name=error.name) from None
+        message = f"dtk.engines.spark needs pyspark 4: {pip_install('spark')}"
+        raise ModuleNotFoundError(message, name=error.name) from None
     if (here := detect()).size > 1:
-        told = "dtk.engines.spark.run was called on a rank of a job, expected Spark's driver"
-        raise ClusterError(at_rank(here.rank, told))
+        message = "dtk.engines.spark.run was called on a rank of a job, expected Spark's driver"
+        raise ClusterError(at_rank(here.rank, message))
     context = SparkContext.getOrCreate()
     _check_slots(context, num_workers)
     try:
@@ -119,10 +119,10 @@ def _check_slots(context: SparkContext, wanted: int) -> None:
     conf, master = context.getConf(), context.master.replace(" ", "")
     executors, cores = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
     per_task = float(conf.get("spark.task.cpus", "1"))
-    if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
-        executors, cores = found.groups()
-    elif found := re.fullmatch(r"local(?:\[(\d+|\*)(?:,\d+)?\])?", master):
-        executors, cores = "1", (found[1] or "1").replace("*", str(os.cpu_count()))
+    if asked := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        executors, cores = asked.groups()
+    elif asked := re.fullmatch(r"local(?:\[(\d+|\*)(?:,\d+)?\])?", master):
+        executors, cores = "1", (asked[1] or "1").replace("*", str(os.cpu_count()))
     if executors and cores and (slots := int(executors) * int(float(cores) / per_task)) < wanted:
         raise ClusterError(
             f"num_workers={wanted}, but Spark has {slots} slots (master {context.master}: "
@@ -175,7 +175,7 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     rank = context.partitionId()
     hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
     beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    given = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": len(hosts),
         "LOCAL_RANK": beside.index(rank),
@@ -188,11 +188,11 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
         **dict.fromkeys(THREADS, max(1, context.cpus())),
     }
     if gpus := context.resources().get("gpu"):
-        given["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
     kept = {  # not what tells the place of the executor
         n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
     }
-    return kept | {name: str(value) for name, value in given.items()}
+    return kept | {name: str(value) for name, value in variables.items()}
 
 
 def _see_to_its_end(

@@ -71,8 +71,8 @@ def survey(host: str, ports: int) -> tuple[list[int], list[int], str, int | None
     many cores' time may be used.
     """
     with contextlib.ExitStack() as held:
-        found = [held.enter_context(reserve(host)) for _ in range(ports)]
-        ports_found = [one.getsockname()[1] for one in found]
+        sockets = [held.enter_context(reserve(host)) for _ in range(ports)]
+        ports_found = [one.getsockname()[1] for one in sockets]
         return ports_found, cores(), _interface(host), cores_allowed()
 
 
@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed."""
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
-    found = {"Python": "{}.{}".format(*sys.version_info)}
+    installed = {"Python": "{}.{}".format(*sys.version_info)}
     for name, distributions in {
         "dtk": ["keras-dtk"],
         "tensorflow": ["tensorflow", "tensorflow-cpu", "tf-nightly"],
@@ -88,8 +88,8 @@ def versions() -> dict[str, str]:
     }.items():
         for distribution in distributions:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(distribution)
-    return found
+                installed[name] = importlib.metadata.version(distribution)
+    return installed
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
@@ -172,15 +172,15 @@ class Saver:
 
 def _opened(pid: int) -> list[int]:
     """Return the reading ends of what a process writes to, where these are pipes."""
-    found = []
+    pipes = []
     for number in (1, 2):
         name = f"/proc/{pid}/fd/{number}"
         with contextlib.suppress(OSError):
             if os.readlink(name).startswith("pipe:"):
-                found.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    for pipe in found:
+                pipes.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    for pipe in pipes:
         os.set_blocking(pipe, True)
-    return found
+    return pipes
 
 
 def _read_out(pipe: int) -> None:

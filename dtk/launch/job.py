@@ -235,9 +235,9 @@ class Job:
             else:
                 self._end_all()
         except Exception as error:
-            told = "".join(traceback.format_exception(error))
+            trace = "".join(traceback.format_exception(error))
             with contextlib.suppress(Exception):  # the worst is over
-                text = f"the launcher itself has failed, and ends the job:\n{told}"
+                text = f"the launcher itself has failed, and ends the job:\n{trace}"
                 self._output.say(text.rstrip())
             with contextlib.suppress(Exception):
                 self._state.stopping = True

@@ -109,7 +109,7 @@ class JobRun:
     def _with_variables(self, processes: Sequence[Process], attempt: int) -> list[Process]:
         """Give each rank the variables of the job, and the settings that are fastest for it."""
         spec = self.spec
-        given = {
+        variables = {
             # So a rank that crashes in C++ prints where in the script.
             "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
             **spec.variables,
@@ -117,12 +117,12 @@ class JobRun:
             recording.VARIABLE: "steps" if spec.records_steps else "summary",
         }
         if not spec.ps:
-            given[RESTARTS] = str(attempt)
-        found, used = [], None
+            variables[RESTARTS] = str(attempt)
+        complete, used = [], None
         for one in processes:
-            env, settings = step_settings.apply(one.argv, {**one.env, **given}, self._environ)
+            env, settings = step_settings.apply(one.argv, {**one.env, **variables}, self._environ)
             used = used or settings
-            found.append(one.with_env(env))
+            complete.append(one.with_env(env))
         if used is not None and not attempt:
             screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
-        return found
+        return complete

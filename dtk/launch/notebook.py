@@ -93,8 +93,8 @@ def _packed(fn: Callable[[], object]) -> bytes:
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
-        told = f"notebook_launcher needs cloudpickle: {pip_install('notebook')}"
-        raise ModuleNotFoundError(told, name=error.name) from None
+        message = f"notebook_launcher needs cloudpickle: {pip_install('notebook')}"
+        raise ModuleNotFoundError(message, name=error.name) from None
     try:
         return pickle.dumps((sys.path, cloudpickle.dumps(fn)))
     except Exception as error:  # whatever the values of the notebook raise

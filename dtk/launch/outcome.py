@@ -173,8 +173,8 @@ class JobOutcome:
         else:
             text += " Its last output:" if words else " It wrote nothing."
             lines = [text, *words]
-            if count > 1 and (told := advice_on_files(words, rank.process.rank)):
-                lines.append(told)
+            if count > 1 and (advice := advice_on_files(words, rank.process.rank)):
+                lines.append(advice)
         if rank.signal == signal.SIGKILL and not rank.stuck:
             # Above, as the last words are to stand last; what to do about it stands below them.
             lines.insert(len(lines) if rank.was_short_of_memory else 0, _of_the_kill(rank))

@@ -100,13 +100,13 @@ class EqualLines:
 
     def due(self, now: float | None = None) -> list[tuple[str, list[str]]]:
         """Return the lines that were held for long enough, or are too many, and who wrote them."""
-        found = []
+        lines = []
         with self._lock:
             while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
                 line = self._held.popleft()
                 line.is_shown = True
                 self._shown.append(line)
-                found.append((line.text, line.writers))
+                lines.append((line.text, line.writers))
             while self._shown and (
                 len(self._shown) > _MOST
                 or (now is not None and now - self._shown[0].when >= _EQUAL)
@@ -115,7 +115,7 @@ class EqualLines:
                 self._equal[line.text].remove(line)
                 if not self._equal[line.text]:
                     del self._equal[line.text]
-        return found
+        return lines
 
 
 class _Line:

@@ -101,8 +101,8 @@ class Starter:
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
         place = self._places[process.rank] if self._places else {}
-        given = {**process.env, **self._shared, **place}
-        env = {**self._output.variables(process), **given}
+        variables = {**process.env, **self._shared, **place}
+        env = {**self._output.variables(process), **variables}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Task(process, env, remote, popen, self._guard, self._state.events)

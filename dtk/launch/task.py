@@ -131,25 +131,25 @@ class Task:
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
-            told = json.loads(message)
-            if self.remote and "sent" in told:
-                self._lag = min(self._lag, time.monotonic() - float(told["sent"]))
-            if "event" in told:
-                self._events.hear(self.process.rank_name, told["event"], self._lag)
-            elif "failure" in told:
+            report = json.loads(message)
+            if self.remote and "sent" in report:
+                self._lag = min(self._lag, time.monotonic() - float(report["sent"]))
+            if "event" in report:
+                self._events.hear(self.process.rank_name, report["event"], self._lag)
+            elif "failure" in report:
                 with contextlib.suppress(OverflowError):
-                    self.failure = failures.read(told["failure"], self._lag)
-            elif "traceback" in told:
+                    self.failure = failures.read(report["failure"], self._lag)
+            elif "traceback" in report:
                 if len(self._traceback) < _LONGEST:
-                    self._traceback += str(told["traceback"])
-            elif "progress" in told:
-                self.status.take(report_of(told["progress"]), time.monotonic())
-            elif "saving" in told:
-                self._note_saving(str(told["saving"]))
-            elif told["usage"] == usage.NO_MEMORY:
+                    self._traceback += str(report["traceback"])
+            elif "progress" in report:
+                self.status.take(report_of(report["progress"]), time.monotonic())
+            elif "saving" in report:
+                self._note_saving(str(report["saving"]))
+            elif report["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
-                state, cpu, io, total, *memory = told["usage"]
+                state, cpu, io, total, *memory = report["usage"]
                 held = map(int, memory)
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total), *held)
                 self.status.observe(seen, time.monotonic())

@@ -80,15 +80,15 @@ class Watch:
         statuses = [rank.status for rank in ranks]
         # Whose data has ended before that of others, where a rank has failed of it.
         short = stall.find_short(statuses)
-        if found := self._stall or short:
-            missing = [ranks[i] for i in found.missing]
+        if shown := self._stall or short:
+            missing = [ranks[i] for i in shown.missing]
             self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
         if self.gone:
             return f"\ndtk: {self.gone.how}; every rank needs it. The job was ended.\n", ""
         if self._stall:
-            told = stall.describe(self._stall, statuses)
-            self._state.events.record("stall", text=told.strip())
-            return told, ""
+            words = stall.describe(self._stall, statuses)
+            self._state.events.record("stall", text=words.strip())
+            return words, ""
         if short:
             return "", stall.describe_cause(short, statuses)
         # The rank that left first, where others have failed as it was gone.
@@ -214,16 +214,16 @@ class Watch:
         # Half as long again: a rank that does nothing is named for that by then, also where it was
         # seen reading at first, as of memory that the system had taken.
         since = now - timeout / 2
-        found = stall.find_alone(statuses, since, timeout)
-        if found and any(statuses[i].is_idle(since) for i in found.missing):
+        alone = stall.find_alone(statuses, since, timeout)
+        if alone and any(statuses[i].is_idle(since) for i in alone.missing):
             return
-        if found and not self._told_alone:
+        if alone and not self._told_alone:
             self._notice = (
-                f"{stall.describe_missing(found, statuses)[0]} The others wait, and the job is "
+                f"{stall.describe_missing(alone, statuses)[0]} The others wait, and the job is "
                 f"ended after {timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives "
                 "it more"
             )
-        self._told_alone = found is not None
+        self._told_alone = alone is not None
 
     def _not_started(self, statuses: Sequence[RankStatus], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
@@ -248,8 +248,8 @@ class Watch:
         timeout = self._state.spec.stall_timeout
         if not timeout or not self._outcome.served:
             return {}
-        found = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
-        return {index: why for index, why in found.items() if not self._state.ranks[index].stuck}
+        stuck = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
+        return {index: why for index, why in stuck.items() if not self._state.ranks[index].stuck}
 
     def _end_stuck(self, rank: Task) -> None:
         """End one process that is stuck, and show its stack."""
