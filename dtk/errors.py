@@ -6,6 +6,7 @@ Each class also derives from the matching built-in error, so `except ValueError`
     True
 """
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -174,7 +175,7 @@ _PIECE = 600  # that a report shorter than PIPE_BUF holds in any alphabet
 
 def failure_record(error: BaseException) -> dict[str, object]:
     """Return what others are told of an exception that ends this rank; see `cluster.failures`."""
-    message = str(error).strip()
+    message = _said(error)
     file, line = _place_in_script(error)
     return {
         "time": time.monotonic(),
@@ -203,13 +204,22 @@ def _place_in_script(error: BaseException) -> tuple[str, int]:
         places = [(frame.f_code.co_filename, line) for frame, line in calls]
     own = [place for place in places if not is_of_library(place[0]) and _GENERATED not in place[0]]
     file, line = (own or places or [("", 0)])[-1]
-    short = os.path.relpath(file) if os.path.isabs(file) else file
-    return (file if short.startswith("..") else short), line
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        short = os.path.relpath(file) if os.path.isabs(file) else file
+        file = file if short.startswith("..") else short
+    return file, line
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - of a class of the script's; it is being told of already
+        return "(it has no text)"
 
 
 def _is_of_lost_peer(error: BaseException) -> bool:
     """Return whether an exception, or what has led to it, says that another rank is gone."""
-    return any(PEER_LOST.search(f"{type(one).__name__}: {one}") for one in _chain(error))
+    return any(PEER_LOST.search(f"{type(one).__name__}: {_said(one)}") for one in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

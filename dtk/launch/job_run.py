@@ -37,19 +37,8 @@ class JobRun:
         return self._attempts().start()
 
     def _attempts(self) -> Attempts:
-        spec = self.spec
-        # With servers, the job starts its workers again itself.
-        restarts = 0 if spec.ps else spec.max_restarts
         return Attempts(
-            self._made,
-            self._answers,
-            screen.say,
-            spec.hosts,
-            len(spec.processes) or spec.workers,
-            spec.min_workers,
-            restarts,
-            jobs=self.jobs,
-            events=self.log,
+            self.spec, self._made, self._answers, screen.say, jobs=self.jobs, events=self.log
         )
 
     @property

@@ -15,7 +15,7 @@ from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import assign, job_processes
 from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
-from dtk.launch.plan import Process
+from dtk.launch.plan import JobSpec, Process
 
 from launched import a_job, dtk_run
 
@@ -57,7 +57,8 @@ def test_any_history_keeps_the_bounds(slots, most, ends, data):
         started.append(attempt)
         return FakeJob(*ends[len(started) - 1])
 
-    attempts = Attempts(make, None, said.append, hosts, wanted, fewest, most)
+    spec = JobSpec(hosts=hosts, workers=wanted, min_workers=fewest, max_restarts=most)
+    attempts = Attempts(spec, make, None, said.append)
 
     def answering(names):
         names = list(names)
@@ -113,7 +114,8 @@ def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, mo
     (tmp_path / "shell").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     (tmp_path / "shell").chmod(0o755)
     answers = options.pop("answers", lambda host: True)
-    attempts = Attempts(make, answers, said.append, hosts, workers, fewest, most, **options)
+    spec = JobSpec(hosts=hosts, workers=workers, min_workers=fewest, max_restarts=most)
+    attempts = Attempts(spec, make, answers, said.append, **options)
     given = attempts.run()
     assert all(job_processes.members(job.job_id) == [] for job in attempts.jobs)
     return given, out.getvalue(), said
@@ -174,7 +176,7 @@ def test_a_first_attempt_that_cannot_start_is_an_error():
     def make(attempt):
         return a_job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
 
-    attempts = Attempts(make, lambda host: True, print, (), 1, None, 3)
+    attempts = Attempts(JobSpec(workers=1, max_restarts=3), make, lambda host: True, print)
     with pytest.raises(ClusterError, match="cannot start /no/such"):
         attempts.run()
     assert len(attempts.jobs) == 1
