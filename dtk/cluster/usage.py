@@ -142,12 +142,15 @@ def _cores_of_group(folder: str) -> list[int]:
 class MemoryKills:
     """Says whether the kernel's out-of-memory killer has ended processes since this was made.
 
-    It counts those of the process's control group, such as a container, or of the whole machine
-    where the group does not tell.
+    It counts those of the process's control group, such as a container, or of the groups above it
+    and the whole machine where the group does not tell.
     """
 
     def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):
-        self._files = [*_group_counts(f"{proc}/{pid}/cgroup", groups), f"{proc}/vmstat"]
+        folders = _groups_of("memory", f"{proc}/{pid}", groups)
+        names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
+        self._files = [f"{folder}/{name}" for folder in folders for name in names]
+        self._files.append(f"{proc}/vmstat")
         self._before = self._counts()
 
     def are_more(self) -> bool:
@@ -165,16 +168,3 @@ class MemoryKills:
                 if "oom_kill" in counts:
                     kills[file] = int(counts["oom_kill"])
         return kills
-
-
-def _group_counts(file: str, groups: str) -> list[str]:
-    """Return where the kills of a process's control group may be counted."""
-    files = []
-    with contextlib.suppress(OSError), open(file) as lines:
-        for line in lines:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if "memory" in controllers.split(","):
-                files.append(f"{groups}/memory{path}/memory.oom_control")
-            elif not controllers:
-                files.append(f"{groups}{path}/memory.events")
-    return files

@@ -81,7 +81,7 @@ class Job:
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._state = JobState(spec, self.job_id, events or EventLog())
-        self._outcome = JobOutcome(processes, self._state.ranks)
+        self._outcome = JobOutcome(processes, self._state.tasks)
         self._output = JobOutput(self._state, self._outcome, append, stdout, stderr)
         self._starter = Starter(self._state, self._output)
         self._watch = Watch(self._state, self._outcome, self._output, self._starter)
@@ -113,7 +113,7 @@ class Job:
             self._starter.prepare()
             for process in self.spec.processes:
                 self._starter.start(process)
-            if any(rank.remote for rank in self._state.ranks):
+            if any(rank.remote for rank in self._state.tasks):
                 threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
             self._complete = True
             self._left_start.set()
@@ -139,7 +139,7 @@ class Job:
         if self._started_by is None:
             raise ClusterError("this job was not started; call start() first")
         if not self._done.wait(timeout):
-            names = ", ".join(rank.process.name for rank in self._state.ranks if rank.code is None)
+            names = ", ".join(rank.process.name for rank in self._state.tasks if rank.code is None)
             raise TimeoutError(f"after {timeout} s still running: {names}; wait longer or stop()")
         return self._code
 
@@ -176,7 +176,7 @@ class Job:
     @property
     def returncodes(self) -> dict[str, int | None]:
         """Exit code of every process by name; None while it runs."""
-        return {rank.process.name: rank.code for rank in self._state.ranks}
+        return {rank.process.name: rank.code for rank in self._state.tasks}
 
     @property
     def failure(self) -> tuple[Process, int, str] | None:
@@ -202,7 +202,7 @@ class Job:
             culprit is not None
             and culprit.failed_by_itself
             and self._state.spec.stall_timeout > 0
-            and not any(rank.status.worked for rank in self._state.ranks)
+            and not any(rank.status.worked for rank in self._state.tasks)
         )
 
     @property
@@ -213,18 +213,18 @@ class Job:
                 rank.process.host,
                 rank.status.where if rank.code is None else f"ended {rank.how}",
             )
-            for rank in list(self._state.ranks)
+            for rank in list(self._state.tasks)
         }
 
     @property
     def pids(self) -> dict[str, int]:
         """Process id by name (the remote shell's for a process on another host)."""
-        return {rank.process.name: rank.popen.pid for rank in self._state.ranks}
+        return {rank.process.name: rank.popen.pid for rank in self._state.tasks}
 
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(ssh.HEARTBEAT):
-            for rank in self._state.ranks:
+            for rank in self._state.tasks:
                 rank.beat()
 
     def _supervise(self) -> None:
@@ -286,7 +286,7 @@ class Job:
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
-        state, ranks = self._state, self._state.ranks
+        state, ranks = self._state, self._state.tasks
         if self._outcome.served:
             # The chief and an evaluator end while what serves them is there. Else the chief could
             # not save any more, and would say that a server is gone.

@@ -106,7 +106,7 @@ class Starter:
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Task(process, env, remote, popen, self._guard, self._state.events)
-        self._state.ranks.append(rank)
+        self._state.tasks.append(rank)
         self._output.open_file(rank)
         self._attend(rank, reports)
 

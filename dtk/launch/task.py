@@ -48,7 +48,7 @@ class JobState:
     spec: JobSpec
     job_id: str = ""
     events: EventLog = dataclasses.field(default_factory=EventLog)
-    ranks: list[Task] = dataclasses.field(default_factory=list)
+    tasks: list[Task] = dataclasses.field(default_factory=list)
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     stopping: bool = False
     hurry: bool = False

@@ -48,7 +48,7 @@ class Watch:
 
     def culprit(self) -> Task | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
-        state, outcome, ranks = self._state, self._outcome, self._state.ranks
+        state, outcome, ranks = self._state, self._outcome, self._state.tasks
         culprit = None
         while culprit is None:
             self._wait()
@@ -85,7 +85,7 @@ class Watch:
         Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
         before others are asked to end: they may yet move.
         """
-        ranks = self._state.ranks
+        ranks = self._state.tasks
         statuses = [rank.status for rank in ranks]
         # Whose data has ended before that of others, where a rank has failed of it.
         short = stall.find_short(statuses)
@@ -125,7 +125,7 @@ class Watch:
         A rank that fails, or an interrupt, cuts it short.
         """
         state, grace = self._state, self._state.spec.save_grace
-        saving = [rank for rank in state.ranks if rank.would_save]
+        saving = [rank for rank in state.tasks if rank.would_save]
         if not (saving and grace):
             return
         names = ", ".join(rank.process.name for rank in saving)
@@ -148,7 +148,7 @@ class Watch:
                         what += "; the one before it is the newest"
                     self._output.say(f"{what}: give --save-grace more seconds")
                     return
-                failed = any(one.failed and one.code != sigterm for one in state.ranks)
+                failed = any(one.failed and one.code != sigterm for one in state.tasks)
                 if failed and not is_writing:
                     return
                 state.changed.wait(0.1)
@@ -176,8 +176,8 @@ class Watch:
                 self._output.say(self._notice)
                 self._notice = ""
             for index, why in stuck.items():
-                state.ranks[index].stuck = why
-                self._end_stuck(state.ranks[index])
+                state.tasks[index].stuck = why
+                self._end_stuck(state.tasks[index])
             for rank in lost:
                 self._replace(rank)
             if lost and (heard := outcome.chief.status.heard) is not None:
@@ -194,14 +194,14 @@ class Watch:
             return False
         now = time.monotonic()
         self._allow_for_sleep(now)
-        for rank in self._state.ranks:
+        for rank in self._state.tasks:
             rank.status.left = rank.code == 0
             if rank.code is None:
                 rank.observe()
         if self._outcome.served:
             self._stall = stall.find_served(self._tasks(), now, timeout)
         else:
-            statuses = [rank.status for rank in self._state.ranks]
+            statuses = [rank.status for rank in self._state.tasks]
             self._note_alone(statuses, now)
             held_up = self._not_started(statuses, now)
             self._stall = held_up or stall.find(statuses, now, timeout)
@@ -213,7 +213,7 @@ class Watch:
         if not self._output.waits:  # as of a terminal after Ctrl-S, or a pager
             slept -= self._state.spec.stall_timeout / 4
         if self._looked and slept > 0:
-            for rank in self._state.ranks:
+            for rank in self._state.tasks:
                 rank.status.delay(slept)
         self._looked = now
 
@@ -247,7 +247,7 @@ class Watch:
         idle = [id(rank) for rank in self._outcome.serving]
         return [
             rank.status if rank.code is None and id(rank) not in idle else rank.new_status()
-            for rank in self._state.ranks
+            for rank in self._state.tasks
         ]
 
     # --- replacing workers and the evaluator ---
@@ -258,7 +258,7 @@ class Watch:
         if not timeout or not self._outcome.served:
             return {}
         stuck = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
-        return {index: why for index, why in stuck.items() if not self._state.ranks[index].stuck}
+        return {index: why for index, why in stuck.items() if not self._state.tasks[index].stuck}
 
     def _end_stuck(self, rank: Task) -> None:
         """End one process that is stuck, and show its stack."""
@@ -296,7 +296,7 @@ class Watch:
         elif rank.signal and most:
             lost += f" ({rank.restarts} of {most} restarts used)"
         rank.given_up = True
-        workers = sum(one.process.role == "worker" for one in self._state.ranks)
+        workers = sum(one.process.role == "worker" for one in self._state.tasks)
         left = len(self._outcome.workers_left())
         if rank.process.role == "evaluator":
             say(f"{lost}; training goes on without it, and its exit code will be the job's")
@@ -317,7 +317,7 @@ class Watch:
         state.wait_for(lambda: state.stopping, TIE)
         with state.changed:
             while not state.stopping:
-                if any(rank.in_trouble for rank in state.ranks):
+                if any(rank.in_trouble for rank in state.tasks):
                     until = began + SETTLE
                 elif all(one.is_victim for one in self._outcome.failures()) and not (
                     self._starter.lost()

@@ -84,7 +84,7 @@ class Lines(io.StringIO):
 def hear_all(job):
     """Wait until the launcher has heard what ranks say by their other channel."""
     time.sleep(0.3)
-    assert all(rank.code is None for rank in job._state.ranks)
+    assert all(rank.code is None for rank in job._state.tasks)
 
 
 def stopped(

@@ -103,7 +103,7 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
     with a_job(processes, remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
         until(lambda: "up" in out.getvalue())
         assert len(job_processes.members(job.job_id)) == 1
-        pipe = next(iter(job._state.ranks)).popen.stdin
+        pipe = next(iter(job._state.tasks)).popen.stdin
         pipe.close()
         assert job.wait(timeout=10) == 143
     assert job_processes.members(job.job_id) == []
