@@ -98,7 +98,8 @@ class Table:
         ]
         self._said = False
         self._lags = dict.fromkeys(self._lines, math.inf)
-        self._failures: dict[int, Failure] = {}
+        self._own: Failure | None = None
+        self._failures: dict[int, Failure] = {}  # of the thread alone
         self._failed_since = math.inf
         self._first = ""  # who failed first, once that is known
         self._is_known = threading.Event()
@@ -110,7 +111,7 @@ class Table:
 
     def fail(self, failure: Failure) -> str:
         """Note what ends rank 0 itself; return who failed first."""
-        self._note(0, failure)
+        self._own = failure
         os.eventfd_write(self._woken, 1)
         self._is_known.wait(_LATE + _PERIOD)
         return self._first
@@ -141,6 +142,8 @@ class Table:
         ready = multiprocessing.connection.wait(ends, seconds)
         if self._woken in ready:
             os.eventfd_read(self._woken)
+            assert self._own is not None
+            self._note(0, self._own)
         for rank, line in [one for one in self._lines.items() if one[1].end in ready]:
             try:
                 for message in line.receive():

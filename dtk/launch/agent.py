@@ -151,8 +151,8 @@ class Saver:
                 os.close(pipe)
             return
         self._pipes.setdefault(pid, _opened(pid))
-        if order == Order.READY:
-            self._signalled.add(pid)
+        self._signalled -= {pid}
+        self._signalled |= {pid} if order == Order.READY else set()
 
     def let_save(self, serving: Collection[int] = ()) -> None:
         """Ask the ranks that would save to end, and wait until they have, or time is up."""

@@ -43,6 +43,7 @@ def killer(folder, kills, at=1, hangs=False, asks=False):
                 done.touch()
                 if asks:
                     os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(5)  # until the main thread, which is Ray's, runs Python again
                     return
                 if not hangs:
                     os.kill(os.getpid(), signal.SIGKILL)
