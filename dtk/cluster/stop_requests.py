@@ -8,6 +8,7 @@ Elsewhere nothing can ask a thread: a SIGTERM ends the process at once.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -17,7 +18,8 @@ from types import FrameType
 from dtk.cluster import progress, report_channel
 
 _act: Callable[[], None] | None = None
-_is_awaiting = _is_forwarding = False
+_is_awaiting = False
+_of_python: int | None = None  # the handler, in C, that has Python run `forward_sigterm`'s
 
 
 def subscribe(act: Callable[[], None]) -> bool:
@@ -27,7 +29,10 @@ def subscribe(act: Callable[[], None]) -> bool:
         _is_awaiting = report_channel.can_be_asked()
         if _is_awaiting:
             threading.Thread(target=_await, name="dtk-requests", daemon=True).start()
-    if _is_awaiting or _is_forwarding:
+    if _of_python is not None:
+        # Collectives of TensorFlow's put a handler of their own in its place as they start.
+        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(_of_python))
+    if _is_awaiting or _of_python is not None:
         _act = act
     return _act is act
 
@@ -49,7 +54,7 @@ def forward_sigterm() -> None:
 
     A second one acts as before, too.
     """
-    global _is_forwarding
+    global _of_python
     before = signal.getsignal(signal.SIGTERM)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -62,6 +67,7 @@ def forward_sigterm() -> None:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    if not _is_forwarding:
+    if _of_python is None:
         signal.signal(signal.SIGTERM, forward)
-        _is_forwarding = True
+        ctypes.pythonapi.PyOS_getsig.restype = ctypes.c_void_p
+        _of_python = ctypes.pythonapi.PyOS_getsig(signal.SIGTERM)

@@ -78,29 +78,49 @@ class Process:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What to run where; the one holder of a job's settings, which are the options of `dtk run`."""
+    """What to run where; the one holder of a job's settings, which are the options of `dtk run`.
+
+    Attributes:
+        command: What every process runs.
+        processes: What to start in place of that, where it is planned already.
+        workers: Number of training processes; every slot of the hosts when None.
+        communicator: As for `assign`.
+        hosts: Where to run; this machine when empty.
+        ps: Number of parameter servers.
+        evaluator: Whether a process evaluates beside the training.
+        bind: Whether ranks of a host are bound to a part of its cores each.
+        max_restarts: How often the job is started again; with servers, each worker that a signal
+            has ended.
+        min_workers: Fewest to start the job again with; all when None.
+        remote_shell: Command that reaches other hosts, called as `ssh` is.
+        stall_timeout: Seconds without progress of any rank after which the job is ended; 0 for
+            never.
+        grace: Seconds between SIGTERM and SIGKILL; before that, what servers get to end by
+            themselves after the chief.
+        save_grace: Seconds that ranks have to begin a checkpoint when the job is stopped, and as
+            many to write it.
+        output_dir: Directory that gets one file for each process with its whole output, or None.
+        variables: Variables of every rank.
+        records_steps: Whether events have what was measured of every step.
+    """
 
     command: Sequence[str] = ()
-    processes: tuple[Process, ...] = ()  # in place of the command, where they are planned already
-    workers: int | None = None  # every slot of the hosts when None
+    processes: tuple[Process, ...] = ()
+    workers: int | None = None
     communicator: str = "auto"
-    hosts: tuple[Host, ...] = ()  # this machine when empty
+    hosts: tuple[Host, ...] = ()
     ps: int = 0
     evaluator: bool = False
     bind: bool = True
-    # of the job without servers; with them, of each worker that a signal has ended
     max_restarts: int = 0
     min_workers: int | None = None
     remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
-    # seconds without progress of any rank after which the job is ended; 0 for never
     stall_timeout: float = progress.DEFAULT_TIMEOUT
-    # seconds between SIGTERM and SIGKILL; and what servers get to end by themselves after the chief
     grace: float = 5.0
-    # seconds that ranks have to begin a checkpoint when the job is stopped, and as many to write it
     save_grace: float = 0.0
-    output_dir: str | os.PathLike[str] | None = None  # one file for each process
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every rank
-    records_steps: bool = False  # whether events have what was measured of every step
+    output_dir: str | os.PathLike[str] | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    records_steps: bool = False
 
 
 def assign(
