@@ -137,8 +137,7 @@ class Task:
             if "event" in report:
                 self._events.hear(self.process.rank_name, report["event"], self._lag)
             elif "failure" in report:
-                with contextlib.suppress(OverflowError):
-                    self.failure = failures.read(report["failure"], self._lag)
+                self.failure = failures.read(report["failure"], self._lag)
             elif "traceback" in report:
                 if len(self._traceback) < _LONGEST:
                     self._traceback += str(report["traceback"])

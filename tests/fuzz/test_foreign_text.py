@@ -78,6 +78,7 @@ class Ended:
 
 @given(st.text(max_size=40) | JSON)
 @example(DEEP)
+@example({"time": 1e308 * 10, "error": 1, "message": [], "file": "", "line": 9, "lost_peer": 0})
 @example({"count": 1, "inside": True, "what": "a", "still": "x", "cpu": 0, "io": 0, "stack": ""})
 @example({"count": 1, "inside": True, "what": "a", "still": 1e308 * 10, "cpu": 0, "io": 0})
 def test_a_line_that_looks_like_a_ranks_report(value):
@@ -87,6 +88,8 @@ def test_a_line_that_looks_like_a_ranks_report(value):
         rank.hear((value if isinstance(value, str) else json.dumps(value)).encode())
         rank.hear(json.dumps({"progress": value}).encode())
         rank.hear(json.dumps({"usage": value}).encode())
+        rank.hear(json.dumps({"failure": value}).encode())
+        rank.hear(json.dumps({"saving": value}).encode())
     assert stall.find([rank.status], 1e9, 1.0) is None or rank.status.last is not None
 
 
