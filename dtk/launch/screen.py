@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TextIO
 
-import click
-
 from dtk.cluster.report_channel import takes_more
 
 _UP = "\x1b[1A\x1b[2K"
@@ -35,6 +33,7 @@ _PATIENCE = 1.0  # seconds for it, once the job is being ended
 
 _CONTROL = re.compile(r"\n|\r|\x08+|\x1b\[([0-9;?]*)([A-HJKSTfhlsu])")
 _TORN = re.compile(r"\x1b(\[[0-9;?]*)?$")
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST = 1 << 20  # characters after which a line is broken
 _MOST = 40  # rows that can be written anew
 _SETTLES = 3.0  # seconds after which rows that the cursor has left are over
@@ -363,14 +362,26 @@ def _number(text: str, default: int) -> int:
 
 
 def clipped(text: str, width: int) -> str:
-    """Return the beginning of a line that a terminal shows in one row, without style if it is cut.
+    """Return the beginning of a line that a terminal shows in one row.
 
     >>> clipped("abcdef", 4), clipped("\\x1b[1mabcdef", 2)
-    ('abcd', 'ab')
+    ('abcd', '\\x1b[1mab\\x1b[0m')
     """
-    if len(text) <= width and text.isascii():
+    if len(text) <= width and text.isascii() and "\x1b" not in text:
         return text
-    from rich import cells  # here, since most launchers show no bar
+    found, used = "", 0
+    for piece in re.findall(rf"(?s){_STYLE.pattern}|.", text):
+        is_style = len(piece) > 1
+        used += 0 if is_style else _width(piece)
+        if is_style or used <= width:
+            found += piece
+    is_styled = "\x1b" in found and not found.endswith("\x1b[0m")
+    return found + "\x1b[0m" if is_styled else found
 
-    plain = click.unstyle(text)
-    return text if cells.cell_len(plain) <= width else cells.set_cell_size(plain, width)
+
+def _width(character: str) -> int:
+    import unicodedata  # here, since most launchers show no bar
+
+    if unicodedata.combining(character) or not character.isprintable():
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
