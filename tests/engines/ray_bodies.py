@@ -50,7 +50,9 @@ def killer(folder, kills, at=1, hangs=False, asks=False):
                 time.sleep(60)
 
         def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
+            self.epoch, began = epoch, Path(folder, f"began-{os.getpid()}")
+            if asks and not began.exists():
+                began.write_text(str(int(self.model.optimizer.iterations)))
 
     return Kill()
 
