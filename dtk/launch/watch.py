@@ -1,12 +1,12 @@
 """Waiting for what ends a job, telling which process failed first, replacing what can be.
 
-      ┌──────────────────────────────────────────────────────────────────────┐
-      v                                                                      │
-    wait ──┬── a worker is lost, or stuck, that servers can spare ──> replace it
-           ├── a rank fails ──> settle: the first may end last ─────> whose record is the earliest
-           ├── nothing moves for the timeout ───────────────────────> who is missing; code 124
-           ├── MPI's server is gone ──> 5 s for failures ───────────> whose failure, or the server
-           └── all have ended well, or stop() ──────────────────────> nobody
+  ┌──────────────────────────────────────────────────────────────────────┐
+  v                                                                      │
+wait ──┬── a worker is lost, or stuck, that servers can spare ──> replace it
+       ├── a rank fails ──> settle: the first may end last ─────> whose record is the earliest
+       ├── nothing moves for the timeout ───────────────────────> who is missing; code 124
+       ├── MPI's server is gone ──> 5 s for failures ───────────> whose failure, or the server
+       └── all have ended well, or stop() ──────────────────────> nobody
 """
 
 from __future__ import annotations
