@@ -93,7 +93,7 @@ def train(distributed):
 
 def bare(env, distributed):
     """Start the processes without a launcher; returns what they printed."""
-    from dtk.launch import plan
+    from dtk.launch import assign
 
     processes = [
         subprocess.Popen(
@@ -103,7 +103,7 @@ def bare(env, distributed):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for process in plan([sys.executable, __file__, *sys.argv[1:]], args.workers)
+        for process in assign([sys.executable, __file__, *sys.argv[1:]], args.workers)
     ]
     printed = [process.communicate(timeout=120) for process in processes]
     if any(process.returncode for process in processes):

@@ -6,12 +6,15 @@ Each class also derives from the matching built-in error, so `except ValueError`
     True
 """
 
+import contextlib
 import inspect
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -152,6 +155,79 @@ def exit_code(error: BaseException) -> int:
     kind = type(error)
     lost = kind.__name__ in _LOST and kind.__module__.startswith("tensorflow")
     return TRY_AGAIN if lost or getattr(error, "passing", False) else 1
+
+
+# The record of an exception that ends a rank. Python loads this file by its path for it, where the
+# script has not imported dtk: see `dtk.launch.bootstrap`.
+
+# What exceptions, and libraries in C++, say when the connection to another rank breaks.
+PEER_LOST = re.compile(
+    r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
+    r"HorovodInternalError|Horovod has been shut down|"
+    r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
+    r"whose script has ended; see what"  # dtk's own, over MPI
+)
+# Characters: of a message, and of the first and last parts of a traceback that is longer.
+_MESSAGE, _HEAD, _TAIL = 300, 3000, 6000
+_GENERATED = "__autograph_generated_file"  # TensorFlow's, of a function that stands in the script
+_PIECE = 600  # that a report shorter than PIPE_BUF holds in any alphabet
+
+
+def failure_record(error: BaseException) -> dict[str, object]:
+    """Return what others are told of an exception that ends this rank; see `cluster.failures`."""
+    message = _said(error)
+    file, line = _place_in_script(error)
+    return {
+        "time": time.monotonic(),
+        "error": type(error).__name__,
+        "message": message if len(message) <= _MESSAGE else f"{message[:_MESSAGE]} ...",
+        "file": file[-_MESSAGE:],
+        "line": line,
+        "lost_peer": _is_of_lost_peer(error),
+    }
+
+
+def traceback_pieces(error: BaseException) -> list[str]:
+    """Return the traceback of an exception in pieces, each short enough for one report."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > _HEAD + _TAIL:
+        text = f"{text[:_HEAD]}\n...\n{text[-_TAIL:]}"
+    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+
+
+def _place_in_script(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the script's innermost call; "" and 0 where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        places = [(error.filename, error.lineno or 0)]
+    else:
+        calls = traceback.walk_tb(error.__traceback__)
+        places = [(frame.f_code.co_filename, line) for frame, line in calls]
+    own = [place for place in places if not is_of_library(place[0]) and _GENERATED not in place[0]]
+    file, line = (own or places or [("", 0)])[-1]
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        short = os.path.relpath(file) if os.path.isabs(file) else file
+        file = file if short.startswith("..") else short
+    return file, line
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - of a class of the script's; it is being told of already
+        return "(it has no text)"
+
+
+def _is_of_lost_peer(error: BaseException) -> bool:
+    """Return whether an exception, or what has led to it, says that another rank is gone."""
+    return any(PEER_LOST.search(f"{type(one).__name__}: {_said(one)}") for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def at_rank(rank: int, message: str) -> str:

@@ -53,7 +53,7 @@ STALL = 15.0
 START = 120.0  # seconds until both ranks train
 # The stall timeout, what the launcher allows ranks that are asked to end, and a busy machine.
 END = STALL + 45.0
-# `dtk.launch.machines.SILENCE`, 5 s of grace, what dtk allows MPI's server, and a busy machine.
+# `dtk.launch.ssh.SILENCE`, 5 s of grace, what dtk allows MPI's server, and a busy machine.
 GONE = 130.0
 WHOLE = 240.0  # seconds a training may take that goes on
 EPOCHS = 60

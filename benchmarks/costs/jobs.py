@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 from dtk.bench import bench_jobs
-from dtk.launch import plan
+from dtk.launch import assign
 
 OWN, MPI = "collective", "horovod-mpi"
 COMMUNICATORS = (OWN, "mpi", "horovod", MPI)
@@ -43,7 +43,7 @@ def run(rows, setting, communicator=None):
     given = json.dumps({"rows": rows, "setting": setting, "distributed": communicator is not None})
     command = [*_launcher(communicator, setting.workers), str(RANK), given]
     # What `dtk run` gives its ranks, for those of mpirun and one process, too.
-    (given_by_dtk,) = plan([sys.executable], 1)
+    (given_by_dtk,) = assign([sys.executable], 1)
     env = {**os.environ, **dict.fromkeys(THREADS, "1")}
     env["GLIBC_TUNABLES"] = given_by_dtk.env["GLIBC_TUNABLES"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=3600)

@@ -29,7 +29,7 @@ from dtk.bench.ranks import Ranks, RanksFailed
 from dtk.bench.results import BenchError, Reading, Setting, check_names
 from dtk.cluster import Host, mpi_installs
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Process, job_options, machines, plan
+from dtk.launch import COMMUNICATORS, Process, assign, job_options, ssh
 
 MPI = "horovod-mpi"
 LAUNCHERS = (*(name for name in COMMUNICATORS if name != "auto"), MPI)
@@ -60,7 +60,7 @@ class Places(NamedTuple):
 
     workers: int
     hosts: tuple[Host, ...] = ()  # this machine when empty
-    remote_shell: str = machines.DEFAULT_REMOTE_SHELL
+    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
 
 
 def check(launcher: str, hosts: Sequence[Host]) -> None:
@@ -94,10 +94,10 @@ def place(launcher: str, argv: Sequence[str], places: Places) -> list[Process]:
     """Plan the processes of a job, so that every rank gets its share of the cores."""
     # Each host is surveyed by the interpreter that will run there: one that has none is named.
     survey = functools.cache(
-        functools.partial(machines.survey, remote_shell=places.remote_shell, python=argv[0])
+        functools.partial(ssh.survey, remote_shell=places.remote_shell, python=argv[0])
     )
     kind = "horovod" if launcher in BUSY else launcher
-    planned = plan(argv, places.workers, hosts=places.hosts, communicator=kind, survey=survey)
+    planned = assign(argv, places.workers, hosts=places.hosts, communicator=kind, survey=survey)
     shared = dict(_SHARED)
     if launcher == MPI:
         # Ranks bind themselves, to the parts that `dtk run` would give them.

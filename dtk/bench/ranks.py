@@ -16,7 +16,8 @@ from typing import TextIO, TypeAlias, cast
 
 from dtk.bench import worker
 from dtk.errors import DtkError
-from dtk.launch import Job, Process, machines
+from dtk.launch import Job, JobSpec, Process, ssh
+from dtk.launch.job_run import JobRun
 from dtk.launch.starter import own_address
 
 _POLL = 1.0
@@ -52,7 +53,7 @@ class Ranks:
         *,
         output: TextIO,
         grace: float = 5.0,
-        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
+        remote_shell: str = ssh.DEFAULT_REMOTE_SHELL,
     ):
         self._size = size
         self._lines: list[_Line] = []
@@ -61,14 +62,19 @@ class Ranks:
         self._door = socket.create_server((address, 0), backlog=size)
         env = {worker.ADDRESS: "{}:{}".format(*self._door.getsockname())}
         env[worker.KEY] = self._key.hex()
-        self.job = Job(
-            [one.with_env(env) for one in processes],
+        spec = JobSpec(
+            processes=tuple(one.with_env(env) for one in processes),
             remote_shell=remote_shell,
             grace=grace,
-            stdout=output,
-            stderr=output,
+            stall_timeout=0.0,
         )
+        self._run = JobRun(spec, stdout=output, stderr=output)
         self.hello: list[object] = []  # what each said first, in rank order
+
+    @property
+    def job(self) -> Job:
+        """What runs, once it is started."""
+        return self._run.jobs[-1]
 
     @property
     def alive(self) -> bool:
@@ -77,7 +83,7 @@ class Ranks:
 
     def start(self, timeout: float) -> None:
         """Start the job, and wait until every rank has said hello."""
-        self.job.start()
+        self._run.start()
         with self._door:
             deadline = time.monotonic() + timeout
             while len(self._lines) < self._size:

@@ -64,7 +64,8 @@ class Checkpoint(StrategyCallback):
             so far is saved whatever `save_freq` says.
         mode: "min" or "max"; "auto" decides by the name.
         resume: Whether to go on from the newest checkpoint; an empty directory starts afresh.
-        save_on_sigterm: Whether to catch SIGTERM during `fit`.
+        save_on_sigterm: Whether to catch SIGTERM during `fit`. In a thread it is caught under
+            `dtk run`, when that is ended, and on Ray.
         save_every_samples: Samples of all ranks from one checkpoint to the next, in place of
             `save_freq`: as often whatever the batch, and while it grows. Saved is after the step
             that completes so many. Rows of data that is not arrays are looked up, by a collective,
@@ -160,7 +161,8 @@ class Checkpoint(StrategyCallback):
             if not self._termination.install():
                 self.say(
                     "SIGTERM will save nothing, since fit runs in a thread, where Python catches "
-                    "no signal; save_freq= decides how much is lost"
+                    "no signal: call it in the main thread, or start with `dtk run`; save_freq= "
+                    "decides how much is lost"
                 )
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:

@@ -10,7 +10,8 @@ from dtk.cli.run import command_of
 from dtk.cluster.variables import SELF_TEST
 from dtk.errors import ClusterError
 from dtk.launch import job_options
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 
 
 @click.command(

@@ -19,7 +19,8 @@ from dtk.cluster.detect import check_not_launched
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
 from dtk.launch import Job, check_plan, job_file, job_options, network, screen, views
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
@@ -215,7 +216,7 @@ def run(
         records_steps=bool(events or timeline or report),
     )
     jobs: list[Job] = []
-    with views.watching(ctx.params, jobs, command[1:], screen.say) as log:
+    with views.reporting(ctx.params, jobs, command[1:], screen.say) as log:
         running = JobRun(spec, log, jobs=jobs)
         code = job_options.interruptible(running.wait, "run", jobs)
         log.record("job end", code=code)

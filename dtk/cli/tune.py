@@ -30,8 +30,9 @@ from dtk.cli.run import command_of
 from dtk.cluster import variables as names
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.errors import ClusterError
-from dtk.launch import job_options, plan, step_settings
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch import assign, job_options, step_settings
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 from dtk.launch.step_settings import StepSettings
 
 AS_IT_COMES = "as it comes"
@@ -90,7 +91,7 @@ def tune(
     spec = JobSpec(
         command=command, workers=workers, communicator=communicator, stall_timeout=stall_timeout
     )
-    threads = plan(command, workers, communicator=communicator)[0].env["OMP_NUM_THREADS"]
+    threads = assign(command, workers, communicator=communicator)[0].env["OMP_NUM_THREADS"]
     others = job_options.installed()[1:] if communicator == "auto" else []
     file = step_settings.file_of(command, threads)
     if forget:

@@ -7,6 +7,8 @@ can make, so others can neither speak nor end the job.
     rank k   what it is doing, once a second  ─────> rank 0   tells stuck from slow (`stall`)
     rank k   tells if rank 0 is silent        <───── rank 0   that it is there
              says why, and ends with 124      <─────          that the job is stuck, and why
+    rank k   which exception ends it          ─────> rank 0   compares, and says who failed first
+             ends                             <─────          who that was
 
 A rank whose connection has ended has left its script; that is a stall once another waits for it.
 """
@@ -14,6 +16,7 @@ A rank whose connection has ended has left its script; that is a stall once anot
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing.connection
 import os
 import select
@@ -23,8 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from dtk.cluster import progress, slurm, stall
+from dtk.cluster import failures, progress, slurm, stall
 from dtk.cluster.detect import detect
+from dtk.cluster.failures import Failure
 from dtk.cluster.line import HANDSHAKE, Line, introduce
 from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import ClusterError
@@ -32,6 +36,9 @@ from dtk.errors import ClusterError
 _PERIOD = 1.0
 # Each rank leaves the one before it this long to say that rank 0 is silent.
 _IN_TURN = 2.0
+# Seconds in which an earlier failure may be heard of, and the cause where all have lost a peer.
+_SETTLE, _LATE = 0.3, 3.0
+_GONE = "was gone first, and told of no exception: it was killed, or its script was over"
 
 
 class Listener:
@@ -90,39 +97,97 @@ class Table:
             for rank, host in enumerate(hosts)
         ]
         self._said = False
+        self._lags = dict.fromkeys(self._lines, math.inf)
+        self._own: Failure | None = None
+        self._failures: dict[int, Failure] = {}  # of the thread alone
+        self._failed_since = math.inf
+        self._first = ""  # who failed first, once that is known
+        self._is_known = threading.Event()
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC)
         own = self._statuses[0]
         progress.report_to(lambda report: own.take(report, time.monotonic()), timeout)
+        failures.tell_by(self.fail)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
+    def fail(self, failure: Failure) -> str:
+        """Note what ends rank 0 itself; return who failed first."""
+        self._own = failure
+        os.eventfd_write(self._woken, 1)
+        self._is_known.wait(_LATE + _PERIOD)
+        return self._first
+
     def _run(self) -> None:
-        told = 0.0
+        said_at, period = 0.0, min(_PERIOD, self._timeout / 10)
         while True:
-            self._hear(min(_PERIOD, self._timeout / 10))
+            self._hear(max(0.0, min(period, self._known_at() - time.monotonic())))
             now = time.monotonic()
-            if now - told > min(_PERIOD, self._timeout / 10):
-                told = now
+            if now - said_at > period:
+                said_at = now
                 self._tell({"here": True})
+            if now >= self._known_at():
+                self._say_first()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
                     os.write(2, stall.describe_cause(short, self._statuses).encode())
-            if found := stall.find(self._statuses, now, self._timeout):
-                stall.say_last(stall.describe(found, self._statuses))
+            if stuck := stall.find(self._statuses, now, self._timeout):
+                stall.say_last(stall.describe(stuck, self._statuses))
                 self._tell({"stuck": True})
                 _leave()
 
     def _hear(self, seconds: float) -> None:
         """Read what has come, all of it, before anyone is taken for silent."""
+        ends: list[int | socket.socket] = [self._woken, *(one.end for one in self._lines.values())]
         # Unlike select(2), of any number of connections.
-        ready = multiprocessing.connection.wait([one.end for one in self._lines.values()], seconds)
+        ready = multiprocessing.connection.wait(ends, seconds)
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
+            assert self._own is not None
+            self._note(0, self._own)
         for rank, line in [one for one in self._lines.items() if one[1].end in ready]:
             try:
                 for message in line.receive():
-                    self._statuses[rank].take(report_of(message), time.monotonic())
+                    self._take(rank, message, time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 del self._lines[rank]
                 line.end.close()
                 self._statuses[rank].left = True
+
+    def _take(self, rank: int, message: Mapping[str, object], now: float) -> None:
+        self._lags[rank] = lag = min(self._lags[rank], now - float(str(message["sent"])))
+        if "failure" in message:
+            self._note(rank, failures.read(message, lag))
+        else:
+            self._statuses[rank].take(report_of(message), now)
+
+    # --- who failed first ---
+
+    def _note(self, rank: int, failure: Failure) -> None:
+        self._failures.setdefault(rank, failure)
+        self._failed_since = min(self._failed_since, time.monotonic())
+
+    def _gone(self) -> list[int]:
+        """Return the ranks that have left, and told of no exception."""
+        ranks = enumerate(self._statuses)
+        return [rank for rank, one in ranks if one.left and rank not in self._failures]
+
+    def _known_at(self) -> float:
+        """Return when it is known who failed first; never, before anyone has, and after that."""
+        if self._first:
+            return math.inf
+        is_known = not all(one.lost_peer for one in self._failures.values()) or bool(self._gone())
+        return self._failed_since + (_SETTLE if is_known else _LATE)
+
+    def _say_first(self) -> None:
+        rank, gone = failures.first(self._failures), self._gone()
+        failure = self._failures[rank]
+        said = f"failed first{failure.place}: {failure.text}"
+        if failure.lost_peer and gone:
+            rank, said = gone[0], _GONE
+        self._first = f"{self._statuses[rank].name}, host {self._statuses[rank].host}, {said}"
+        stall.say_last(f"dtk: {self._first}\n")
+        self._tell({"first": self._first})
+        self._is_known.set()
 
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
@@ -138,14 +203,30 @@ class Client:
         self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
         self._status = self._statuses[rank]
         self._heard = time.monotonic()
+        self._lock = threading.Lock()
+        self._first = ""
+        self._is_known = threading.Event()
         progress.report_to(self.send, timeout)
+        failures.tell_by(self.fail)
         threading.Thread(target=self._run, name="dtk-watch", daemon=True).start()
 
     def send(self, report: RankReport) -> None:
         """Send a report to rank 0."""
         self._status.take(report, time.monotonic())
-        with contextlib.suppress(OSError):
-            self._line.send(vars(report))
+        self._send(vars(report))
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._line.send({**message, "sent": time.monotonic()})
+
+    def fail(self, failure: Failure) -> str:
+        """Tell rank 0 what ends this rank; return who failed first, where rank 0 says so."""
+        self._send({"failure": True, **failure._asdict()})
+        self._is_known.wait(_LATE + _PERIOD)
+        if self._is_known.is_set() and not self._first and failure.lost_peer:
+            self._first = f"rank 0, host {self._statuses[0].host}, {_GONE}"
+            stall.say_last(f"dtk: {self._first}\n")
+        return self._first
 
     def _run(self) -> None:
         """Await rank 0's word, or its silence; rank 1 speaks first of it."""
@@ -157,10 +238,15 @@ class Client:
                 except (OSError, ValueError):
                     break
                 self._heard = time.monotonic()
-                if any("stuck" in message for message in messages):
-                    os._exit(STUCK)
+                for message in messages:
+                    if "stuck" in message:
+                        os._exit(STUCK)
+                    if "first" in message:
+                        self._first = str(message["first"])
+                        self._is_known.set()
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
+        self._is_known.set()
         # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.
         own = self._status
         while not (

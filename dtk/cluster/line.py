@@ -37,20 +37,20 @@ class Line:
         if not read:
             raise ConnectionResetError("the other end is gone")
         *lines, self._rest = (self._rest + read).split(b"\n")
-        found = []
+        messages = []
         for line in lines:
             code, text = line[:_CODE], line[_CODE:]
             if not hmac.compare_digest(code, _code(self._theirs, self._received, text)):
                 raise PermissionError("a message of somebody else")
             self._received += 1
-            found.append(json.loads(text))
-        return found
+            messages.append(json.loads(text))
+        return messages
 
     def receive_one(self) -> Mapping[str, object]:
         """Return the message that has come first; wait for it."""
-        while not (found := self.receive()):
+        while not (messages := self.receive()):
             pass
-        return found[0]
+        return messages[0]
 
 
 def _code(key: bytes, number: int, text: bytes) -> bytes:

@@ -18,10 +18,11 @@ them has work since when; the evaluator is inside while it evaluates; the others
 
 Under `dtk run` a rank reports from the import of dtk on, elsewhere from the strategy on.
 
-A rank also says what a SIGTERM would lead to: the launcher sends it to ranks that are ready, gives
-them `save_grace` seconds to begin, and as much again to write. All others it ends at once.
+A rank also says what a request to end would lead to: the launcher asks the ranks that are ready,
+gives them `save_grace` seconds to begin, and as much again to write. All others it ends at once.
 
     ready    a SIGTERM would be followed by a checkpoint, when the running step is over
+    waits    so would a request by the report channel, and not a SIGTERM: `fit` is in a thread
     begun    all ranks have agreed, and one writes
     over     nothing would be saved any more
 
@@ -358,7 +359,7 @@ def refused() -> None:
         time.sleep(_PERIOD)
 
 
-# What a SIGTERM would lead to.
+# What a request to end would lead to.
 
 
 def save_grace(environ: Mapping[str, str] = os.environ) -> float:
@@ -378,8 +379,8 @@ def is_launcher_told_of_saving() -> bool:
     return is_launched() and SAVE_GRACE in os.environ
 
 
-def tell_saving(what: Literal["ready", "begun", "over"]) -> None:
-    """Tell the launcher, if there is one, what a SIGTERM would lead to."""
+def tell_saving(what: Literal["ready", "waits", "begun", "over"]) -> None:
+    """Tell the launcher, if there is one, what a request to end would lead to."""
     if is_launcher_told_of_saving():
         report_channel.tell({"saving": what})
 

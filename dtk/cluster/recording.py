@@ -75,20 +75,20 @@ class Recorder:
             "took": _milliseconds(end - begin for begin, end in spans),
         }
         held = {"seconds": round(self.seconds, 6), "memory": usage.memory()}
-        if told := self.tell("steps", **where, **held, **each, **facts):
+        if taken := self.tell("steps", **where, **held, **each, **facts):
             self._renew()
-        return told
+        return taken
 
     def tell_messages(self, spans: Sequence[tuple[str, float, float]]) -> None:
         """Tell what the last step has sent: names, begins and ends by the system's clock."""
         zero = time.time() - time.monotonic() + self._begin
         last = sorted((span for span in spans if span[1] >= zero), key=lambda span: span[1])
-        told = [
+        spans_of_step = [
             (name, round(1000 * (begin - zero), 2), round(1000 * (end - begin), 2))
             for name, begin, end in last[:_MOST_MESSAGES]
         ]
-        if told:
-            self.tell("messages", step=self.steps, begin=self._begin, spans=told)
+        if spans_of_step:
+            self.tell("messages", step=self.steps, begin=self._begin, spans=spans_of_step)
 
     def tell(self, kind: str, **facts: object) -> bool:
         """Tell of an event; never waits for the launcher."""

@@ -3,6 +3,8 @@
     rank ── DTK_REPORTS ──> socket pair ──> launcher                                 on its machine
     rank ── DTK_REPORTS ──> socket pair ──> agent ── MARK, JSON ──> stderr of ssh ──> launcher
 
+The launcher sends nothing: once it asks a rank to save and end, and when it is gone, a read ends.
+
 A script may leave a line of its standard error open, as progress bars do, send it elsewhere, or
 close it: what the rank reports arrives. The agent's records may stand anywhere in what the rank
 writes, and are cut out of its bytes.
@@ -47,6 +49,12 @@ def variables(end: socket.socket) -> dict[str, str]:
 def receive(reading: socket.socket) -> bytes:
     """Wait for a report, and return it; empty when nobody is left who could send one."""
     return reading.recv(_LARGEST)
+
+
+def ask(reading: socket.socket) -> None:
+    """Ask the rank at the other end to save and end; its reports are still read."""
+    with contextlib.suppress(OSError):
+        reading.shutdown(socket.SHUT_WR)
 
 
 def cut(data: bytes) -> tuple[bytes, list[bytes], bytes]:
@@ -115,6 +123,18 @@ def tell(message: Mapping[str, object], patience: int = _PATIENCE) -> bool:
     return False
 
 
+def can_be_asked() -> bool:
+    """Return whether the launcher can ask this process to save and end."""
+    return _end() is not None and os.getsid(0) == os.getpid()
+
+
+def await_request() -> None:
+    """Wait until the launcher asks this rank to save and end, or is gone."""
+    if (end := _end()) is not None:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end)) as reading:
+            reading.recv(1)
+
+
 @functools.cache
 def _place() -> tuple[int, int]:
     number, _, inode = os.environ.get(VARIABLE, "").partition(":")
@@ -125,8 +145,8 @@ def _end() -> int | None:
     """Return this rank's end; None where there is none any more."""
     number, inode = _place()
     with contextlib.suppress(OSError):
-        found = os.fstat(number)
-        if stat.S_ISSOCK(found.st_mode) and found.st_ino == inode:
+        status = os.fstat(number)
+        if stat.S_ISSOCK(status.st_mode) and status.st_ino == inode:
             return number
     return None
 

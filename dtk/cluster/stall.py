@@ -92,12 +92,12 @@ class RankReport:
 # By way of text: so numbers without bound are refused as what is no number is.
 _READ: dict[str, Callable[[object], object]] = {
     "bool": bool,
-    "int": lambda told: int(str(told)),
-    "float": lambda told: float(str(told)),
+    "int": lambda value: int(str(value)),
+    "float": lambda value: float(str(value)),
     "str": str,
-    "Mapping[str, float]": lambda told: {
+    "Mapping[str, float]": lambda pairs: {
         str(int(key)): float(str(value))
-        for key, value in told.items()  # type: ignore[attr-defined]
+        for key, value in pairs.items()  # type: ignore[attr-defined]
     },
 }
 
@@ -105,8 +105,8 @@ _READ: dict[str, Callable[[object], object]] = {
 def report_of(message: Mapping[str, object]) -> RankReport:
     """Return a message as a report, of the types that it must have."""
     fields = dataclasses.fields(RankReport)
-    told = {field.name: _READ[str(field.type)](message[field.name]) for field in fields}
-    return RankReport(**told)  # type: ignore[arg-type]
+    values = {field.name: _READ[str(field.type)](message[field.name]) for field in fields}
+    return RankReport(**values)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
@@ -282,7 +282,7 @@ def _mutual(ranks: Sequence[RankStatus], since: float, timeout: float) -> Stall 
     """Return why ranks that all wait are stuck."""
     if any(rank.busy >= since for rank in ranks):
         return None
-    told = [rank.last for rank in ranks if rank.last is not None]
+    reports = [rank.last for rank in ranks if rank.last is not None]
     feeding = _indices(ranks, lambda rank: rank.last is not None and rank.last.feeds)
     if 0 < len(feeding) < len(ranks):
         why = f"got no data for {timeout:g} s from Python"
@@ -290,7 +290,7 @@ def _mutual(ranks: Sequence[RankStatus], since: float, timeout: float) -> Stall 
     if ahead := _ahead(ranks):
         return Stall(ahead, f"{_SHORT}, and waits", _others(ranks, ahead))
     why = f"No rank did anything for {timeout:g} s"
-    if len({(one.count, one.what) for one in told}) > 1:
+    if len({(one.count, one.what) for one in reports}) > 1:
         why = "Ranks wait for each other in different places, as where the data of one ends earlier"
     return Stall((), why, _others(ranks, ()))
 
@@ -345,19 +345,19 @@ def find_replaceable(ranks: Sequence[RankStatus], now: float, timeout: float) ->
         return {}  # for which a worker may wait
     since = now - timeout - min(_LATEST_REPORT, timeout / 4)
     silent = _silent(ranks, ("worker", "evaluator"), now - timeout)
-    found = dict.fromkeys(silent, f"has reported nothing for {timeout:g} s")
+    stuck = dict.fromkeys(silent, f"has reported nothing for {timeout:g} s")
     held = _held(ranks)
     workers = _indices(ranks, lambda rank: rank.role == "worker")
     for index, rank in enumerate(ranks):
-        if index in found or rank.last is None or rank.busy >= since:
+        if index in stuck or rank.last is None or rank.busy >= since:
             continue
         began = held.get(workers.index(index)) if rank.role == "worker" else None
         if began is not None and began < since:
-            found[index] = f"has done nothing for {timeout:g} s, though it had work"
+            stuck[index] = f"has done nothing for {timeout:g} s, though it had work"
         if rank.role == "evaluator" and rank.last.inside and rank.moved < since:
-            found[index] = f"has done nothing for {timeout:g} s in {rank.last.what}"
+            stuck[index] = f"has done nothing for {timeout:g} s in {rank.last.what}"
     late = _not_started(ranks, "worker", since)
-    return found | dict.fromkeys(late, f"has done nothing for {timeout:g} s since its start")
+    return stuck | dict.fromkeys(late, f"has done nothing for {timeout:g} s since its start")
 
 
 def find_served(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:

@@ -86,17 +86,17 @@ def await_neighbours(environment: Environment, timeout: float) -> None:
             return
         if now - scanned >= _SCAN:
             scanned = now
-            found = _neighbours(job)
-            for rank, pid in found.items():
+            neighbours = _neighbours(job)
+            for rank, pid in neighbours.items():
                 if not statuses[rank].started:
                     statuses[rank].started, statuses[rank].moved = True, now
-                statuses[rank].observe(usage.of(pid), now)
-            missing = sorted(set(found) - come)
+                statuses[rank].observe(usage.usage_of(pid), now)
+            missing = sorted(set(neighbours) - come)
             if not missing and now - began > _STARTED:
                 return
             turn = sorted(come).index(environment.rank) if environment.rank in come else 0
             if missing and turn == 0:
-                names = ", ".join(f"rank {rank} (process {found[rank]})" for rank in missing)
+                names = ", ".join(f"rank {rank} (process {neighbours[rank]})" for rank in missing)
                 wait.say(
                     f"{names} to make a strategy",
                     f"; the job is ended once one of them has done nothing for {timeout:g} s",
@@ -124,14 +124,14 @@ def _neighbours(job: str) -> dict[int, int]:
     """Return the processes of this host's ranks, of those that could be seen to have come."""
     import psutil  # here, since few jobs wait like that
 
-    mine, found = _network("self"), dict[int, int]()
+    mine, pids = _network("self"), dict[int, int]()
     for process in psutil.process_iter(["environ"]):  # by their numbers
-        told = process.info["environ"] or {}
+        variables = process.info["environ"] or {}
         with contextlib.suppress(OSError, ValueError):
-            if told.get(_JOB) == job and _network(process.pid) == mine:
+            if variables.get(_JOB) == job and _network(process.pid) == mine:
                 # Its children have the same variables, and later numbers.
-                found.setdefault(int(told.get("OMPI_COMM_WORLD_RANK", "")), process.pid)
-    return found
+                pids.setdefault(int(variables.get("OMPI_COMM_WORLD_RANK", "")), process.pid)
+    return pids
 
 
 def _network(process: int | str) -> str:

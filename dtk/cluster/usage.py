@@ -31,7 +31,7 @@ class Usage(NamedTuple):
     allowed: int = 0  # bytes that it, and all beside it, may hold
 
 
-def of(pid: int) -> Usage | None:
+def usage_of(pid: int) -> Usage | None:
     """Look at a process of this machine; None where there is none, or one that is over."""
     try:
         main, total = _stat(f"{pid}/task/{pid}"), _stat(f"{pid}")
@@ -86,10 +86,10 @@ def io(pid: int | str = "self") -> int:
     """
     try:
         with open(f"/proc/{pid}/io") as file:
-            told = dict(line.split(":") for line in file)
+            counts = dict(line.split(":") for line in file)
     except OSError:
         return 0
-    return int(told["read_bytes"]) + int(told["write_bytes"])
+    return int(counts["read_bytes"]) + int(counts["write_bytes"])
 
 
 def memory() -> int:
@@ -133,8 +133,8 @@ def _cores_of_group(folder: str) -> list[int]:
     """Return the cores a group may use, rounded up, if it has a limit; of cgroup 2, then 1."""
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            told = [pathlib.Path(folder, file).read_text() for file in files]
-            quota, period = map(int, " ".join(told).split())
+            texts = [pathlib.Path(folder, file).read_text() for file in files]
+            quota, period = map(int, " ".join(texts).split())
             return [-(-quota // period)] if quota > 0 else []
     return []
 
@@ -142,12 +142,15 @@ def _cores_of_group(folder: str) -> list[int]:
 class MemoryKills:
     """Says whether the kernel's out-of-memory killer has ended processes since this was made.
 
-    It counts those of the process's control group, such as a container, or of the whole machine
-    where the group does not tell.
+    It counts those of the process's control group, such as a container, or of the groups above it
+    and the whole machine where the group does not tell.
     """
 
     def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):
-        self._files = [*_group_counts(f"{proc}/{pid}/cgroup", groups), f"{proc}/vmstat"]
+        folders = _groups_of("memory", f"{proc}/{pid}", groups)
+        names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
+        self._files = [f"{folder}/{name}" for folder in folders for name in names]
+        self._files.append(f"{proc}/vmstat")
         self._before = self._counts()
 
     def are_more(self) -> bool:
@@ -158,23 +161,10 @@ class MemoryKills:
         return self._counts().get(file, 0) > self._before[file]
 
     def _counts(self) -> dict[str, int]:
-        found = {}
+        kills = {}
         for file in self._files:
             with contextlib.suppress(OSError, ValueError), open(file) as lines:
                 counts = dict(line.split() for line in lines)
                 if "oom_kill" in counts:
-                    found[file] = int(counts["oom_kill"])
-        return found
-
-
-def _group_counts(file: str, groups: str) -> list[str]:
-    """Return where the kills of a process's control group may be counted."""
-    found = []
-    with contextlib.suppress(OSError), open(file) as lines:
-        for line in lines:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if "memory" in controllers.split(","):
-                found.append(f"{groups}/memory{path}/memory.oom_control")
-            elif not controllers:
-                found.append(f"{groups}{path}/memory.events")
-    return found
+                    kills[file] = int(counts["oom_kill"])
+        return kills

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import secrets
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from dtk.cluster import failures, stop_requests
 from dtk.cluster.variables import JOB_SECRET
 from dtk.nests import Function
 from dtk.version import pip_install
@@ -102,7 +105,7 @@ class KerasTrainer(DataParallelTrainer):
         dataset_config: ray.train.DataConfig | None = None,
     ):
         super().__init__(
-            train_fn,
+            _telling(train_fn),
             train_loop_config=train_loop_config,
             backend_config=_Config(),
             scaling_config=scaling_config,
@@ -120,9 +123,27 @@ class KerasTrainer(DataParallelTrainer):
         if not ray.is_initialized():
             ray.init()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if told := too_small(self.scaling_config, nodes):
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        if message := too_small(self.scaling_config, nodes):
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return super().fit()
+
+
+def _telling(train_fn: Function[object]) -> Function[object]:
+    """Return the function, whose exceptions are told to the other workers, and say who was first.
+
+    Ray catches them, and tells one of them.
+    """
+
+    @functools.wraps(train_fn)
+    def telling(*given: object, **named: object) -> object:
+        try:
+            return train_fn(*given, **named)
+        except Exception as error:
+            if first := failures.tell(failures.of(error)):
+                error.add_note(f"dtk: {first}")
+            raise
+
+    return telling
 
 
 def too_small(scaling: ray.train.ScalingConfig, nodes: Sequence[Mapping[str, float]]) -> str:
@@ -193,8 +214,8 @@ class _Backend(Backend):
 def _find_place() -> _Place:
     address = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server(("", 0), family=family) as found:
-        port = int(found.getsockname()[1])
+    with socket.create_server(("", 0), family=family) as listener:
+        port = int(listener.getsockname()[1])
     return _Place(ray.get_runtime_context().get_node_id(), address, port)
 
 
@@ -203,3 +224,5 @@ def _take_place(variables: Mapping[str, str]) -> None:
     for name in filter(_OF_OTHERS.match, [*os.environ]):
         del os.environ[name]
     os.environ.update(variables)
+    with contextlib.suppress(ValueError):  # no main thread: then SIGTERM ends the worker at once
+        stop_requests.forward_sigterm()

@@ -53,7 +53,6 @@ class ReportToRay(Checkpoint):
             monitor=monitor,
             mode=mode,
             resume=resume,
-            save_on_sigterm=False,  # threads, such as that of a training function, cannot catch it
             save_every_samples=save_every_samples,
             on_save_error=on_save_error,
         )
@@ -62,9 +61,9 @@ class ReportToRay(Checkpoint):
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:
         """Fetch Ray's newest checkpoint, and resume."""
-        found = ray.train.get_checkpoint()
-        if self.resume and found is not None and not self._begun:
-            on_chief(self.strategy, lambda: found.to_directory(self.directory))
+        newest = ray.train.get_checkpoint()
+        if self.resume and newest is not None and not self._begun:
+            on_chief(self.strategy, lambda: newest.to_directory(self.directory))
         super().on_train_agreed(logs)
 
     def save(self, progress: TrainingProgress) -> Path | None:

@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from dtk import importing, quiet
-from dtk.cluster import detect
+from dtk.cluster import detect, failures
 from dtk.cluster.environment import THREADS
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
-from dtk.launch.machines import Guard, is_foreign
+from dtk.launch.ssh import Guard, is_foreign
 from dtk.trainer import undistributed_jobs
 from dtk.version import pip_install
 
@@ -119,10 +119,10 @@ def _check_slots(context: SparkContext, wanted: int) -> None:
     conf, master = context.getConf(), context.master.replace(" ", "")
     executors, cores = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
     per_task = float(conf.get("spark.task.cpus", "1"))
-    if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
-        executors, cores = found.groups()
-    elif found := re.fullmatch(r"local(?:\[(\d+|\*)(?:,\d+)?\])?", master):
-        executors, cores = "1", (found[1] or "1").replace("*", str(os.cpu_count()))
+    if asked := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        executors, cores = asked.groups()
+    elif asked := re.fullmatch(r"local(?:\[(\d+|\*)(?:,\d+)?\])?", master):
+        executors, cores = "1", (asked[1] or "1").replace("*", str(os.cpu_count()))
     if executors and cores and (slots := int(executors) * int(float(cores) / per_task)) < wanted:
         raise ClusterError(
             f"num_workers={wanted}, but Spark has {slots} slots (master {context.master}: "
@@ -175,7 +175,7 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     rank = context.partitionId()
     hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
     beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    given = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": len(hosts),
         "LOCAL_RANK": beside.index(rank),
@@ -188,11 +188,11 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
         **dict.fromkeys(THREADS, max(1, context.cpus())),
     }
     if gpus := context.resources().get("gpu"):
-        given["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
     kept = {  # not what tells the place of the executor
         n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
     }
-    return kept | {name: str(value) for name, value in given.items()}
+    return kept | {name: str(value) for name, value in variables.items()}
 
 
 def _see_to_its_end(
@@ -244,7 +244,9 @@ def _run_rank(folder: str) -> None:
         if os.environ["RANK"] == "0":
             Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
     except BaseException as error:
-        Path(folder, _FAILURE).write_text(_failure(error))
+        first = failures.tell(failures.of(error)) if isinstance(error, Exception) else ""
+        last = f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
+        Path(folder, _FAILURE).write_text(f"{_failure(error)}{last}")
         raise
 
 

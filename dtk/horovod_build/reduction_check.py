@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from dtk.cluster import mpi_installs
 from dtk.horovod_build.build import HorovodBuildError, ask, reason_of
-from dtk.launch import Job, Process, machines, plan
+from dtk.launch import JobSpec, Process, assign, ssh
+from dtk.launch.job_run import JobRun
 
 TIMEOUT = 120.0
 
@@ -91,7 +92,7 @@ def installed() -> Horovod:
 def check_gloo(timeout: float = TIMEOUT) -> float:
     """Let two processes reduce over Gloo."""
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
-        ranks = plan([sys.executable, "-c", _RANK, folder], workers=2, communicator="horovod")
+        ranks = assign([sys.executable, "-c", _RANK, folder], workers=2, communicator="horovod")
         importlib.invalidate_caches()  # Horovod may have been installed a moment ago
         return _both_read_three("Gloo", ranks, folder, timeout, mpi=False)
 
@@ -141,15 +142,16 @@ def _both_read_three(
 def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
     """Run processes on this machine's CPU, and leave nothing of them behind."""
     output = io.StringIO()
-    job = Job([_alone(one) for one in processes], grace=1.0, stdout=output, stderr=output)
-    with job, contextlib.suppress(TimeoutError):
+    spec = JobSpec(processes=tuple(map(_alone, processes)), grace=1.0, stall_timeout=0.0)
+    running = JobRun(spec, stdout=output, stderr=output)
+    with running.start() as job, contextlib.suppress(TimeoutError):
         return job.wait(timeout), output.getvalue()
     return None, output.getvalue()
 
 
 def _alone(process: Process) -> Process:
     """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
-    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not machines.is_foreign(n)]
+    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not ssh.is_foreign(n)]
     unset = [f"--unset={name}" for name in inherited if name not in process.env]
     argv = ("env", *unset, *process.argv)
     return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

@@ -9,6 +9,7 @@ started. A silent launcher counts as gone, too: a connection whose cable was pul
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import json
 import os
@@ -22,14 +23,26 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from dtk.cluster.report_channel import pair, receive, record, takes_more, variables
-from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, of
+from dtk.cluster.report_channel import ask, pair, receive, record, takes_more, variables
+from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, usage_of
 from dtk.launch.job_processes import BESIDE, abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
 _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
 _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
+
+
+class Order(enum.StrEnum):
+    """What the launcher has an agent, or the guard, do with a rank, or note of it."""
+
+    END = "end"  # by SIGTERM, but not its children
+    ASK = "ask"  # to save and end, by its report channel
+    STACK = "stack"  # end it such that it writes its stack first, also if it is stopped
+    # would it save a checkpoint if the launcher were gone?
+    READY = "ready"  # at a SIGTERM
+    WAITS = "waits"  # when it is asked
+    OVER = "over"  # not any more; end it, once the launcher is gone
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -58,8 +71,8 @@ def survey(host: str, ports: int) -> tuple[list[int], list[int], str, int | None
     many cores' time may be used.
     """
     with contextlib.ExitStack() as held:
-        found = [held.enter_context(reserve(host)) for _ in range(ports)]
-        ports_found = [one.getsockname()[1] for one in found]
+        sockets = [held.enter_context(reserve(host)) for _ in range(ports)]
+        ports_found = [one.getsockname()[1] for one in sockets]
         return ports_found, cores(), _interface(host), cores_allowed()
 
 
@@ -67,7 +80,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, and of dtk, TensorFlow and Keras where they are installed."""
     import importlib.metadata  # 20 ms, which only jobs on several hosts pay
 
-    found = {"Python": "{}.{}".format(*sys.version_info)}
+    installed = {"Python": "{}.{}".format(*sys.version_info)}
     for name, distributions in {
         "dtk": ["keras-dtk"],
         "tensorflow": ["tensorflow", "tensorflow-cpu", "tf-nightly"],
@@ -75,8 +88,8 @@ def versions() -> dict[str, str]:
     }.items():
         for distribution in distributions:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(distribution)
-    return found
+                installed[name] = importlib.metadata.version(distribution)
+    return installed
 
 
 def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
@@ -129,23 +142,26 @@ class Saver:
     def __init__(self, job: str, grace: float) -> None:
         self._job, self._grace = job, grace
         self._pipes: dict[int, list[int]] = {}
+        self._signalled: set[int] = set()
 
-    def note(self, what: str, pid: int) -> None:
+    def note(self, order: str, pid: int) -> None:
         """Note whether a rank would save a checkpoint if it were asked to end."""
-        if what == "ready":
-            self._pipes.setdefault(pid, _opened(pid))
-        elif what == "over":
+        if order == Order.OVER:
             for pipe in self._pipes.pop(pid, []):
                 os.close(pipe)
+            return
+        self._pipes.setdefault(pid, _opened(pid))
+        self._signalled -= {pid}
+        self._signalled |= {pid} if order == Order.READY else set()
 
     def let_save(self, serving: Collection[int] = ()) -> None:
-        """Send the ranks that would save SIGTERM, and wait until they have ended or time is up."""
+        """Ask the ranks that would save to end, and wait until they have, or time is up."""
         asked = set(self._pipes) & set(members(self._job))
         saving = asked | set(serving)
         for pipes in self._pipes.values():
             for pipe in pipes:
                 threading.Thread(target=_read_out, args=(pipe,), daemon=True).start()
-        for pid in asked:
+        for pid in asked & self._signalled:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + 2 * self._grace + _MARGIN
@@ -156,15 +172,15 @@ class Saver:
 
 def _opened(pid: int) -> list[int]:
     """Return the reading ends of what a process writes to, where these are pipes."""
-    found = []
+    pipes = []
     for number in (1, 2):
         name = f"/proc/{pid}/fd/{number}"
         with contextlib.suppress(OSError):
             if os.readlink(name).startswith("pipe:"):
-                found.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    for pipe in found:
+                pipes.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    for pipe in pipes:
         os.set_blocking(pipe, True)
-    return found
+    return pipes
 
 
 def _read_out(pipe: int) -> None:
@@ -186,7 +202,7 @@ def run_rank(
     cores: Sequence[int],  # those it is bound to; all when empty
     silence: float,  # seconds after which a launcher that says nothing is gone
 ) -> int:
-    """Run one rank here until it ends or the launcher is gone; see `Rank.order` for its orders."""
+    """Run one rank here until it ends or the launcher is gone; see `Order`."""
     held = contextlib.ExitStack()
     host, _, port = reserved.rpartition(":")
     if host:
@@ -205,20 +221,23 @@ def run_rank(
 
     def follow_launcher() -> None:
         is_needed = serves
-        for word in orders(silence):
-            is_needed &= word != "over"
-            if word == "end":  # by itself
+        for order in orders(silence):
+            is_needed &= order != Order.OVER
+            if order == Order.END:
                 rank.terminate()
-            elif word == "stack":
+            elif order == Order.ASK:
+                ask(reports)
+            elif order == Order.STACK:
                 abort(rank.pid)
             else:
-                saver.note(word, rank.pid)
+                saver.note(order, rank.pid)
+        ask(reports)
         saver.let_save([rank.pid] if is_needed else [])
         end(job, grace)
 
     def watch() -> None:
         while rank.poll() is None:
-            if seen := of(rank.pid):
+            if seen := usage_of(rank.pid):
                 _pass_on(json.dumps({"usage": seen}).encode())
             time.sleep(watch_every)
 
@@ -291,8 +310,7 @@ def guard(job: str, grace: float, save_grace: float) -> None:
     end. The launcher writes lines:
 
         remove FOLDER   remove it after the job's end
-        ready PID       this rank would save a checkpoint if it were asked to end
-        over PID        it would not any more
+        ready PID       this rank would save a checkpoint if it were asked to end; or waits, over
         done            all is well: leave
     """
     saver = Saver(job, save_grace)

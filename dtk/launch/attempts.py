@@ -23,6 +23,7 @@ from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch.events import EventLog
 from dtk.launch.job import Job
+from dtk.launch.plan import JobSpec
 from dtk.launch.starter import PortTakenError
 
 LONGEST_WAIT = 60.0  # seconds between a failure and the next attempt
@@ -46,13 +47,10 @@ class Attempt:
 class Attempts:
     """Starts a job until it succeeds, or may not be started again."""
 
+    spec: JobSpec
     make: Callable[[Attempt], Job]  # plans the job of an attempt
     answers: Callable[[str], bool]  # whether a host answers
     say: Callable[[str], None]
-    hosts: tuple[Host, ...]  # where to run; this machine when empty
-    workers: int | None  # how many ranks; every slot of `hosts` when None
-    min_workers: int | None  # fewest to go on with; all when None
-    max_restarts: int
     probe_every: float = 30.0  # seconds between two looks at a host that a running job does without
     jobs: list[Job] = dataclasses.field(default_factory=list)
     events: EventLog = dataclasses.field(default_factory=EventLog)
@@ -60,13 +58,16 @@ class Attempts:
     _code: int = 0
 
     def __post_init__(self) -> None:
-        self._wanted = sum(h.slots for h in self.hosts) if self.workers is None else self.workers
-        self._fewest = self._wanted if self.min_workers is None else self.min_workers
+        spec = self.spec
+        slots = sum(host.slots for host in spec.hosts)
+        self._wanted = len(spec.processes) or (slots if spec.workers is None else spec.workers)
+        self._fewest = self._wanted if spec.min_workers is None else spec.min_workers
+        # With servers, the job starts its workers again itself.
+        self._most = 0 if spec.ps else spec.max_restarts
 
     def run(self) -> int:
         """See the job to its end, and return its exit code."""
-        # The first is of all ranks: a mistyped host is likelier than a lost one.
-        attempt: Attempt | None = Attempt(self.hosts, self._wanted, 0)
+        attempt: Attempt | None = self._first
         while attempt is not None:
             code, goes_on = self._run(attempt)
             if not goes_on:
@@ -94,12 +95,21 @@ class Attempts:
             return 1, self._restart(1)
         if is_for_more_hosts and code:
             return self._code, True
-        if code == 0 or stopped or not self.max_restarts:
+        if code == 0 or stopped or not self._most:
             return code, False
         if job.failed_before_working_together and not attempt.number:
             self.say("not started again: it failed before the ranks did anything together")
             return code, False
         return code, self._restart(code)
+
+    def start(self) -> Job:
+        """Start the job once, and return it."""
+        return self._started(self._first)
+
+    @property
+    def _first(self) -> Attempt:
+        # Of all ranks: a mistyped host is likelier than a lost one.
+        return Attempt(self.spec.hosts, self._wanted, 0)
 
     def _started(self, attempt: Attempt) -> Job:
         for _ in range(_PLANS - 1):
@@ -129,12 +139,12 @@ class Attempts:
     def _restart(self, code: int) -> bool:
         """Use one restart after a failure, and wait a while; return whether there was one."""
         self._code = code
-        if self._restarts >= self.max_restarts:
-            self.say(f"no restart is left of {self.max_restarts}")
+        if self._restarts >= self._most:
+            self.say(f"no restart is left of {self._most}")
             return False
         self._restarts += 1
         seconds = min(LONGEST_WAIT, 2.0 ** (self._restarts - 1))
-        count = f"restart {self._restarts} of {self.max_restarts}"
+        count = f"restart {self._restarts} of {self._most}"
         self.say(f"starting the job again in {seconds:g} s ({count})")
         self.events.record("restart", number=self._restarts, code=code)
         time.sleep(seconds)
@@ -144,13 +154,13 @@ class Attempts:
         """Wait until enough hosts answer for another attempt; None if they do not for long."""
         waited = 0.0
         while True:
-            answering = self._answering(host.name for host in self.hosts)
-            hosts = tuple(host for host in self.hosts if host.name in answering)
-            slots = sum(host.slots for host in hosts) if self.hosts else self._wanted
+            answering = self._answering(host.name for host in self.spec.hosts)
+            hosts = tuple(host for host in self.spec.hosts if host.name in answering)
+            slots = sum(host.slots for host in hosts) if self.spec.hosts else self._wanted
             attempt = Attempt(hosts, min(self._wanted, slots), before.number + 1)
             if attempt.workers >= self._fewest:
                 return attempt
-            missing = ", ".join(host.name for host in self.hosts if host not in hosts)
+            missing = ", ".join(host.name for host in self.spec.hosts if host not in hosts)
             if waited >= PATIENCE:
                 self.say(
                     f"not started again: no answer from {missing} for {PATIENCE / 60:g} minutes, "
@@ -165,7 +175,7 @@ class Attempts:
     def _missing(self, attempt: Attempt) -> list[str]:
         """Return the names of the hosts that an attempt has to leave out."""
         is_whole = attempt.workers == self._wanted
-        return [host.name for host in self.hosts if not is_whole and host not in attempt.hosts]
+        return [host.name for host in self.spec.hosts if not is_whole and host not in attempt.hosts]
 
     def _answering(self, hosts: Iterable[str]) -> set[str]:
         names = list(hosts)

@@ -198,8 +198,14 @@ class EventLog:
 
     def record(self, kind: str, rank: RankName | None = None, **facts: object) -> None:
         """Note what happens now."""
+        self.record_at(time.monotonic(), kind, rank, facts)
+
+    def record_at(
+        self, moment: float, kind: str, rank: RankName | None, facts: Mapping[str, object]
+    ) -> None:
+        """Note what has happened at a moment of `time.monotonic()`."""
         with self._lock:
-            self.kept.append(self._write(self._zero + time.monotonic(), rank, kind, facts))
+            self.kept.append(self._write(self._zero + moment, rank, kind, facts))
 
     def hear(self, rank: RankName, told: Mapping[str, object], lag: float) -> None:
         """Take an event of a rank, whose clock is so many seconds behind this process's."""

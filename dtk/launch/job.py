@@ -17,25 +17,24 @@ process itself is killed, a guard process does the ending.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from dtk.cluster import progress
 from dtk.errors import ClusterError
-from dtk.launch import job_processes, machines
+from dtk.launch import job_processes, ssh
 from dtk.launch.events import EventLog
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.output import JobOutput
-from dtk.launch.plan import Process
-from dtk.launch.rank import JobState, Rank
+from dtk.launch.plan import JobSpec, Process
 from dtk.launch.starter import Starter
+from dtk.launch.task import JobState, Task
 from dtk.launch.watch import Watch
 
 _TOLD = 60  # lines of a failure's report that its event has
@@ -43,32 +42,23 @@ _FAILED = 70  # exit code where the launcher itself fails, as of sysexits(3)
 
 
 class Job:
-    """The processes of a plan, started and supervised.
+    """The processes of a job, started and supervised once.
 
     Args:
-        processes: What `plan` returned.
-        output_dir: Directory that gets one file per process with its whole output, or None.
-        remote_shell: Command that reaches other hosts, called as `ssh` is.
-        grace: Seconds between SIGTERM and SIGKILL; before that, where there are parameter servers,
-            what they and the workers get to end by themselves after the chief.
-        save_grace: Seconds that ranks have to begin a checkpoint, and as many to write it, when the
-            job is stopped; see `dtk.cluster.progress`. 0 gives them none but `grace`.
-        max_restarts: How often each worker that a signal ended is started again, where there are
-            parameter servers. Without, a lost rank ends the job, and 0 says that nobody starts
-            it again.
-        stall_timeout: Seconds without progress of any rank after which the job is ended, see
-            `dtk.cluster.stall`; 0 for never.
-        append: Whether files in `output_dir` are continued, as of a job that is started again.
+        spec: What to start, with `processes`.
         events: What takes the events of the job; none are kept where it is None.
+        append: Whether files in `output_dir` are continued, as of a job that is started again.
         stdout: Where the ranks' standard output goes; `sys.stdout` when None.
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
     Attributes:
+        spec: What is started, with the variables that ranks get.
         job_id: The mark (DTK_JOB) every process of the job carries.
 
     >>> import sys
-    >>> from dtk.launch.plan import plan
-    >>> with Job(plan([sys.executable, "-c", "print('hello')"], workers=1)) as job:
+    >>> from dtk.launch.plan import JobSpec, assign
+    >>> processes = tuple(assign([sys.executable, "-c", "print('hello')"], workers=1))
+    >>> with Job(JobSpec(processes=processes)) as job:
     ...     job.wait(timeout=60)
     [0] hello
     0
@@ -76,47 +66,30 @@ class Job:
 
     def __init__(
         self,
-        processes: Sequence[Process],
+        spec: JobSpec,
         *,
-        output_dir: str | os.PathLike[str] | None = None,
-        remote_shell: str = machines.DEFAULT_REMOTE_SHELL,
-        grace: float = 5.0,
-        save_grace: float = 0.0,
-        max_restarts: int = 3,
-        stall_timeout: float = 0.0,
-        append: bool = False,
         events: EventLog | None = None,
+        append: bool = False,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        if not processes:
-            raise ClusterError("a job needs at least one process; make them with dtk.launch.plan")
-        told = {progress.VARIABLE: f"{stall_timeout:g}"}  # ranks that are watched report
-        self.processes = tuple(process.with_env(told) for process in processes)
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        if not spec.processes:
+            raise ClusterError("a job needs at least one process; `JobRun` plans them")
+        timeout = {progress.VARIABLE: f"{spec.stall_timeout:g}"}  # ranks that are watched report
+        processes = tuple(process.with_env(timeout) for process in spec.processes)
+        self.spec = spec = dataclasses.replace(spec, processes=processes)
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
-        self._state = JobState(
-            self.processes,
-            self.job_id,
-            remote_shell,
-            grace,
-            save_grace,
-            max_restarts,
-            stall_timeout,
-            events or EventLog(),
-        )
-        self._outcome = JobOutcome(self.processes, self._state.ranks)
-        self._output = JobOutput(
-            self._state, self._outcome, self.output_dir, append, stdout, stderr
-        )
+        self._state = JobState(spec, self.job_id, events or EventLog())
+        self._outcome = JobOutcome(processes, self._state.tasks)
+        self._output = JobOutput(self._state, self._outcome, append, stdout, stderr)
         self._starter = Starter(self._state, self._output)
         self._watch = Watch(self._state, self._outcome, self._output, self._starter)
         self._done = threading.Event()
         self._started_by: int | None = None  # a thread
         self._left_start = threading.Event()
         self._complete = False  # whether every process was started
-        self._culprit: Rank | None = None
+        self._culprit: Task | None = None
         self._code = 0
 
     def start(self) -> Job:
@@ -138,9 +111,9 @@ class Job:
             self._started_by = threading.get_ident()
             self._output.open()
             self._starter.prepare()
-            for process in self.processes:
+            for process in self.spec.processes:
                 self._starter.start(process)
-            if any(rank.remote for rank in self._state.ranks):
+            if any(rank.remote for rank in self._state.tasks):
                 threading.Thread(target=self._beat, name="dtk heartbeats", daemon=True).start()
             self._complete = True
             self._left_start.set()
@@ -166,7 +139,7 @@ class Job:
         if self._started_by is None:
             raise ClusterError("this job was not started; call start() first")
         if not self._done.wait(timeout):
-            names = ", ".join(rank.process.name for rank in self._state.ranks if rank.code is None)
+            names = ", ".join(rank.process.name for rank in self._state.tasks if rank.code is None)
             raise TimeoutError(f"after {timeout} s still running: {names}; wait longer or stop()")
         return self._code
 
@@ -203,7 +176,7 @@ class Job:
     @property
     def returncodes(self) -> dict[str, int | None]:
         """Exit code of every process by name; None while it runs."""
-        return {rank.process.name: rank.code for rank in self._state.ranks}
+        return {rank.process.name: rank.code for rank in self._state.tasks}
 
     @property
     def failure(self) -> tuple[Process, int, str] | None:
@@ -228,8 +201,8 @@ class Job:
         return (
             culprit is not None
             and culprit.failed_by_itself
-            and self._state.stall_timeout > 0
-            and not any(rank.status.worked for rank in self._state.ranks)
+            and self._state.spec.stall_timeout > 0
+            and not any(rank.status.worked for rank in self._state.tasks)
         )
 
     @property
@@ -240,18 +213,18 @@ class Job:
                 rank.process.host,
                 rank.status.where if rank.code is None else f"ended {rank.how}",
             )
-            for rank in list(self._state.ranks)
+            for rank in list(self._state.tasks)
         }
 
     @property
     def pids(self) -> dict[str, int]:
         """Process id by name (the remote shell's for a process on another host)."""
-        return {rank.process.name: rank.popen.pid for rank in self._state.ranks}
+        return {rank.process.name: rank.popen.pid for rank in self._state.tasks}
 
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
-        while not self._done.wait(machines.HEARTBEAT):
-            for rank in self._state.ranks:
+        while not self._done.wait(ssh.HEARTBEAT):
+            for rank in self._state.tasks:
                 rank.beat()
 
     def _supervise(self) -> None:
@@ -262,9 +235,9 @@ class Job:
             else:
                 self._end_all()
         except Exception as error:
-            told = "".join(traceback.format_exception(error))
+            trace = "".join(traceback.format_exception(error))
             with contextlib.suppress(Exception):  # the worst is over
-                text = f"the launcher itself has failed, and ends the job:\n{told}"
+                text = f"the launcher itself has failed, and ends the job:\n{trace}"
                 self._output.say(text.rstrip())
             with contextlib.suppress(Exception):
                 self._state.stopping = True
@@ -287,12 +260,12 @@ class Job:
         # What served the chief gets time to notice that it has ended.
         state.wait_for(
             lambda: state.stopping or all(rank.code is not None for rank in outcome.serving),
-            state.grace,
+            state.spec.grace,
         )
         self._end_all()
         self._code = 128 + signal.SIGPIPE if state.broken_pipe and not culprit else code
         if culprit is not None and not report:
-            may_restart = state.max_restarts > 0
+            may_restart = state.spec.max_restarts > 0
             report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
         if culprit is not None or self._watch.gone:
             self._record_failure(culprit, report)
@@ -301,27 +274,32 @@ class Job:
         if state.error is not None:
             raise state.error
 
-    def _record_failure(self, culprit: Rank | None, report: str) -> None:
-        who = None if culprit is None or self._watch.gone else culprit.process.rank_name
-        text = "\n".join(report.strip().splitlines()[-_TOLD:])
-        self._state.events.record("failure", who, text=text)
+    def _record_failure(self, culprit: Task | None, report: str) -> None:
+        facts: dict[str, object] = {"text": "\n".join(report.strip().splitlines()[-_TOLD:])}
+        moment, who = time.monotonic(), None
+        if culprit is not None and not self._watch.gone:
+            moment, who = culprit.failed_at or moment, culprit.process.rank_name
+            if (failure := culprit.failure) is not None:
+                facts |= {"error": failure.error, "message": failure.message}
+                facts |= {"file": failure.file, "line": failure.line}
+        self._state.events.record_at(moment, "failure", who, facts)
 
     def _end_all(self) -> None:
         """End everything, wait for it, and let go of what the job held."""
-        state, ranks = self._state, self._state.ranks
+        state, ranks = self._state, self._state.tasks
         if self._outcome.served:
             # The chief and an evaluator end while what serves them is there. Else the chief could
             # not save any more, and would say that a server is gone.
             for rank in self._outcome.essential:
                 if not rank.remote and rank.code is None:
                     mark, pids = state.mark(rank.process), [rank.popen.pid]
-                    job_processes.end(mark, state.grace, lambda: state.hurry, pids)
+                    job_processes.end(mark, state.spec.grace, lambda: state.hurry, pids)
         for rank in ranks:
             rank.hang_up()
         own = [rank.popen.pid for rank in ranks]
-        job_processes.end(self.job_id, state.grace, lambda: state.hurry, own)
+        job_processes.end(self.job_id, state.spec.grace, lambda: state.hurry, own)
         # Other hosts have the same grace, and some time to answer.
-        deadline = time.monotonic() + (0.5 if state.hurry else state.grace + 2.0)
+        deadline = time.monotonic() + (0.5 if state.hurry else state.spec.grace + 2.0)
         for rank in ranks:
             rank.await_agent(deadline - time.monotonic())
             rank.popen.wait()

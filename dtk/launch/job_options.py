@@ -15,7 +15,7 @@ import click
 
 from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile, slurm
 from dtk.errors import ClusterError, CommunicatorError, DtkError
-from dtk.launch import COMMUNICATORS, Job, job_file, machines, screen
+from dtk.launch import COMMUNICATORS, Job, job_file, screen, ssh
 from dtk.launch.plan import check_slots as check_slots
 
 # What `signal.signal` takes and returns.
@@ -40,7 +40,7 @@ hostfile = job_file.path_option("--hostfile", help="The same, one `host slots=n`
 remote_shell = click.option(
     "--remote-shell",
     metavar="CMD",
-    default=machines.DEFAULT_REMOTE_SHELL,
+    default=ssh.DEFAULT_REMOTE_SHELL,
     show_default=True,
     help="Command that reaches other hosts, called as `CMD host command`.",
 )
@@ -91,14 +91,14 @@ class JobCommand(click.Command):
         try:
             return super().make_context(info_name, args, parent, **extra)
         except click.UsageError as error:
-            told = error.format_message().rstrip(".")
+            message = error.format_message().rstrip(".")
             if isinstance(error, click.NoSuchOption):
                 close = " or ".join(error.possibilities or ())
                 if _OTHERS_NUMBER.fullmatch(error.option_name):
                     close = "-n"
-                told = f"no such option: {error.option_name}"
-                told += f", did you mean {close}?" if close else ""
-            raise Refused(self.name, f"{told}; see `dtk {self.name} --help`") from None
+                message = f"no such option: {error.option_name}"
+                message += f", did you mean {close}?" if close else ""
+            raise Refused(self.name, f"{message}; see `dtk {self.name} --help`") from None
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
@@ -106,8 +106,8 @@ class JobCommand(click.Command):
         try:
             return super().invoke(ctx)
         except DtkError as error:
-            given = job_file.told(ctx)
-            raise Refused(self.name, f"{error}; {given}" if given else str(error)) from None
+            of_files = job_file.told(ctx)
+            raise Refused(self.name, f"{error}; {of_files}" if of_files else str(error)) from None
 
 
 class _Signalled(BaseException):
@@ -194,11 +194,11 @@ def places_in_slurm(workers: int | None, remote_shell: str) -> tuple[tuple[Host,
 
     None where there is no allocation, or one on this host alone that `workers` were asked of.
     """
-    found = slurm.allocation(os.environ)
-    if not found or (workers is not None and len(found) == 1 and machines.is_local(found[0].name)):
+    hosts = slurm.allocation(os.environ)
+    if not hosts or (workers is not None and len(hosts) == 1 and ssh.is_local(hosts[0].name)):
         return (), remote_shell
-    if remote_shell == machines.DEFAULT_REMOTE_SHELL:
+    if remote_shell == ssh.DEFAULT_REMOTE_SHELL:
         remote_shell = slurm.remote_shell(os.environ)
-    slots = ", ".join(f"{host.name}:{host.slots}" for host in found)
+    slots = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
     screen.say(f"on the hosts of Slurm's job {os.environ['SLURM_JOB_ID']}, by srun: {slots}")
-    return found, remote_shell
+    return hosts, remote_shell

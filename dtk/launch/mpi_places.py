@@ -30,8 +30,8 @@ from typing import NamedTuple
 from dtk.cluster import mpi_installs
 from dtk.cluster.variables import MPI_LEASE
 from dtk.errors import CommunicatorError
-from dtk.launch import agent, job_processes, machines
-from dtk.launch.rank import killer
+from dtk.launch import agent, job_processes, ssh
+from dtk.launch.task import killer
 
 START_SECONDS = 30.0
 # Of what mpirun gives a process, that which MPI reads.
@@ -39,7 +39,7 @@ _OURS = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
 # An allocation that mpirun would place its processes in by itself.
 _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # Seconds, and how often: after 90 s of silence a server on another host ends, as ranks there do
-# (`dtk.launch.machines.SILENCE`); by itself it would after eight minutes.
+# (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
 _KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
 # Each process writes one line, which no other can mix with. Then it waits for the end of a pipe,
 # which the launcher and the ranks of this host have open as long as they live.
@@ -66,7 +66,7 @@ class MPIPlaces:
 
     def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
         self._job, self._hosts = job + job_processes.BESIDE, hosts
-        self._alone = all(map(machines.is_local, hosts))
+        self._alone = all(map(ssh.is_local, hosts))
         self._held = contextlib.ExitStack()
         self._folder = self._made()
         self._memory: Path | None = None
@@ -116,7 +116,7 @@ class MPIPlaces:
             name: value
             for name, value in os.environ.items()
             if name == "SLURM_CONF"  # by which srun finds its controller
-            or not (machines.is_foreign(name) or name.startswith(_ALLOCATIONS))
+            or not (ssh.is_foreign(name) or name.startswith(_ALLOCATIONS))
         }
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -191,7 +191,7 @@ class MPIPlaces:
         server = f"MPI's server (prterun, process {self._process.pid})"
         cut = _CUT_OFF.search(said)
         # Its daemons count from 1, in the order of the hosts.
-        others = list(dict.fromkeys(host for host in self._hosts if not machines.is_local(host)))
+        others = list(dict.fromkeys(host for host in self._hosts if not ssh.is_local(host)))
         if cut and 0 < int(cut[1]) <= len(others):
             host = others[int(cut[1]) - 1]
             how = f"is cut off: {server} has lost its connection to that host (node {cut[2]})"

@@ -17,7 +17,8 @@ from typing import TextIO, TypeVar
 from dtk.cluster import detect
 from dtk.errors import ClusterError, RankError
 from dtk.launch.job import Job
-from dtk.launch.job_spec import JobRun, JobSpec
+from dtk.launch.job_run import JobRun
+from dtk.launch.plan import JobSpec
 from dtk.version import pip_install
 
 Result = TypeVar("Result")
@@ -92,8 +93,8 @@ def _packed(fn: Callable[[], object]) -> bytes:
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
-        told = f"notebook_launcher needs cloudpickle: {pip_install('notebook')}"
-        raise ModuleNotFoundError(told, name=error.name) from None
+        message = f"notebook_launcher needs cloudpickle: {pip_install('notebook')}"
+        raise ModuleNotFoundError(message, name=error.name) from None
     try:
         return pickle.dumps((sys.path, cloudpickle.dumps(fn)))
     except Exception as error:  # whatever the values of the notebook raise

@@ -21,9 +21,9 @@ from dtk.cluster import report_channel
 from dtk.errors import ClusterError
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.plan import Process
-from dtk.launch.rank import JobState, Rank
 from dtk.launch.reader import Reader
 from dtk.launch.screen import Pace, Screen, ShownText, Sink
+from dtk.launch.task import JobState, Task
 from dtk.quiet import is_noise
 
 # TensorFlow's lines about lost tasks on the chief, four for each function it had sent them; dtk
@@ -49,7 +49,7 @@ class _Stream:
     """One stream of one process, while it is read."""
 
     def __init__(
-        self, rank: Rank, pipe: IO[bytes], sink: Sink, prefix: str, stderr: bool, drawn: bool
+        self, rank: Task, pipe: IO[bytes], sink: Sink, prefix: str, stderr: bool, drawn: bool
     ) -> None:
         self.rank, self.pipe, self.sink, self.prefix = rank, pipe, sink, prefix
         self.stderr = stderr
@@ -100,13 +100,13 @@ class EqualLines:
 
     def due(self, now: float | None = None) -> list[tuple[str, list[str]]]:
         """Return the lines that were held for long enough, or are too many, and who wrote them."""
-        found = []
+        lines = []
         with self._lock:
             while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
                 line = self._held.popleft()
                 line.is_shown = True
                 self._shown.append(line)
-                found.append((line.text, line.writers))
+                lines.append((line.text, line.writers))
             while self._shown and (
                 len(self._shown) > _MOST
                 or (now is not None and now - self._shown[0].when >= _EQUAL)
@@ -115,7 +115,7 @@ class EqualLines:
                 self._equal[line.text].remove(line)
                 if not self._equal[line.text]:
                     del self._equal[line.text]
-        return found
+        return lines
 
 
 class _Line:
@@ -132,15 +132,15 @@ class JobOutput:
         self,
         state: JobState,
         outcome: JobOutcome,
-        directory: Path | None,
         append: bool,
         stdout: TextIO | None,
         stderr: TextIO | None,
     ) -> None:
         self.suppressed = 0
         self._state, self._outcome = state, outcome
-        self._directory, self._append = directory, append
-        self._width = max((len(f"{one.rank_name}") for one in state.processes), default=0)
+        directory = state.spec.output_dir
+        self._directory, self._append = None if directory is None else Path(directory), append
+        self._width = max((len(f"{one.rank_name}") for one in state.spec.processes), default=0)
         streams = (stdout or sys.stdout, stderr or sys.stderr)
         self._sinks = [
             self._sink(stream, f"standard {name}")
@@ -197,7 +197,7 @@ class JobOutput:
                 f"output directory {self._directory} cannot be made: {error.strerror}"
             ) from None
 
-    def open_file(self, rank: Rank) -> None:
+    def open_file(self, rank: Task) -> None:
         """Open the file of one process, if a directory was given."""
         if self._directory is None:
             return
@@ -224,16 +224,16 @@ class JobOutput:
 
     def _is_drawn(self, process: Process, sink: Sink) -> bool:
         """Return whether unfinished rows are drawn: bars of others would hide the first's."""
-        return process is self._state.processes[0] and self._screen.draws(sink)
+        return process is self._state.spec.processes[0] and self._screen.draws(sink)
 
     def _prefix(self, process: Process, sink: Sink) -> str:
         label = f"[{process.rank_name:>{self._width}}] "
         if not sink.is_terminal or os.environ.get("NO_COLOR"):
             return label
-        number = self._state.processes.index(process)
+        number = self._state.spec.processes.index(process)
         return click.style(label, fg=_COLORS[number % len(_COLORS)])
 
-    def relay(self, rank: Rank) -> None:
+    def relay(self, rank: Task) -> None:
         """Begin to read what a process writes."""
         pipes = (rank.popen.stdout, rank.popen.stderr)
         for pipe, sink, reader in zip(pipes, self._sinks, self._readers, strict=True):
@@ -316,7 +316,7 @@ class JobOutput:
                 rank.remember(line, stderr)
                 if stderr and self._outcome.failed_before(rank):
                     self.suppressed += 1
-                elif stderr and len(self._state.processes) > 1:
+                elif stderr and len(self._state.spec.processes) > 1:
                     self._equal.add(source.prefix, line, time.monotonic())
                     if self._equal.is_full:
                         self._write_equal(time.monotonic())
@@ -348,7 +348,7 @@ class JobOutput:
             for row in source.in_file.due(source.text, now):
                 source.rank.file.write(click.unstyle(row) + "\n")
         self._show_rows(source)
-        if not source.drawn and source.rank.process is self._state.processes[0]:
+        if not source.drawn and source.rank.process is self._state.spec.processes[0]:
             for row in source.on_screen.due(source.text, now):
                 self._screen.write(source.sink, f"{source.prefix}{row}\n")
 

@@ -15,15 +15,15 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dtk.cluster import Host, TFConfig
+from dtk.cluster import Host, TFConfig, progress
 from dtk.cluster.environment import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds
-from dtk.launch import machines
+from dtk.launch import ssh
 
 COMMUNICATORS = ("auto", "collective", "horovod", "mpi")
-# `plan` takes these, too: such ranks show what a step costs without communication.
+# `assign` takes these, too: such ranks show what a step costs without communication.
 _NOT_BETWEEN_PROCESSES = ("local", "null")
 # Each process takes a port and hundreds of MB: more is a mistyped number.
 MOST_ON_A_HOST = 1024
@@ -76,7 +76,54 @@ class Process:
         return dataclasses.replace(self, env={**self.env, **more})
 
 
-def plan(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What to run where; the one holder of a job's settings, which are the options of `dtk run`.
+
+    Attributes:
+        command: What every process runs.
+        processes: What to start in place of that, where it is planned already.
+        workers: Number of training processes; every slot of the hosts when None.
+        communicator: As for `assign`.
+        hosts: Where to run; this machine when empty.
+        ps: Number of parameter servers.
+        evaluator: Whether a process evaluates beside the training.
+        bind: Whether ranks of a host are bound to a part of its cores each.
+        max_restarts: How often the job is started again; with servers, each worker that a signal
+            has ended.
+        min_workers: Fewest to start the job again with; all when None.
+        remote_shell: Command that reaches other hosts, called as `ssh` is.
+        stall_timeout: Seconds without progress of any rank after which the job is ended; 0 for
+            never.
+        grace: Seconds between SIGTERM and SIGKILL; before that, what servers get to end by
+            themselves after the chief.
+        save_grace: Seconds that ranks have to begin a checkpoint when the job is stopped, and as
+            many to write it.
+        output_dir: Directory that gets one file for each process with its whole output, or None.
+        variables: Variables of every rank.
+        records_steps: Whether events have what was measured of every step.
+    """
+
+    command: Sequence[str] = ()
+    processes: tuple[Process, ...] = ()
+    workers: int | None = None
+    communicator: str = "auto"
+    hosts: tuple[Host, ...] = ()
+    ps: int = 0
+    evaluator: bool = False
+    bind: bool = True
+    max_restarts: int = 0
+    min_workers: int | None = None
+    remote_shell: str = ssh.DEFAULT_REMOTE_SHELL
+    stall_timeout: float = progress.DEFAULT_TIMEOUT
+    grace: float = 5.0
+    save_grace: float = 0.0
+    output_dir: str | os.PathLike[str] | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    records_steps: bool = False
+
+
+def assign(
     command: Sequence[str],
     workers: int | None = None,
     *,
@@ -86,7 +133,7 @@ def plan(
     evaluator: bool = False,
     bind: bool = True,
     environ: Mapping[str, str] | None = None,
-    survey: Callable[[str, int], machines.HostFacts] = machines.survey,
+    survey: Callable[[str, int], ssh.HostFacts] = ssh.survey,
 ) -> list[Process]:
     """Decide which processes to start, where, and with which variables.
 
@@ -113,7 +160,7 @@ def plan(
     Raises:
         ClusterError: The counts do not fit the hosts, or the communicator is unknown.
 
-    >>> [(p.name, p.host) for p in plan(["python", "train.py"], workers=2)]
+    >>> [(p.name, p.host) for p in assign(["python", "train.py"], workers=2)]
     [('rank 0', 'localhost'), ('rank 1', 'localhost')]
     """
     environ = os.environ if environ is None else environ
@@ -157,12 +204,12 @@ def check(
     """Refuse what cannot be planned on any hosts, before these are asked.
 
     Args:
-        command: As for `plan`.
-        workers: As for `plan`.
-        hosts: As for `plan`.
-        communicator: As for `plan`.
-        ps: As for `plan`.
-        evaluator: As for `plan`.
+        command: As for `assign`.
+        workers: As for `assign`.
+        hosts: As for `assign`.
+        communicator: As for `assign`.
+        ps: As for `assign`.
+        evaluator: As for `assign`.
 
     Raises:
         ClusterError: The counts do not fit, or the communicator is unknown.
@@ -201,7 +248,7 @@ def check(
                 f"{MOST_ON_A_HOST} at most; give fewer, or more hosts"
             )
     check_slots(workers, hosts)
-    loopback = {host.name for host in hosts if machines.is_loopback(host.name)}
+    loopback = {host.name for host in hosts if ssh.is_loopback(host.name)}
     if loopback and len(hosts) > len(loopback):
         raise ClusterError(
             f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
@@ -236,7 +283,7 @@ def _place(
 
 def _collective(
     placed: list[tuple[str, int, str]],
-    facts: Mapping[str, machines.HostFacts],
+    facts: Mapping[str, ssh.HostFacts],
     communicator: str,
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Return what TensorFlow's collectives read, and MPI, and the address of each process."""
@@ -257,7 +304,7 @@ def _collective(
 
 
 def _horovod(
-    placed: list[tuple[str, int, str]], facts: Mapping[str, machines.HostFacts]
+    placed: list[tuple[str, int, str]], facts: Mapping[str, ssh.HostFacts]
 ) -> list[dict[str, str]]:
     """Return what Horovod's Gloo controller reads; the job adds the address of its rendezvous."""
     hosts = [host for _, _, host in placed]
@@ -285,7 +332,7 @@ def _horovod(
     return envs
 
 
-def _bound(processes: list[Process], facts: Mapping[str, machines.HostFacts]) -> list[Process]:
+def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list[Process]:
     """Divide the cores of each host that has several ranks, a core or more for each thread."""
     hosts = [process.host for process in processes]
     bound = []

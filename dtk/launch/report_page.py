@@ -83,14 +83,13 @@ def headline(log: EventLog) -> str:
 
 def _why(failure: Event) -> str:
     """Return the exception of the rank that failed, or else the first lines of what was told."""
-    lines = [one.removeprefix("dtk: ") for one in str(failure["text"]).splitlines() if one.strip()]
-    starts = [i for i, one in enumerate(lines) if one.startswith("Traceback (most recent call")]
-    # What a traceback quotes is indented; the exception is not.
-    raised = [one for one in lines[starts[-1] + 1 :] if one[:1].strip()] if starts else []
-    if raised:
+    if "error" in failure:
         rank = failure["rank"]
-        who = f"rank {rank}" if isinstance(rank, int) else rank or "dtk run"
-        return f"{who} failed: {raised[0]}"
+        who = f"rank {rank}" if isinstance(rank, int) else rank
+        at = f" at {failure['file']}:{failure['line']}" if failure["file"] else ""
+        raised = ": ".join(filter(None, (str(failure["error"]), str(failure["message"]))))
+        return f"{who} failed{at}: {raised}"
+    lines = [one.removeprefix("dtk: ") for one in str(failure["text"]).splitlines() if one.strip()]
     return " ".join(lines[: 1 + (failure["kind"] == "stall")])
 
 

@@ -15,11 +15,11 @@ from typing import TypeAlias
 from dtk.cluster import mpi_installs, progress, report_channel
 from dtk.cluster.variables import COMMUNICATOR, RESTARTS
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, job_processes, machines, mpi_places
+from dtk.launch import agent, job_processes, mpi_places, ssh
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
-from dtk.launch.rank import JobState, Rank
 from dtk.launch.reader import Reader
+from dtk.launch.task import JobState, Task
 
 # Settings of the user's that ranks on other hosts need as well.
 FORWARDED = (
@@ -54,7 +54,7 @@ class Starter:
 
     def __init__(self, state: JobState, output: JobOutput) -> None:
         self._state, self._output = state, output
-        self._served = any(process.role == "ps" for process in state.processes)
+        self._served = any(process.role == "ps" for process in state.spec.processes)
         self._held = contextlib.ExitStack()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
@@ -65,9 +65,10 @@ class Starter:
 
     def prepare(self) -> None:
         """Hold the ports of this machine's ranks; start the guard and the servers of ranks."""
-        self._local_hosts = {p.host for p in self._state.processes if machines.is_local(p.host)}
+        self._local_hosts = {p.host for p in self._state.spec.processes if ssh.is_local(p.host)}
         # First: the servers below are given free ports by the system too, and may get one of these.
-        for process in self._state.processes:
+        spec = self._state.spec
+        for process in spec.processes:
             if process.address and process.host in self._local_hosts:
                 host, _, port = process.address.rpartition(":")
                 try:
@@ -77,10 +78,10 @@ class Starter:
                         f"{process.name}: port {port} of {host} is taken ({error.strerror}); plan "
                         "the job again"
                     ) from None
-        self._guard = machines.Guard(self._state.job_id, self._state.grace, self._state.save_grace)
+        self._guard = ssh.Guard(self._state.job_id, spec.grace, spec.save_grace)
         self._held.callback(self._guard.close)
-        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in self._state.processes):
-            self._shared = _start_rendezvous(self._state.processes, self._held)
+        if any(one.env.get("HOROVOD_CONTROLLER") == "gloo" for one in spec.processes):
+            self._shared = _start_rendezvous(spec.processes, self._held)
         self._start_mpi()
 
     def lost(self) -> mpi_places.Loss | None:
@@ -100,28 +101,29 @@ class Starter:
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
         place = self._places[process.rank] if self._places else {}
-        given = {**process.env, **self._shared, **place}
-        env = {**self._output.variables(process), **given}
+        variables = {**process.env, **self._shared, **place}
+        env = {**self._output.variables(process), **variables}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
-        rank = Rank(process, env, remote, popen, self._guard, self._state.events)
-        self._state.ranks.append(rank)
+        rank = Task(process, env, remote, popen, self._guard, self._state.events)
+        self._state.tasks.append(rank)
         self._output.open_file(rank)
         self._attend(rank, reports)
 
-    def start_again(self, rank: Rank) -> None:
+    def start_again(self, rank: Task) -> None:
         """Start the successor of a process that is gone."""
         popen, reports = self._popen(rank.process, {**rank.env, RESTARTS: str(rank.restarts)})
         with self._state.changed:
             rank.started(popen)
         self._attend(rank, reports)
 
-    def _attend(self, rank: Rank, reports: socket.socket | None) -> None:
+    def _attend(self, rank: Task, reports: socket.socket | None) -> None:
         """Read what a process writes and reports, and note its end."""
         popen = rank.popen
         self._output.relay(rank)
         if reports is not None:
             self._held.enter_context(reports)
+            rank.reports = reports
             self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
         try:
             end = os.pidfd_open(popen.pid)
@@ -133,7 +135,7 @@ class Starter:
             reap = functools.partial(self._reap, rank, popen, end)
             rank.open.append(self._reader.add(end, reap))
 
-    def _hear(self, rank: Rank, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
+    def _hear(self, rank: Task, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
         if message := report_channel.receive(reports):
             rank.hear(message)
             return True
@@ -141,7 +143,7 @@ class Starter:
         self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, popen))
         return False
 
-    def _note_silence(self, rank: Rank, popen: subprocess.Popen[bytes]) -> None:
+    def _note_silence(self, rank: Task, popen: subprocess.Popen[bytes]) -> None:
         """Say that a process runs on, and reports nothing any more."""
         if rank.popen is popen and rank.code is None and progress.VARIABLE in rank.env:
             rank.status = rank.new_status()
@@ -150,18 +152,18 @@ class Starter:
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
 
-    def _reap(self, rank: Rank, popen: subprocess.Popen[bytes], end: int) -> bool:
+    def _reap(self, rank: Task, popen: subprocess.Popen[bytes], end: int) -> bool:
         os.close(end)
         self._note_end(rank, popen.wait())
         return False
 
     def _await_end(
-        self, rank: Rank, popen: subprocess.Popen[bytes], over: threading.Event
+        self, rank: Task, popen: subprocess.Popen[bytes], over: threading.Event
     ) -> None:
         self._note_end(rank, popen.wait())
         over.set()
 
-    def _note_end(self, rank: Rank, code: int) -> None:
+    def _note_end(self, rank: Task, code: int) -> None:
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
@@ -173,14 +175,14 @@ class Starter:
         try:
             return self._thread.submit(start, process, env).result()
         except OSError as error:
-            program = process.argv[0] if here else self._state.remote_shell.split()[0]
+            program = process.argv[0] if here else self._state.spec.remote_shell.split()[0]
             raise ClusterError(
                 f"{process.name}: cannot start {program}: {error.strerror}; check that it exists"
             ) from None
 
     def _start_here(self, process: Process, env: Mapping[str, str]) -> _Started:
         """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
-        own = {name: value for name, value in os.environ.items() if not machines.is_foreign(name)}
+        own = {name: value for name, value in os.environ.items() if not ssh.is_foreign(name)}
         reports, end = report_channel.pair()
         try:
             with end:
@@ -209,24 +211,24 @@ class Starter:
         forwarded = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(FORWARDED) and not machines.is_foreign(name)
+            if name.startswith(FORWARDED) and not ssh.is_foreign(name)
         }
-        order = machines.first_line(
+        order = ssh.first_line(
             "rank",
             argv=process.argv,
             env={**forwarded, **env},
             cwd=os.getcwd(),
             job=self._state.mark(process),
-            grace=self._state.grace,
-            save_grace=self._state.save_grace,
+            grace=self._state.spec.grace,
+            save_grace=self._state.spec.save_grace,
             serves=self._served and process.role != "chief",
             watch_every=min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
             reserved=process.address,
             cores=list(process.cores),
-            silence=machines.SILENCE,
+            silence=ssh.SILENCE,
         )
         popen = subprocess.Popen(
-            machines.remote_command(process.host, self._state.remote_shell),
+            ssh.remote_command(process.host, self._state.spec.remote_shell),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -241,15 +243,15 @@ class Starter:
 
     def _start_mpi(self) -> None:
         """Start MPI's server where the plan asks for it, or would like it."""
-        asked = {process.env.get(COMMUNICATOR) for process in self._state.processes}
+        asked = {process.env.get(COMMUNICATOR) for process in self._state.spec.processes}
         must = "mpi" in asked
         if not must and ("auto" not in asked or mpi_installs.unasked() is None):
             return
         try:
             places = mpi_places.MPIPlaces(
-                [process.host for process in self._state.processes],
+                [process.host for process in self._state.spec.processes],
                 self._state.job_id,
-                self._state.remote_shell,
+                self._state.spec.remote_shell,
             )
         except CommunicatorError as error:
             if must:
@@ -297,10 +299,10 @@ def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) 
 
 def own_address(hosts: Sequence[str]) -> str:
     """Return the address of this machine that all hosts can reach."""
-    remote = [host for host in hosts if not machines.is_local(host)]
+    remote = [host for host in hosts if not ssh.is_local(host)]
     if not remote:
         return (
-            "127.0.0.1" if all(map(machines.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
+            "127.0.0.1" if all(map(ssh.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
         )
     # Connecting a UDP socket sends nothing; it asks the routing table which address would be used.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

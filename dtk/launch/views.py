@@ -21,7 +21,7 @@ _RECENT = 5.0  # seconds of which `dtk top` tells the rates
 
 
 @contextlib.contextmanager
-def watching(
+def reporting(
     settings: Mapping[str, object],  # "events", "timeline" and "report" are files
     jobs: Sequence[Job],
     command: Sequence[str],

@@ -1,4 +1,13 @@
-"""Waiting for what ends a job, telling which process failed first, replacing what can be."""
+"""Waiting for what ends a job, telling which process failed first, replacing what can be.
+
+  ┌──────────────────────────────────────────────────────────────────────┐
+  v                                                                      │
+wait ──┬── a worker is lost, or stuck, that servers can spare ──> replace it
+       ├── a rank fails ──> settle: the first may end last ─────> whose record is the earliest
+       ├── nothing moves for the timeout ───────────────────────> who is missing; code 124
+       ├── MPI's server is gone ──> 5 s for failures ───────────> whose failure, or the server
+       └── all have ended well, or stop() ──────────────────────> nobody
+"""
 
 from __future__ import annotations
 
@@ -13,8 +22,8 @@ from dtk.launch import job_processes
 from dtk.launch.mpi_places import Loss
 from dtk.launch.outcome import SETTLE, TIE, JobOutcome, leaver_report
 from dtk.launch.output import JobOutput
-from dtk.launch.rank import JobState, Rank
 from dtk.launch.starter import Starter
+from dtk.launch.task import JobState, Task
 
 _START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
 LATE = 5.0  # seconds for a rank to end, where all failures so far are of its loss
@@ -37,9 +46,9 @@ class Watch:
         self._told_alone = False
         self._notice = ""
 
-    def culprit(self) -> Rank | None:
+    def culprit(self) -> Task | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
-        state, outcome, ranks = self._state, self._outcome, self._state.ranks
+        state, outcome, ranks = self._state, self._outcome, self._state.tasks
         culprit = None
         while culprit is None:
             self._wait()
@@ -60,35 +69,35 @@ class Watch:
             culprit = outcome.culprit()
             if culprit is not None and culprit.is_victim and not state.stopping:
                 self.gone = self._starter.lost()
-                if state.stall_timeout and not (self.gone or outcome.served):
+                if state.spec.stall_timeout and not (self.gone or outcome.served):
                     # Others may have lost a rank that still runs, and is only cut off.
                     now = time.monotonic()
-                    self._stall = stall.find_cut_off(self._tasks(), now, state.stall_timeout)
+                    self._stall = stall.find_cut_off(self._tasks(), now, state.spec.stall_timeout)
                 if self._stall is not None:
                     return ranks[self._stall.missing[0]]
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
         return None if state.stopping else culprit
 
-    def report(self, culprit: Rank | None) -> tuple[str, str]:
+    def report(self, culprit: Task | None) -> tuple[str, str]:
         """Return why the job is ended where that is nobody's failure, and what caused a failure.
 
         Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
         before others are asked to end: they may yet move.
         """
-        ranks = self._state.ranks
+        ranks = self._state.tasks
         statuses = [rank.status for rank in ranks]
         # Whose data has ended before that of others, where a rank has failed of it.
         short = stall.find_short(statuses)
-        if found := self._stall or short:
-            missing = [ranks[i] for i in found.missing]
+        if shown := self._stall or short:
+            missing = [ranks[i] for i in shown.missing]
             self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
         if self.gone:
             return f"\ndtk: {self.gone.how}; every rank needs it. The job was ended.\n", ""
         if self._stall:
-            told = stall.describe(self._stall, statuses)
-            self._state.events.record("stall", text=told.strip())
-            return told, ""
+            words = stall.describe(self._stall, statuses)
+            self._state.events.record("stall", text=words.strip())
+            return words, ""
         if short:
             return "", stall.describe_cause(short, statuses)
         # The rank that left first, where others have failed as it was gone.
@@ -97,12 +106,12 @@ class Watch:
             return "", leaver_report(min(left, key=lambda rank: rank.exited))
         return "", ""
 
-    def _ask_for_stacks(self, ranks: Sequence[Rank]) -> None:
+    def _ask_for_stacks(self, ranks: Sequence[Task]) -> None:
         """Have ranks say where they are in the script; it ends them."""
         asked = [rank for rank in ranks if rank.code is None]
         for rank in asked:
             rank.dump = []
-            rank.order("stack")
+            rank.end_with_stack()
         self._state.wait_for(
             lambda: self._state.hurry or all(rank.code is not None for rank in asked), _STACK
         )
@@ -115,8 +124,8 @@ class Watch:
 
         A rank that fails, or an interrupt, cuts it short.
         """
-        state, grace = self._state, self._state.save_grace
-        saving = [rank for rank in state.ranks if rank.would_save]
+        state, grace = self._state, self._state.spec.save_grace
+        saving = [rank for rank in state.tasks if rank.would_save]
         if not (saving and grace):
             return
         names = ", ".join(rank.process.name for rank in saving)
@@ -124,12 +133,12 @@ class Watch:
             f"waiting up to {grace:g} s for a checkpoint of {names}; once more ends them now"
         )
         for rank in saving:
-            rank.order("end")
+            rank.ask_to_save()
         sigterm = 128 + signal.SIGTERM
         # Ranks that are out of patience say so themselves: hence the margin.
         is_writing, until = False, time.monotonic() + SETTLE + grace
         with state.changed:
-            while any(rank.code is None for rank in saving) and not state.hurry:
+            while any(rank.is_saving for rank in saving) and not state.hurry:
                 if not is_writing and any(rank.saving == "begun" for rank in saving):
                     is_writing, until = True, time.monotonic() + grace
                 if time.monotonic() > until:
@@ -139,7 +148,7 @@ class Watch:
                         what += "; the one before it is the newest"
                     self._output.say(f"{what}: give --save-grace more seconds")
                     return
-                failed = any(one.failed and one.code != sigterm for one in state.ranks)
+                failed = any(one.failed and one.code != sigterm for one in state.tasks)
                 if failed and not is_writing:
                     return
                 state.changed.wait(0.1)
@@ -150,7 +159,7 @@ class Watch:
         """Wait for the end, and meanwhile replace what can be."""
         state, outcome = self._state, self._outcome
         # Nothing notifies of a job that does not move.
-        period = min(1.0, state.stall_timeout / 10) or 1.0
+        period = min(1.0, state.spec.stall_timeout / 10) or 1.0
         while True:
             stuck: dict[int, str] = {}
             with state.changed:
@@ -167,8 +176,8 @@ class Watch:
                 self._output.say(self._notice)
                 self._notice = ""
             for index, why in stuck.items():
-                state.ranks[index].stuck = why
-                self._end_stuck(state.ranks[index])
+                state.tasks[index].stuck = why
+                self._end_stuck(state.tasks[index])
             for rank in lost:
                 self._replace(rank)
             if lost and (heard := outcome.chief.status.heard) is not None:
@@ -181,18 +190,18 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
-        if not (timeout := self._state.stall_timeout):
+        if not (timeout := self._state.spec.stall_timeout):
             return False
         now = time.monotonic()
         self._allow_for_sleep(now)
-        for rank in self._state.ranks:
+        for rank in self._state.tasks:
             rank.status.left = rank.code == 0
             if rank.code is None:
                 rank.observe()
         if self._outcome.served:
             self._stall = stall.find_served(self._tasks(), now, timeout)
         else:
-            statuses = [rank.status for rank in self._state.ranks]
+            statuses = [rank.status for rank in self._state.tasks]
             self._note_alone(statuses, now)
             held_up = self._not_started(statuses, now)
             self._stall = held_up or stall.find(statuses, now, timeout)
@@ -202,32 +211,32 @@ class Watch:
         """Count no time in which this process itself was stopped, or could not write."""
         slept = now - self._looked
         if not self._output.waits:  # as of a terminal after Ctrl-S, or a pager
-            slept -= self._state.stall_timeout / 4
+            slept -= self._state.spec.stall_timeout / 4
         if self._looked and slept > 0:
-            for rank in self._state.ranks:
+            for rank in self._state.tasks:
                 rank.status.delay(slept)
         self._looked = now
 
     def _note_alone(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Note once in which bound a rank must rejoin the others, while it computes alone."""
-        timeout = self._state.stall_timeout
+        timeout = self._state.spec.stall_timeout
         # Half as long again: a rank that does nothing is named for that by then, also where it was
         # seen reading at first, as of memory that the system had taken.
         since = now - timeout / 2
-        found = stall.find_alone(statuses, since, timeout)
-        if found and any(statuses[i].is_idle(since) for i in found.missing):
+        alone = stall.find_alone(statuses, since, timeout)
+        if alone and any(statuses[i].is_idle(since) for i in alone.missing):
             return
-        if found and not self._told_alone:
+        if alone and not self._told_alone:
             self._notice = (
-                f"{stall.describe_missing(found, statuses)[0]} The others wait, and the job is "
+                f"{stall.describe_missing(alone, statuses)[0]} The others wait, and the job is "
                 f"ended after {timeout * stall.ALONE:g} s of that; a larger --stall-timeout gives "
                 "it more"
             )
-        self._told_alone = found is not None
+        self._told_alone = alone is not None
 
     def _not_started(self, statuses: Sequence[RankStatus], now: float) -> Stall | None:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
-        since = now - min(_START, self._state.stall_timeout)
+        since = now - min(_START, self._state.spec.stall_timeout)
         if all(one.last and one.last.joining and one.moved < since for one in statuses):
             why = self._starter.held_up()
             return Stall((), why, tuple(range(len(statuses)))) if why else None
@@ -238,20 +247,20 @@ class Watch:
         idle = [id(rank) for rank in self._outcome.serving]
         return [
             rank.status if rank.code is None and id(rank) not in idle else rank.new_status()
-            for rank in self._state.ranks
+            for rank in self._state.tasks
         ]
 
     # --- replacing workers and the evaluator ---
 
     def _stuck(self) -> dict[int, str]:
         """Return the tasks that hold others up and can be replaced, and why."""
-        timeout = self._state.stall_timeout
+        timeout = self._state.spec.stall_timeout
         if not timeout or not self._outcome.served:
             return {}
-        found = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
-        return {index: why for index, why in found.items() if not self._state.ranks[index].stuck}
+        stuck = stall.find_replaceable(self._tasks(), time.monotonic(), timeout)
+        return {index: why for index, why in stuck.items() if not self._state.tasks[index].stuck}
 
-    def _end_stuck(self, rank: Rank) -> None:
+    def _end_stuck(self, rank: Task) -> None:
         """End one process that is stuck, and show its stack."""
         if not (rank.status.waits or rank.status.has_stack):
             self._ask_for_stacks([rank])
@@ -259,20 +268,20 @@ class Watch:
             name = rank.process.name
             self._output.say(f"the stack of {name}, the innermost call first:\n{stack}")
         self._end(rank)
-        rank.await_agent(self._state.grace + 2.0)
+        rank.await_agent(self._state.spec.grace + 2.0)
 
-    def _end(self, rank: Rank) -> None:
+    def _end(self, rank: Task) -> None:
         """End one process at once, and its children."""
         sessions = [] if rank.remote else [rank.popen.pid]
         job_processes.end(self._state.mark(rank.process), 0.0, sessions=sessions)
         rank.hang_up()
 
-    def _replace(self, rank: Rank) -> None:
+    def _replace(self, rank: Task) -> None:
         """Start a lost task again, or say that the job goes on without it."""
         # Its children may hold its port, or memory that its successor needs.
         self._end(rank)
         rank.read_out(2.0)
-        say, lost, most = self._output.say, rank.how_lost, self._state.max_restarts
+        say, lost, most = self._output.say, rank.how_lost, self._state.spec.max_restarts
         self._state.events.record("failure", rank.process.rank_name, text=lost)
         # One that failed by itself would do so again.
         if rank.signal and rank.restarts < most:
@@ -287,7 +296,7 @@ class Watch:
         elif rank.signal and most:
             lost += f" ({rank.restarts} of {most} restarts used)"
         rank.given_up = True
-        workers = sum(one.process.role == "worker" for one in self._state.ranks)
+        workers = sum(one.process.role == "worker" for one in self._state.tasks)
         left = len(self._outcome.workers_left())
         if rank.process.role == "evaluator":
             say(f"{lost}; training goes on without it, and its exit code will be the job's")
@@ -308,7 +317,7 @@ class Watch:
         state.wait_for(lambda: state.stopping, TIE)
         with state.changed:
             while not state.stopping:
-                if any(rank.in_trouble for rank in state.ranks):
+                if any(rank.in_trouble for rank in state.tasks):
                     until = began + SETTLE
                 elif all(one.is_victim for one in self._outcome.failures()) and not (
                     self._starter.lost()
@@ -320,7 +329,7 @@ class Watch:
                     return
                 state.changed.wait(left)
 
-    def _hear_chief(self, lost: Rank) -> None:
+    def _hear_chief(self, lost: Task) -> None:
         """Give the chief time to notice that a parameter server is gone, and to say so."""
         chief = self._outcome.speaker(lost)
         if chief.code is None:

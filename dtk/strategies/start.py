@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from dtk.cluster import alone, heartbeats, progress
+from dtk.cluster import alone, failures, heartbeats, progress
 from dtk.cluster.environment import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
@@ -142,11 +142,13 @@ def end_at_once(name: str, rank: int = 0) -> None:
 
     An orderly shutdown would wait for the other tasks, which wait for this one. An abrupt end lets
     the launcher (dtk run, mpirun, srun) see the failure and stop the rest; the exit code tells an
-    engine whether to start it again. The previous hook, Python's or the script's, runs first.
+    engine whether to start it again. The previous hook, Python's or the script's, runs first; then
+    rank 0 says which rank failed first, where no launcher of dtk's does.
     """
     before = sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failure = failures.of(error)
         sys.stdout.flush()
         before(kind, error, trace)
         advice = advice_on_files(traceback.format_exception_only(error), rank)
@@ -154,6 +156,8 @@ def end_at_once(name: str, rank: int = 0) -> None:
             print(advice, file=sys.stderr)
         print(f"dtk: {name} failed; ending the job", file=sys.stderr)
         sys.stderr.flush()
+        if not isinstance(error, KeyboardInterrupt):  # which is nobody's failure
+            failures.tell(failure)
         code = exit_code(error)
         # `dtk run` knows who failed first, and starts jobs again itself.
         os._exit(1 if code == TRY_AGAIN and progress.is_launched() else code)

@@ -20,14 +20,14 @@ from dtk.bench.worker import CORES
 from dtk.cli.main import main
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Process, job_processes, machines
+from dtk.launch import Process, job_processes, ssh
 
 pytestmark = pytest.mark.command
 
 FACTS = {
-    "node1": machines.HostFacts((4001,), (0, 1), "eth0"),
-    "node2": machines.HostFacts((4002, 4003), (0, 1), "ib0"),
-    "node3": machines.HostFacts((4004,), (0, 1), ""),
+    "node1": ssh.HostFacts((4001,), (0, 1), "eth0"),
+    "node2": ssh.HostFacts((4002, 4003), (0, 1), "ib0"),
+    "node3": ssh.HostFacts((4004,), (0, 1), ""),
 }
 HOSTS = (Host("node1", 1), Host("node2", 2), Host("node3", 1))
 
@@ -35,7 +35,7 @@ HOSTS = (Host("node1", 1), Host("node2", 2), Host("node3", 1))
 @pytest.fixture
 def surveyed(monkeypatch):
     """Hosts that are as FACTS say."""
-    monkeypatch.setattr(machines, "survey", lambda host, ports, **_: FACTS[host])
+    monkeypatch.setattr(ssh, "survey", lambda host, ports, **_: FACTS[host])
 
 
 def test_pytorch_meets_at_rank_0_by_the_interface_of_each_host(surveyed):
@@ -55,8 +55,8 @@ def test_on_this_machine_it_stays_on_loopback():
 
 
 def test_mpirun_binds_as_dtk_run_does_and_stays_on_this_machine(monkeypatch):
-    eight = machines.HostFacts((), tuple(range(8)), "lo")
-    monkeypatch.setattr(machines, "survey", lambda host, ports, **_: eight)
+    eight = ssh.HostFacts((), tuple(range(8)), "lo")
+    monkeypatch.setattr(ssh, "survey", lambda host, ports, **_: eight)
     for workers, parts in {2: [[0, 1, 2, 3], [4, 5, 6, 7]], 9: [[]] * 9}.items():
         (started,) = place("horovod-mpi", ["python"], Places(workers))
         assert json.loads(started.env[CORES]) == parts

@@ -17,7 +17,7 @@ import dtk as dtk_package
 from dtk.cli import run
 from dtk.cli.main import main
 from dtk.errors import ClusterError
-from dtk.launch import attempts, job_options, job_spec, plan
+from dtk.launch import assign, attempts, job_options, job_run
 
 pytestmark = pytest.mark.command
 
@@ -299,13 +299,13 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
     with contextlib.ExitStack() as held:
 
         def plan_and_lose_a_port(*given, **named):
-            planned.append(plan(*given, **named))
+            planned.append(assign(*given, **named))
             if len(planned) < 3:
                 host, _, port = planned[-1][1].address.rpartition(":")
                 held.enter_context(socket.create_server((host, int(port))))
             return planned[-1]
 
-        monkeypatch.setattr(job_spec, "plan", plan_and_lose_a_port)
+        monkeypatch.setattr(job_run, "assign", plan_and_lose_a_port)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
         planned.clear()

@@ -88,3 +88,70 @@ def test_a_missing_rank_is_named_once_and_the_job_ends(tmp_path, victim, how, to
     assert said.index(f"rank {victim}, host ") < said.index(f"rank {1 - int(victim)} waits in")
     if "sleep" in how:
         assert ' in struck\n  File "<string>"' in said, "its stack"
+
+
+FAILS = """
+import os, sys, threading, time
+from dtk.cluster import failures, heartbeats
+rank, port, secret, ends = sys.argv[1], *sys.argv[2:4], dict(one.split("=") for one in sys.argv[4:])
+if rank == "0":
+    listener = heartbeats.Listener("127.0.0.1")
+    print(listener.port, listener.secret.hex(), flush=True)
+    clients = listener.accept_clients(3, 30.0)
+    print("met", flush=True)
+    heartbeats.Table(["a", "b", "c"], clients, 60.0)
+else:
+    line = heartbeats.connect(int(rank), ["127.0.0.1"], int(port), bytes.fromhex(secret))
+    input()
+    heartbeats.Client(int(rank), ["a", "b", "c"], line, 60.0)
+seconds, _, kind = ends[rank].partition(":")
+time.sleep(float(seconds))
+if kind == "killed":
+    os.kill(os.getpid(), 9)
+error = {"wrong": ValueError("boom"), "lost": ConnectionError("Socket closed")}[kind]
+print("knows", failures.tell(failures.of(error)), flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        (["0=0.9:lost", "1=0.5:wrong", "2=0.7:lost"], "rank 1, host b, failed first: ValueError:"),
+        # its peers notice before it has told
+        (["0=0.2:lost", "1=1.5:wrong", "2=0.2:lost"], "rank 1, host b, failed first: ValueError:"),
+        (["0=0.2:wrong", "1=0.8:lost", "2=0.8:lost"], "rank 0, host a, failed first: ValueError:"),
+        (["0=0.9:lost", "1=0.9:lost", "2=0.2:killed"], "rank 2, host c, was gone first, and told"),
+        (["0=0.2:killed", "1=0.5:lost", "2=0.5:lost"], "rank 0, host a, was gone first, and told"),
+    ],
+)
+def test_all_survivors_learn_who_failed_first(ends, first):
+    """Breaks as the words of a rank that only lost another one, under mpirun and the like."""
+
+    def start(rank, *known):
+        return subprocess.Popen(
+            [sys.executable, "-c", FAILS, rank, *known, *ends],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "DTK_RUN": ""},
+        )
+
+    ranks = [start("0", "", "")]
+    try:
+        known = ranks[0].stdout.readline().split()
+        ranks += [start(one, *known) for one in "12"]
+        assert ranks[0].stdout.readline() == "met\n"
+        for rank in ranks[1:]:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        told = [one.communicate(timeout=20) for one in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    survivors = [one for rank, one in enumerate(told) if f"{rank}=0.2:killed" not in ends]
+    assert all(f"knows {first}" in out for out, _ in survivors), told
+    says = survivors[0][1]
+    assert says.startswith(f"dtk: {first}") and says.count("\n") == 1

@@ -24,7 +24,7 @@ from dtk.communicators import objects, plain_data
 from dtk.communicators.objects import dumps, loads
 from dtk.data.rows import Elements
 from dtk.errors import CheckpointSaveError, CommunicatorError, NotDistributedError
-from dtk.launch.machines import HostFacts
+from dtk.launch.ssh import HostFacts
 from dtk.search.rounds import CaughtRankError, Failure, RankError, RoundMessage
 from dtk.search.study import Distribution, Results
 

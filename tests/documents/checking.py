@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from dtk.bench import bench_jobs
 from dtk.cli import bench, tune
 from dtk.cli.main import main
-from dtk.launch import job_options, job_spec, machines, plan
+from dtk.launch import assign, job_options, job_run, ssh
 
 from support.blocks import ROOT, words
 
@@ -56,15 +56,15 @@ def _checked_launched(arguments: list[str], folder: str) -> bool:
     return False
 
 
-def _facts(host: str, count: int) -> machines.HostFacts:
-    return machines.HostFacts(
+def _facts(host: str, count: int) -> ssh.HostFacts:
+    return ssh.HostFacts(
         ports=tuple(range(20000, 20000 + count)), cores=tuple(range(8)), interface=""
     )
 
 
 def _check_dtk(arguments: list[str], folder: str) -> None:
     def planned(*given, **named):
-        return plan(*given, **{**named, "survey": _facts})
+        return assign(*given, **{**named, "survey": _facts})
 
     def start(*given, **named):
         raise Started
@@ -75,9 +75,9 @@ def _check_dtk(arguments: list[str], folder: str) -> None:
         stack.callback(os.chdir, os.getcwd())
         os.chdir(folder)
         for module, attribute, padding_row in (
-            (job_spec, "plan", planned),
-            (job_spec, "Job", start),
-            (tune, "plan", planned),
+            (job_run, "assign", planned),
+            (job_run, "Job", start),
+            (tune, "assign", planned),
             (bench, "BenchRun", start),
             # what a command takes, not what is installed where it is read
             (job_options, "check_installed", lambda name: None),

@@ -29,8 +29,8 @@ def compiled(strategy, rate=0.05):
     return model
 
 
-def killer(folder, kills, at=1, hangs=False):
-    """A callback that kills ranks, or holds them, at a step of epochs, each once: {epoch: rank}."""
+def killer(folder, kills, at=1, hangs=False, asks=False):
+    """A callback that ends ranks, or holds them, at a step of epochs, each once: {epoch: rank}."""
     import keras
 
     import dtk
@@ -41,12 +41,18 @@ def killer(folder, kills, at=1, hangs=False):
             done = Path(folder, f"killed-{epoch}")
             if batch == at and kills.get(epoch) == rank and not done.exists():
                 done.touch()
+                if asks:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(5)  # until the main thread, which is Ray's, runs Python again
+                    return
                 if not hangs:
-                    os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(60)
 
         def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
+            self.epoch, began = epoch, Path(folder, f"began-{os.getpid()}")
+            if asks and not began.exists():
+                began.write_text(str(int(self.model.optimizer.iterations)))
 
     return Kill()
 
@@ -61,10 +67,13 @@ def train(config):
     strategy = dtk.strategies.AllReduceStrategy(stall_timeout=10)
     model = compiled(strategy, config.get("rate", 0.05))
     hangs = config.get("hangs", False)
-    kill = killer(config.get("folder", ""), config.get("kills", {}), hangs=hangs)
+    asks = config.get("asks", False)
+    kill = killer(config.get("folder", ""), config.get("kills", {}), hangs=hangs, asks=asks)
     callbacks = [ReportToRay(), kill]
     if config.get("slow"):
         callbacks.append(pause(config["folder"], config["slow"]))
+    if config.get("wrong"):
+        callbacks.append(wrong(config["wrong"]))
     history = model.fit(*rows(), 16, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     if config.get("fails_at_size") == strategy.size:
         raise RuntimeError("as the test wants it")
@@ -91,6 +100,20 @@ def pause(folder, epoch):
                 time.sleep(60)
 
     return Pause()
+
+
+def wrong(rank):
+    """A callback that raises on one rank."""
+    import keras
+
+    import dtk
+
+    class Wrong(keras.callbacks.Callback):
+        def on_epoch_end(self, number, logs=None):
+            if dtk.cluster.detect().rank == rank:
+                raise ValueError("no such file")
+
+    return Wrong()
 
 
 def one_process(data=None, batch=16):

@@ -115,6 +115,26 @@ def test_killed_workers_are_started_again_and_resume(on_ray, uninterrupted, tmp_
 
 
 @pytest.mark.full("Ray is 250 MB, and each test takes a minute")
+def test_a_worker_that_gets_sigterm_saves_first(on_ray, uninterrupted, tmp_path):
+    """Breaks as the steps since the last epoch: `fit` is in a thread, where no signal is caught."""
+    how = {"folder": str(tmp_path), "kills": {3: 1}, "asks": True}
+    found, reported, _ = on_ray(bodies.run, tmp_path, 2, 1, **how)
+    assert close(found["weights"], uninterrupted)
+    assert sorted({*reported}) == [1, 2, 3, 4, 5]
+    began = sorted(int(file.read_text()) for file in tmp_path.glob("began-*"))
+    assert began[:2] == [0, 0]
+    assert began[2] == began[3] >= 14, "12 steps were saved at the end of the third epoch"
+
+
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
+def test_the_failure_that_ray_tells_names_the_rank_that_was_first(on_ray, tmp_path):
+    """Ray tells the exception of any worker, also of one that has only lost another."""
+    told = on_ray(bodies.run_fails, tmp_path, 2, wrong=1)
+    assert "ValueError: no such file" in told
+    assert re.search(r"dtk: rank 1, host .*, failed first at .*ray_bodies.py:\d+: ValueError", told)
+
+
+@pytest.mark.full("Ray is 250 MB, and each test takes a minute")
 def test_a_run_goes_on_with_fewer_workers(on_ray, uninterrupted, tmp_path):
     """The same name and storage, another `ScalingConfig`."""
     folder = str(tmp_path)

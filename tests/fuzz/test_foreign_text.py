@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from dtk.bench import results
 from dtk.cluster import heartbeats, hostfile, slurm, stall, tf_config
 from dtk.errors import DtkError
-from dtk.launch import plan
-from dtk.launch.machines import HostFacts
-from dtk.launch.rank import Rank
+from dtk.launch import assign
+from dtk.launch.ssh import HostFacts
+from dtk.launch.task import Task
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -78,15 +78,18 @@ class Ended:
 
 @given(st.text(max_size=40) | JSON)
 @example(DEEP)
+@example({"time": 1e308 * 10, "error": 1, "message": [], "file": "", "line": 9, "lost_peer": 0})
 @example({"count": 1, "inside": True, "what": "a", "still": "x", "cpu": 0, "io": 0, "stack": ""})
 @example({"count": 1, "inside": True, "what": "a", "still": 1e308 * 10, "cpu": 0, "io": 0})
 def test_a_line_that_looks_like_a_ranks_report(value):
-    (process,) = plan(["python"], workers=1, survey=lambda host, ports: FACTS)
-    rank = Rank(process, {}, False, Ended())
+    (process,) = assign(["python"], workers=1, survey=lambda host, ports: FACTS)
+    rank = Task(process, {}, False, Ended())
     for _ in range(2):
         rank.hear((value if isinstance(value, str) else json.dumps(value)).encode())
         rank.hear(json.dumps({"progress": value}).encode())
         rank.hear(json.dumps({"usage": value}).encode())
+        rank.hear(json.dumps({"failure": value}).encode())
+        rank.hear(json.dumps({"saving": value}).encode())
     assert stall.find([rank.status], 1e9, 1.0) is None or rank.status.last is not None
 
 

@@ -5,8 +5,9 @@ import time
 
 import psutil
 import pytest
+from launched import a_job
 
-from dtk.launch import Job, job_processes
+from dtk.launch import job_processes
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def run(alive):
     def run(processes, wait=60, **options):
         out, err = io.StringIO(), io.StringIO()
         began = time.monotonic()
-        job = Job(processes, **{"grace": 1.0, "stdout": out, "stderr": err, **options})
+        job = a_job(processes, **{"grace": 1.0, "stdout": out, "stderr": err, **options})
         jobs.append(job)
         with job:
             code = job.wait(timeout=wait)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_processes, plan
+from dtk.launch import assign, job_processes
 from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
-from dtk.launch.plan import Process
+from dtk.launch.plan import JobSpec, Process
 
-from support.launched import dtk_run
+from support.launched import a_job, dtk_run
 
 pytestmark = pytest.mark.command
 
@@ -59,7 +59,8 @@ def test_any_history_keeps_the_bounds(slots, most, ends, data):
         started.append(attempt)
         return FakeJob(*ends[len(started) - 1])
 
-    attempts = Attempts(make, None, said.append, hosts, wanted, fewest, most)
+    spec = JobSpec(hosts=hosts, workers=wanted, min_workers=fewest, max_restarts=most)
+    attempts = Attempts(spec, make, None, said.append)
 
     def answering(names):
         names = list(names)
@@ -99,7 +100,7 @@ def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, mo
     def make(attempt):
         names = [host.name for host in attempt.hosts for _ in range(host.slots)] or ["localhost"]
         env = {"ATTEMPT": str(attempt.number)}
-        return Job(
+        return a_job(
             [
                 Process(f"rank {r}", "worker", r, names[r], (sys.executable, "-c", code), env)
                 for r in range(attempt.workers)
@@ -115,7 +116,8 @@ def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, mo
     (tmp_path / "shell").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     (tmp_path / "shell").chmod(0o755)
     answers = options.pop("answers", lambda host: True)
-    attempts = Attempts(make, answers, said.append, hosts, workers, fewest, most, **options)
+    spec = JobSpec(hosts=hosts, workers=workers, min_workers=fewest, max_restarts=most)
+    attempts = Attempts(spec, make, answers, said.append, **options)
     given = attempts.run()
     assert all(job_processes.members(job.job_id) == [] for job in attempts.jobs)
     return given, out.getvalue(), said
@@ -174,9 +176,9 @@ def test_too_few_hosts_are_waited_for_and_then_named(tmp_path, monkeypatch):
 
 def test_a_first_attempt_that_cannot_start_is_an_error():
     def make(attempt):
-        return Job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
+        return a_job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
 
-    attempts = Attempts(make, lambda host: True, print, (), 1, None, 3)
+    attempts = Attempts(JobSpec(workers=1, max_restarts=3), make, lambda host: True, print)
     with pytest.raises(ClusterError, match="cannot start /no/such"):
         attempts.run()
     assert len(attempts.jobs) == 1
@@ -185,9 +187,9 @@ def test_a_first_attempt_that_cannot_start_is_an_error():
 @pytest.mark.parametrize(("timeout", "wanted"), [(5.0, True), (0.0, False)])
 def test_a_mistake_before_the_first_step_is_not_made_again(timeout, wanted):
     """Without reports of ranks it cannot be told, and the job is started again."""
-    processes = plan([sys.executable, "-c", "import no_such_module"], workers=1)
+    processes = assign([sys.executable, "-c", "import no_such_module"], workers=1)
     out = io.StringIO()
-    with Job(processes, stall_timeout=timeout, stdout=out, stderr=out) as job:
+    with a_job(processes, stall_timeout=timeout, stdout=out, stderr=out) as job:
         assert job.wait(60) == 1 and not job.stopped
     assert job.failed_before_working_together is wanted
 

@@ -235,7 +235,8 @@ def test_a_job_that_fails_is_told_with_its_words_and_restarts(started, tmp_path,
     assert all("ValueError: boom" in one["text"] for one in failures)
     assert [one["number"] for one in of("restart", found)] == [1]
     assert page.count("ValueError: boom") >= 3 and "ended with 1" in page
-    assert "rank 1 failed: ValueError: boom" in page
+    assert [one["error"] for one in failures] == ["ValueError"] * 2
+    assert re.search(r"rank 1 failed at \S+:\d+: ValueError: boom", page)
     assert err.splitlines()[-1].startswith("dtk run: written: events ")
 
 
@@ -350,14 +351,13 @@ def test_the_headline_is_the_largest_part_of_the_time_or_why_the_job_failed():
     log.steps[0, 0] = log.steps[0, 1] = [steps]
     log.record("job end", code=0)
     assert report_page.headline(log).startswith("68% of the time of training is reading input: ")
-    quoted = "dtk: rank 1, host a failed first.\nTraceback (most recent call last):"
-    quoted += '\n  File "a.py", line 1\n    1 / 0\nZeroDivisionError: division by zero\nmore'
-    for kind, rank, text, said in (
-        ("failure", 1, quoted, "rank 1 failed: ZeroDivisionError: division by zero"),
-        ("failure", 1, "dtk: rank 1, by SIGKILL.\nnext", "rank 1, by SIGKILL."),
-        ("stall", None, "dtk: ended.\nrank 1 did nothing.\nstack", "ended. rank 1 did nothing."),
+    raised = {"error": "ZeroDivisionError", "message": "by zero", "file": "a.py", "line": 1}
+    for kind, rank, text, facts, said in (
+        ("failure", 1, "dtk: x", raised, "rank 1 failed at a.py:1: ZeroDivisionError: by zero"),
+        ("failure", 1, "dtk: rank 1, by SIGKILL.\nnext", {}, "rank 1, by SIGKILL."),
+        ("stall", None, "dtk: ended.\nrank 1 rests.\nstack", {}, "ended. rank 1 rests."),
     ):
-        log.record(kind, rank, text=text)
+        log.record(kind, rank, text=text, **facts)
         log.record("job end", code=1)
         assert report_page.headline(log) == said
 

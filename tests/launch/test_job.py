@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import Job, agent, job_options, job_processes, machines, plan, watch
+from dtk.launch import agent, assign, job_options, job_processes, ssh, watch
 from dtk.launch.plan import Process
 from dtk.launch.starter import Starter
 
-from support.launched import dtk_run, until
+from support.launched import a_job, dtk_run, until
 
 pytestmark = pytest.mark.command
 
@@ -32,7 +32,7 @@ SLEEPS_DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN
 
 
 def python(code, workers=2, **options):
-    return plan([sys.executable, "-c", RANK + code], workers, **options)
+    return assign([sys.executable, "-c", RANK + code], workers, **options)
 
 
 def test_output_is_prefixed_by_rank_without_colours_and_kept_in_files(run, tmp_path):
@@ -211,9 +211,9 @@ def test_a_crash_in_c_says_where_in_the_script(tmp_path):
 
 
 def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
-    monkeypatch.setattr(machines, "_LEAVES", 0.5)
+    monkeypatch.setattr(ssh, "_LEAVES", 0.5)
     before = set(psutil.Process().children())  # a world's guard may be among them
-    with Job(python("time.sleep(1)")) as job:
+    with a_job(python("time.sleep(1)")) as job:
         started = set(psutil.Process().children()) - before
         (guard,) = [one for one in started if one.pid not in job.pids.values()]
         guard.suspend()
@@ -244,7 +244,7 @@ def test_children_of_a_rank_end_too(run, alive, tmp_path, code):
 
 
 def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
-    job = Job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
+    job = a_job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
     threading.Thread(target=job.start).start()  # any thread will do
     until(lambda: job.pids.get("rank 1"))
     with pytest.raises(TimeoutError, match="still running: rank 0, rank 1"):
@@ -263,7 +263,7 @@ def test_sigterm_comes_first_so_that_a_rank_can_clean_up():
         "signal.signal(signal.SIGTERM, bye)\nprint('ready')\ntime.sleep(600)"
     )
     out = io.StringIO()
-    with Job(python(code, 1), stdout=out) as job:
+    with a_job(python(code, 1), stdout=out) as job:
         until(lambda: "ready" in out.getvalue())
     assert "[0] saved" in out.getvalue()
     assert job.wait() == 143
@@ -292,7 +292,7 @@ def test_a_taken_port_is_named_before_anything_starts():
     host, _, port = processes[1].address.rpartition(":")
     taken = pytest.raises(ClusterError, match=f"rank 1: port {port} of 127.0.0.1 is taken")
     with socket.create_server((host, int(port))), taken:
-        Job(processes).start()
+        a_job(processes).start()
 
 
 def test_ports_are_held_before_servers_of_ranks_get_theirs(run, monkeypatch):
@@ -316,21 +316,21 @@ def test_what_cannot_start_is_named_and_nothing_stays(tmp_path):
         *python("time.sleep(600)", 1),
         Process("rank 1", "worker", 1, "localhost", ("no-such-program",), {}),
     ]
-    job = Job(processes)
+    job = a_job(processes)
     with pytest.raises(ClusterError, match="rank 1: cannot start no-such-program"):
         job.start()
     assert job_processes.members(job.job_id) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match="output directory .* cannot be made"):
-        Job(python("pass", 1), output_dir=tmp_path / "file").start()
+        a_job(python("pass", 1), output_dir=tmp_path / "file").start()
     with pytest.raises(ClusterError, match="at least one process"):
-        Job([])
+        a_job([])
 
 
 @pytest.mark.timeout(30)
 def test_two_interrupts_while_a_job_starts_leave_nothing_running():
     """The second comes while the first one's end has begun: that end waited for ever."""
-    job = Job(plan([sys.executable, "-c", SLEEPS_DEAF], 2), grace=600.0)
+    job = a_job(assign([sys.executable, "-c", SLEEPS_DEAF], 2), grace=600.0)
     start, ask_for_the_end = job._starter.start, job._state.stop
 
     def interrupted(process):
@@ -365,8 +365,9 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
     deaf = "" if guard_too else DEAF  # nobody is left to insist
     command = [sys.executable, "-c", RANK + deaf + "time.sleep(600)"]
     code = (
-        "import sys, time\nfrom dtk.launch import Job, plan\n"
-        f"job = Job(plan({command!r}, 2), grace=0.5).start()\n"
+        "import sys, time\nfrom dtk.launch import Job, JobSpec, assign\n"
+        f"spec = JobSpec(processes=tuple(assign({command!r}, 2)), grace=0.5)\n"
+        "job = Job(spec).start()\n"
         "print(job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(
@@ -408,7 +409,7 @@ def test_horovod_ranks_find_each_other_through_the_rendezvous(run):
         "u.urlopen(u.Request(at, data=b'x%d' % r, method='PUT'))\n"
         "print(u.urlopen(at).read().decode(), e['HOROVOD_GLOO_RENDEZVOUS_ADDR'], 'TF_CONFIG' in e)"
     )
-    processes = plan([sys.executable, "-c", code], 2, communicator="horovod")
+    processes = assign([sys.executable, "-c", code], 2, communicator="horovod")
     given, out, err, _ = run(processes)
     assert (given, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] x0 127.0.0.1 False", "[1] x1 127.0.0.1 False"]
@@ -442,6 +443,6 @@ def test_a_process_that_ends_at_once_is_noted(monkeypatch, has_pidfd):
         monkeypatch.delattr("os.pidfd_open")
     for _ in range(5):
         err = io.StringIO()
-        with Job(plan(["/bin/false"], 1), stdout=err, stderr=err) as job:
+        with a_job(assign(["/bin/false"], 1), stdout=err, stderr=err) as job:
             assert job.wait(20) == 1
         assert "rank 0, host localhost failed first, with exit code 1" in err.getvalue()

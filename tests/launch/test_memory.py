@@ -29,12 +29,12 @@ RUN = """
 import os, sys, io
 with open(sys.argv[1], "w") as group:
     group.write(str(os.getpid()))
-from dtk.launch.job import Job
-from dtk.launch.plan import Process
+from dtk.launch import Job, JobSpec, Process
 command = (sys.executable, "-c", sys.argv[2])
 host = sys.argv[4]
 ranks = [Process(f"rank {r}", "worker", r, host, command, {"R": str(r)}) for r in (0, 1)]
-with Job(ranks, remote_shell=sys.argv[3], grace=1.0, stall_timeout=30.0) as job:
+settings = {"remote_shell": sys.argv[3], "grace": 1.0, "stall_timeout": 30.0}
+with Job(JobSpec(processes=tuple(ranks), max_restarts=3, **settings)) as job:
     sys.exit(job.wait(timeout=60))
 """
 

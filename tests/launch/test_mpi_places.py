@@ -20,9 +20,9 @@ from dtk.cluster import Host, mpi_installs
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import Job, job_processes, machines, mpi_places, plan, watch
+from dtk.launch import assign, job_processes, mpi_places, ssh, watch
 
-from support.launched import until
+from support.launched import a_job, until
 
 pytestmark = pytest.mark.command
 
@@ -38,7 +38,7 @@ NOT_STARTING = "PRTE_MCA_oob_tcp_if_include"
 
 
 def make(code, workers=2, communicator="auto", **options):
-    return plan([sys.executable, "-c", code], workers, communicator=communicator, **options)
+    return assign([sys.executable, "-c", code], workers, communicator=communicator, **options)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, pla
     monkeypatch.setattr(watch, "LATE", 1.0)  # a rank that fails of it does so at once
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
-    with Job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
+    with a_job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
         time.sleep(1.0)  # MPI has started by then, or not: the server is gone either way
         beside = map(psutil.Process, job_processes.members(job.job_id + job_processes.BESIDE))
         victim = next(one for one in beside if one.name() == which)
@@ -179,7 +179,7 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
         "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nfor _ in range(600):\n"
         "    time.sleep(0.1)"
     )
-    job = Job(make(code), output_dir=tmp_path, stdout=io.StringIO(), grace=10.0).start()
+    job = a_job(make(code), output_dir=tmp_path, stdout=io.StringIO(), grace=10.0).start()
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
     until(lambda: all(log.read_text() for log in logs))
     job.stop()
@@ -235,7 +235,7 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
         )
         for one in make(JOINS, communicator="mpi")
     ]
-    job = Job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
+    job = a_job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
     with job.start():
         rank = psutil.Process(job.pids["rank 0"])
         port = rank.environ()["PMIX_SERVER_URI41"].rpartition(":")[2]
@@ -261,10 +261,11 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
 ):
     monkeypatch.setattr(mpi_places, "_SHARED_MEMORY", tmp_path)
     code = (
-        "import pathlib, sys, time\nfrom dtk.launch import Job, mpi_places, plan\n"
+        "import pathlib, sys, time\nfrom dtk.launch import Job, JobSpec, assign, mpi_places\n"
         f"mpi_places._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
-        f"job = Job(plan([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
-        "communicator='mpi'), grace=0.5).start()\n"
+        f"ranks = assign([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
+        "communicator='mpi')\n"
+        "job = Job(JobSpec(processes=tuple(ranks), grace=0.5)).start()\n"
         "print('job', job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
@@ -282,7 +283,7 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
     if guard_too:
         psutil.wait_procs(there, 10)
         assert own & set(tmp_path.iterdir())
-        with Job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
+        with a_job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
             assert job_after.wait(60) == 0  # which tidies up
     # The guard removes what lies in memory when all processes have ended.
     until(lambda: not own & set(tmp_path.iterdir()), 10)
@@ -296,13 +297,13 @@ def test_mpi_between_two_hosts(two_hosts):
     hosts, shell = two_hosts
 
     def survey(host, ports):
-        return machines.survey(host, ports, remote_shell=shell)
+        return ssh.survey(host, ports, remote_shell=shell)
 
     where = [Host(hosts[1].name, 1), Host(hosts[0].name, 2)]
     processes = make(SUM, None, "mpi", hosts=where, survey=survey)
     assert {process.env["OMPI_MCA_btl_tcp_if_include"] for process in processes} == {"eth0"}
     out, err = io.StringIO(), io.StringIO()
-    with Job(processes, stdout=out, stderr=err, remote_shell=shell) as job:
+    with a_job(processes, stdout=out, stderr=err, remote_shell=shell) as job:
         assert job.wait(timeout=60) == 0, err.getvalue()
     assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
     # The namespaces' shell hands on its variables, by which MPI's servers there are found.

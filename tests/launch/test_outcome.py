@@ -1,5 +1,6 @@
 """What ends a job is pure: these tests start nothing."""
 
+import json
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from dtk.cluster.stall import RankReport
 from dtk.launch.outcome import TIE, JobOutcome
 from dtk.launch.plan import Process
-from dtk.launch.rank import Rank
+from dtk.launch.task import Task
 
 pytestmark = pytest.mark.command
 
@@ -26,7 +27,7 @@ def job(*roles):
     ranks = {}
     for number, role in enumerate(roles):
         process = Process(f"rank {number}", role, number, "localhost", ("python",), {})
-        ranks[f"{role} {roles[:number].count(role)}"] = Rank(process, {}, False, Ended())
+        ranks[f"{role} {roles[:number].count(role)}"] = Task(process, {}, False, Ended())
     return ranks, JobOutcome([rank.process for rank in ranks.values()], list(ranks.values()))
 
 
@@ -112,8 +113,7 @@ def test_what_ends_a_job_and_who_is_replaced(roles, ends, over, culprit, lost):
 
 def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
     ranks, outcome = job(*SERVED)
-    ranks["chief 0"].remember("Traceback (most recent call last):", stderr=True)
-    ranks["chief 0"].trace_began = 4.9
+    tell(ranks["chief 0"], ("UnavailableError", "Socket closed"), 4.9)
     end(ranks["ps 0"], -9, moment=5.0)
     end(ranks["chief 0"], 1, moment=5.5)
     assert outcome.culprit() is ranks["ps 0"]
@@ -122,7 +122,7 @@ def test_a_chief_quick_to_say_that_a_server_is_gone_is_not_blamed():
 
 def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
     process = Process("rank 1", "worker", 1, "node1", ("python",), {})
-    far, near = Rank(process, {}, True, Ended()), Rank(process, {}, False, Ended())
+    far, near = Task(process, {}, True, Ended()), Task(process, {}, False, Ended())
     given = {code: [] for code in (137, 255, 3, -9)}
     for code, signals in given.items():
         for rank in (far, near):
@@ -132,29 +132,38 @@ def test_the_remote_shells_exit_code_tells_of_the_signal_over_there():
     assert given == {137: [9, 0], 255: [0, 0], 3: [0, 0], -9: [0, 9]}
 
 
-LOST = ["Traceback (most recent call last):", "UnavailableError: Socket closed"]
-LEFT = [LOST[0], "OSError: x waits for rank 1, whose script has ended; see what rank 1 wrote"]
-SHUT = ["Traceback (most recent call last):", "UnknownError: Horovod has been shut down. This was"]
+LOST = ("UnavailableError", "Socket closed")
+WRONG = ("ValueError", "no such batch")
 
 
-def failed(rank, returncode, moment, words=()):
-    for line in words:
-        rank.remember(line, stderr=True)
-    if words:
-        rank.trace_began = moment
-    end(rank, returncode, moment)
+def tell(rank, error, moment):
+    """Have a rank tell of the exception that ends it, or write what it was told by a library."""
+    kind, message = error
+    if not kind:
+        rank.remember(message, stderr=True)
+        return
+    record = {"time": moment, "error": kind, "message": message, "file": "a.py", "line": 3}
+    rank.hear(json.dumps({"failure": {**record, "lost_peer": error == LOST}}).encode())
+
+
+def failed(rank, returncode, moment, error=None, later=0.0):
+    if error is not None:
+        tell(rank, error, moment)
+    end(rank, returncode, moment + later)
 
 
 @pytest.mark.parametrize(
     "first, then, culprit",
     [
         ((1, 10.0, LOST), (-9, 10.4), "worker 1"),  # the system reports a large process late
-        ((1, 10.0, SHUT), (-6, 10.4), "worker 1"),
-        ((1, 10.0, LEFT), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
-        ((1, 10.0, ["ValueError: no such batch"]), (-6, 10.1), "worker 0"),  # its peer aborts
-        ((1, 10.0, LOST), (1, 10.4, ["Traceback", "ValueError: no such batch"]), "worker 1"),
+        ((1, 10.0, LOST), (-6, 10.4), "worker 1"),
+        ((1, 10.0, WRONG), (-6, 10.1), "worker 0"),  # its peer aborts
+        ((1, 10.0, LOST), (1, 10.4, WRONG), "worker 1"),
         ((1, 10.0, LOST), (1, 10.4, LOST), "worker 0"),
-        ((1, 10.0, ["ValueError: no such batch"]), (1, 10.1, LOST), "worker 0"),
+        ((1, 10.0, WRONG), (1, 10.1, LOST), "worker 0"),
+        ((1, 10.4, WRONG), (1, 10.1, WRONG, 2.0), "worker 1"),  # which takes its time to end
+        # of C++, which tells of no exception
+        ((1, 10.0, ("", "Horovod has been shut down. This was")), (1, 10.4, WRONG), "worker 1"),
     ],
 )
 def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
@@ -162,6 +171,20 @@ def test_who_lost_a_peer_is_not_who_failed_first(first, then, culprit):
     failed(ranks["worker 0"], *first)
     failed(ranks["worker 1"], *then)
     assert outcome.culprit() is ranks[culprit]
+
+
+def test_the_clock_of_another_host_does_not_decide_who_failed_first():
+    """Breaks as a wrong culprit: each host counts the seconds since its own start."""
+    ranks, outcome = job(*PAIR)
+    far, ahead = ranks["worker 1"], 1000.0
+    far.remote, far._lag = True, float("inf")
+    now = time.monotonic()
+    record = {"time": now - 2.0 + ahead, "error": "ValueError", "message": "", "file": ""}
+    told = {"failure": {**record, "line": 0, "lost_peer": False}, "sent": now + ahead}
+    far.hear(json.dumps(told).encode())
+    end(far, 1, now)
+    failed(ranks["worker 0"], 1, now - 1.0, WRONG)
+    assert outcome.culprit() is far
 
 
 def test_a_rank_that_says_that_it_crashes_is_waited_for():
@@ -179,6 +202,6 @@ def test_who_is_behind_a_lost_connection_is_not_a_victim_of_it():
     # ssh says that the connection was reset, as a rank does that has lost a peer.
     ranks, outcome = job(*PAIR)
     ranks["worker 1"].remote = True
-    failed(ranks["worker 0"], 1, 10.0, [LOST[0], "UnknownError: Horovod has been shut down."])
-    failed(ranks["worker 1"], 255, 10.4, ["Connection reset by peer"])
+    failed(ranks["worker 0"], 1, 10.0, LOST)
+    failed(ranks["worker 1"], 255, 10.4, ("", "Connection reset by peer"))
     assert outcome.culprit() is ranks["worker 1"]

@@ -12,11 +12,10 @@ import time
 
 import pytest
 
-from dtk.launch import Job
 from dtk.launch.output import EqualLines
 from dtk.launch.screen import Pace, ShownText, clipped
 
-from support.launched import DTK_RUN, ranks, until
+from support.launched import DTK_RUN, a_job, ranks, until
 
 pytestmark = pytest.mark.command
 
@@ -66,7 +65,7 @@ def test_a_launcher_that_fails_itself_says_so_and_does_not_end_with_0(run):
             raise RuntimeError("a fault of the launcher's")
 
     err = io.StringIO()
-    with Job(python("print('a')"), stdout=Broken(), stderr=err, grace=1.0) as job:
+    with a_job(python("print('a')"), stdout=Broken(), stderr=err, grace=1.0) as job:
         assert job.wait(timeout=60) == 70
     assert "dtk run: the launcher itself has failed, and ends the job:\nTraceback" in err.getvalue()
     assert "RuntimeError: a fault of the launcher's" in err.getvalue()
@@ -76,7 +75,7 @@ def test_supervision_that_fails_keeps_the_culprits_code(monkeypatch):
     err = io.StringIO()
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("dtk.launch.outcome.JobOutcome.failure_report", lambda *_: 1 / 0)
-        job = stack.enter_context(Job(python("sys.exit(7)", 1), stderr=err, grace=1.0))
+        job = stack.enter_context(a_job(python("sys.exit(7)", 1), stderr=err, grace=1.0))
         assert job.wait(timeout=60) == 7
     assert "ZeroDivisionError" in err.getvalue()
 
@@ -114,7 +113,7 @@ def test_a_reader_that_has_enough_is_told_what_that_means(in_shell):
 def test_a_job_whose_reader_sleeps_can_be_stopped():
     read, write = os.pipe()
     with open(write, "w") as out:
-        job = Job(python("while True: print('a' * 99)"), stdout=out, grace=1.0).start()
+        job = a_job(python("while True: print('a' * 99)"), stdout=out, grace=1.0).start()
         until(lambda: job._output.waits, 60)
         stopping = threading.Thread(target=job.stop)
         stopping.start()
@@ -247,7 +246,7 @@ def test_a_flood_is_written_to_its_end_in_order():
         "for i in range(1500):\n    sys.stderr.write(f'{i}\\n')\n    time.sleep(i == 750)\n"
         "sys.exit(7)"
     )
-    with Job(python(code), stderr=err, grace=1.0) as job:
+    with a_job(python(code), stderr=err, grace=1.0) as job:
         assert job.wait(timeout=60) == 7
     flood, report = err.getvalue().split("\ndtk: ")
     assert flood == "".join(f"[1] {i}\n" for i in range(1500))

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from dtk.cluster import Host, detect
 from dtk.errors import ClusterError
-from dtk.launch import plan
-from dtk.launch.machines import HostFacts
+from dtk.launch import assign
+from dtk.launch.ssh import HostFacts
 
 pytestmark = pytest.mark.command
 
@@ -24,7 +24,7 @@ def facts(host, ports):
 
 def make(workers=None, hosts=(), **options):
     options = {"environ": {}, "survey": facts, **options}
-    return plan(COMMAND, workers, hosts=hosts, **options)
+    return assign(COMMAND, workers, hosts=hosts, **options)
 
 
 hosts = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
@@ -146,7 +146,7 @@ def test_the_tasks_beside_the_workers_go_round_the_hosts(given_hosts, ps, evalua
 
 
 def test_real_ports_are_free_and_different():
-    addresses = [p.address for p in plan(COMMAND, 3)]
+    addresses = [p.address for p in assign(COMMAND, 3)]
     assert len(set(addresses)) == 3
 
 
@@ -173,4 +173,4 @@ def test_refused(arguments, message):
     with pytest.raises(ClusterError, match=message):
         make(**arguments)
     with pytest.raises(ClusterError, match="no command"):
-        plan([], 1)
+        assign([], 1)

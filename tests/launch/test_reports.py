@@ -11,9 +11,8 @@ import threading
 import pytest
 
 from dtk.cluster import report_channel
-from dtk.launch import Job
 
-from support.launched import ranks, until
+from support.launched import a_job, ranks, until
 
 pytestmark = pytest.mark.command
 
@@ -114,7 +113,7 @@ def test_a_job_whose_errors_nobody_reads_can_be_stopped_while_a_rank_computes_al
     options = {"stdout": io.StringIO(), "grace": 1.0, "stall_timeout": TIMEOUT}
     with (
         os.fdopen(write, "w") as full,
-        Job(reporting(2, after=after, seconds=0.5), stderr=full, **options) as job,
+        a_job(reporting(2, after=after, seconds=0.5), stderr=full, **options) as job,
     ):
         waiting = threading.Thread(target=job.wait)
         waiting.start()
@@ -189,7 +188,7 @@ def test_ranks_that_wait_for_a_reader_are_not_stuck():
     read, write = os.pipe()
     with (
         open(write, "w") as out,
-        Job(reporting(2, before), stdout=out, stderr=io.StringIO(), stall_timeout=TIMEOUT) as job,
+        a_job(reporting(2, before), stdout=out, stderr=io.StringIO(), stall_timeout=TIMEOUT) as job,
         pytest.raises(TimeoutError, match="still running: rank 0, rank 1"),
     ):
         job.wait(timeout=3 * TIMEOUT)

@@ -18,8 +18,10 @@ import pytest
 from dtk.cluster import progress
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_processes, plan
+from dtk.launch import assign, job_processes
 from dtk.launch.plan import Process
+
+from support.launched import a_job
 
 pytestmark = pytest.mark.command
 
@@ -45,6 +47,28 @@ time.sleep(600)
 """
 
 
+IN_A_THREAD = """
+import os, sys, threading, time
+from dtk.callbacks.checkpointing.termination import Termination
+import types
+def fit():
+    alone = types.SimpleNamespace(size=1, rank=0, allgather_object=lambda value: [value])
+    asked = Termination(alone)
+    assert asked.install()
+    print("up", flush=True)
+    while not asked.wanted_after_step():
+        time.sleep(0.1)
+    time.sleep({writes})
+    open(sys.argv[1] + os.environ["DTK_RANK"], "w").write("saved")
+    asked.remove()
+    raise SystemExit(143)
+thread = threading.Thread(target=fit)
+thread.start()
+thread.join()
+time.sleep({after})
+"""
+
+
 class Lines(io.StringIO):
     """Output that tells when so many lines have come."""
 
@@ -62,7 +86,7 @@ class Lines(io.StringIO):
 def hear_all(job):
     """Wait until the launcher has heard what ranks say by their other channel."""
     time.sleep(0.3)
-    assert all(rank.code is None for rank in job._state.ranks)
+    assert all(rank.code is None for rank in job._state.tasks)
 
 
 def stopped(
@@ -70,12 +94,12 @@ def stopped(
 ):
     """Stop a job of two ranks; returns what is saved, what was said, and the seconds it took."""
     code = SAVES.format(steps=steps, writes=writes, ready=ready)
-    processes = plan([sys.executable, "-c", code, f"{place}/"], 2)
+    processes = assign([sys.executable, "-c", code, f"{place}/"], 2)
     for process in processes:
         process.env.update({SAVE_GRACE: f"{save_grace}", "DTK_RANK": str(process.rank)})
         process.env.update(PYTHONPATH=str(ROOT))
     out, said = Lines(2), io.StringIO()
-    with Job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
+    with a_job(processes, grace=grace, save_grace=save_grace, stdout=out, stderr=said) as job:
         assert out.come.wait(60), said.getvalue()
         hear_all(job)
         began = time.monotonic()
@@ -122,13 +146,35 @@ def test_a_rank_on_another_host_is_asked_through_its_agent(tmp_path, shell):
     command = (sys.executable, "-c", code, f"{place}/")
     process = Process("rank 0", "worker", 0, "node0.invalid", command, env)
     out, said = Lines(1), io.StringIO()
-    with Job(
+    with a_job(
         [process], stdout=out, stderr=said, grace=0.2, save_grace=20.0, remote_shell=shell
     ) as job:
         assert out.come.wait(60), said.getvalue()
         hear_all(job)
         job.stop()
     assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
+
+
+@pytest.mark.parametrize("host", ["localhost", "node0.invalid"])
+@pytest.mark.parametrize("after", [0, 600])
+def test_a_fit_in_a_thread_saves_when_the_launcher_asks(tmp_path, shell, host, after):
+    """Python catches no SIGTERM there: it ended the rank, and nothing was saved."""
+    place = tmp_path / "saved"
+    place.mkdir()
+    code = IN_A_THREAD.format(writes=2.0, after=after)
+    env = {SAVE_GRACE: "20", "DTK_RUN": "1", "DTK_RANK": "0", "PYTHONPATH": str(ROOT)}
+    command = (sys.executable, "-c", code, f"{place}/")
+    process = Process("rank 0", "worker", 0, host, command, env)
+    out, said = Lines(1), io.StringIO()
+    options = {"grace": 0.5, "save_grace": 20.0, "remote_shell": shell}
+    with a_job([process], stdout=out, stderr=said, **options) as job:
+        assert out.come.wait(60), said.getvalue()
+        hear_all(job)
+        began = time.monotonic()
+        job.stop()
+        assert time.monotonic() - began < 15, "it waits for no more than the checkpoint"
+    assert [path.name for path in place.iterdir()] == ["0"], said.getvalue()
+    assert job.wait() == 143
 
 
 def test_an_interrupt_meanwhile_ends_at_once(tmp_path):
@@ -219,11 +265,12 @@ def test_training_of_slow_steps_is_saved(tmp_path, servers, ending):
 def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):
     code = SAVES.format(steps=600, writes=0, ready="lambda rank: rank == 0")
     launcher = (
-        "import sys, time\nfrom dtk.launch import Job, plan\n"
-        f"processes = plan([sys.executable, '-c', {code!r}, {str(tmp_path)!r}], 2)\n"
+        "import sys, time\nfrom dtk.launch import Job, JobSpec, assign\n"
+        f"processes = assign([sys.executable, '-c', {code!r}, {str(tmp_path)!r}], 2)\n"
         "for one in processes:\n"
         f"    one.env.update(DTK_RANK=str(one.rank), PYTHONPATH={str(ROOT)!r}, {SAVE_GRACE}='1')\n"
-        "job = Job(processes, grace=0.5, save_grace=1.0).start()\n"
+        "spec = JobSpec(processes=tuple(processes), grace=0.5, save_grace=1.0)\n"
+        "job = Job(spec).start()\n"
         "print('job', job.job_id, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from dtk.cluster import usage
-from dtk.launch import Job, job_processes, plan, watch
+from dtk.launch import assign, job_processes, watch
 
-from support.launched import until
+from support.launched import a_job, until
 
 pytestmark = pytest.mark.command
 
@@ -51,7 +51,7 @@ def play(tmp_path):
         for role, part in {**ROLES, **roles}.items():
             code += f"if role == {role!r}:\n{textwrap.indent(part, '    ')}\n"
         command = [sys.executable, "-c", code, str(tmp_path)]
-        return plan(command, workers, ps=servers, evaluator="evaluator" in roles)
+        return assign(command, workers, ps=servers, evaluator="evaluator" in roles)
 
     return play
 
@@ -228,7 +228,7 @@ def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
     assert seconds < 15
     *_, words, last = err.splitlines()
     assert words == "ValueError: no such layer"
-    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1; the others")
+    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1 at <string>:")
 
 
 @pytest.mark.parametrize("when", ["killed", "lost"])
@@ -239,7 +239,7 @@ def test_stop_ends_all_while_workers_come_and_go_or_the_chief_is_heard(play, tmp
         worker=DEAF + "mark('killed')\ntime.sleep(0.1)\ndie()",
         ps=DEAF + (lost if when == "lost" else SERVE),
     )
-    job = Job(processes, grace=0.5, max_restarts=1000, stdout=io.StringIO(), stderr=io.StringIO())
+    job = a_job(processes, grace=0.5, max_restarts=1000, stdout=io.StringIO(), stderr=io.StringIO())
     with job:
         until((tmp_path / when).exists)
         time.sleep(0.5)
@@ -290,6 +290,6 @@ time.sleep(600)
 """
     out, err = io.StringIO(), io.StringIO()
     processes = play(chief=chief, worker=serve + "time.sleep(600)", ps=serve + "time.sleep(600)")
-    with Job(processes, grace=10.0, stdout=out, stderr=err):
+    with a_job(processes, grace=10.0, stdout=out, stderr=err):
         until((tmp_path / "go").exists)
     assert out.getvalue() == "[   0] served until the end True\n"

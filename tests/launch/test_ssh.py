@@ -14,10 +14,10 @@ import tcp_shell
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import Job, job_processes, machines, plan
+from dtk.launch import assign, job_processes, ssh
 from dtk.launch.plan import Process
 
-from support.launched import RING, ranks, until
+from support.launched import RING, a_job, ranks, until
 
 pytestmark = pytest.mark.command
 
@@ -30,7 +30,7 @@ SLEEP = "import time; print('up', flush=True); time.sleep({})"
 
 
 def survey(shell):
-    return lambda host, ports: machines.survey(host, ports, remote_shell=shell)
+    return lambda host, ports: ssh.survey(host, ports, remote_shell=shell)
 
 
 def test_ranks_run_over_there_with_their_variables_and_directory(run, shell, monkeypatch):
@@ -88,11 +88,11 @@ def test_a_killed_worker_is_started_again_over_there(run, shell, tmp_path):
         "until('served')\n"
     )
     hosts = [Host("node0.invalid", 1)]
-    processes = plan(
+    processes = assign(
         [sys.executable, str(tmp_path / "train.py")],
         hosts=hosts,
         ps=1,
-        survey=lambda host, ports: machines.HostFacts(tuple(range(5000, 5000 + ports)), (0,), ""),
+        survey=lambda host, ports: ssh.HostFacts(tuple(range(5000, 5000 + ports)), (0,), ""),
     )
     given, out, err, _ = run(processes, remote_shell=shell)
     lost = "dtk run: rank 1 (worker 0) was killed by SIGKILL; starting it again (1 of 3)\n"
@@ -102,10 +102,10 @@ def test_a_killed_worker_is_started_again_over_there(run, shell, tmp_path):
 
 def test_a_lost_connection_ends_the_rank_over_there(shell):
     out, processes = io.StringIO(), remote(SLEEP.format(600), 1)
-    with Job(processes, remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
+    with a_job(processes, remote_shell=shell, grace=5.0, stdout=out, stderr=out) as job:
         until(lambda: "up" in out.getvalue())
         assert len(job_processes.members(job.job_id)) == 1
-        pipe = next(iter(job._state.ranks)).popen.stdin
+        pipe = next(iter(job._state.tasks)).popen.stdin
         pipe.close()
         assert job.wait(timeout=10) == 143
     assert job_processes.members(job.job_id) == []
@@ -113,14 +113,14 @@ def test_a_lost_connection_ends_the_rank_over_there(shell):
 
 def test_an_interpreter_missing_over_there_is_named_with_its_host(shell):
     with pytest.raises(ClusterError) as error:
-        machines.survey("node0.invalid", 1, remote_shell=shell, python="/nowhere/bin/python")
+        ssh.survey("node0.invalid", 1, remote_shell=shell, python="/nowhere/bin/python")
     assert str(error.value).startswith("host node0.invalid cannot run /nowhere/bin/python (")
     assert "at the same path on every host" in str(error.value)
 
 
 def test_a_remote_shell_that_cannot_be_read():
     with pytest.raises(ClusterError, match="cannot be read: No closing quotation.*BatchMode"):
-        machines.survey("a", 1, remote_shell="ssh -o 'User")
+        ssh.survey("a", 1, remote_shell="ssh -o 'User")
 
 
 def test_a_program_missing_over_there_is_named(run, shell):
@@ -138,17 +138,17 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_command_to_try(tmp_path
     script.write_text(f"#!/bin/sh\n{answer}\n")
     script.chmod(0o755)
     with pytest.raises(ClusterError) as error:
-        machines.survey("node0.invalid", 1, remote_shell=str(script))
+        ssh.survey("node0.invalid", 1, remote_shell=str(script))
     assert str(error.value).startswith("host node0.invalid cannot be reached: ")
     assert f"{script} node0.invalid" in str(error.value)
     with pytest.raises(ClusterError, match="cannot be reached"):
-        machines.survey("node0.invalid", 1, remote_shell="no-such-shell")
+        ssh.survey("node0.invalid", 1, remote_shell="no-such-shell")
 
 
 def test_ranks_on_two_hosts_reach_each_other(run, two_hosts):
     hosts, shell = two_hosts
 
-    processes = plan([sys.executable, "-c", RING], hosts=hosts, survey=survey(shell))
+    processes = assign([sys.executable, "-c", RING], hosts=hosts, survey=survey(shell))
     given, out, err, _ = run(processes, remote_shell=shell)
     assert (given, err) == (0, "")
     a, b = hosts[0].name, hosts[1].name
@@ -170,7 +170,7 @@ def test_horovod_reduces_between_two_hosts(run, two_hosts):
     )
     hosts = [Host(hosts[0].name, 1), Host(hosts[1].name, 1)]
 
-    processes = plan(
+    processes = assign(
         [sys.executable, "-c", code], hosts=hosts, communicator="horovod", survey=survey(shell)
     )
     assert {p.env["HOROVOD_GLOO_IFACE"] for p in processes} == {"eth0"}
@@ -186,7 +186,7 @@ def test_parameter_servers_on_two_hosts(run, two_hosts):
     hosts, shell = two_hosts
     script = Path(__file__).resolve().parents[2] / "examples" / "digits_parameter_server.py"
 
-    processes = plan(
+    processes = assign(
         [sys.executable, str(script), "--epochs=2"],
         hosts=[Host(hosts[0].name, 1), Host(hosts[1].name, 1)],
         ps=2,
@@ -207,8 +207,8 @@ def test_parameter_servers_on_two_hosts(run, two_hosts):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_rank_ends_when_its_launcher_is_silent_and_not_before(run, shell, monkeypatch, beats):
-    monkeypatch.setattr(machines, "SILENCE", 3.0)
-    monkeypatch.setattr(machines, "HEARTBEAT", 0.2 if beats else 600.0)
+    monkeypatch.setattr(ssh, "SILENCE", 3.0)
+    monkeypatch.setattr(ssh, "HEARTBEAT", 0.2 if beats else 600.0)
     code, _, err, _ = run(remote(SLEEP.format(6 if beats else 600), 1), remote_shell=shell)
     silent = "dtk: the launcher said nothing for 3 s; the rank is ended"
     assert (code, silent in err) == ((0, False) if beats else (143, True))
@@ -216,12 +216,11 @@ def test_a_rank_ends_when_its_launcher_is_silent_and_not_before(run, shell, monk
 
 LAUNCHER = f"""
 import sys
-from dtk.launch import Job, machines
-from dtk.launch.plan import Process
-machines.SILENCE, machines.HEARTBEAT = 15.0, 1.0
+from dtk.launch import Job, JobSpec, Process, ssh
+ssh.SILENCE, ssh.HEARTBEAT = 15.0, 1.0
 command = (sys.executable, "-c", {SLEEP.format(600)!r})
-processes = [Process("rank 0", "worker", 0, sys.argv[1], command, {{}})]
-with Job(processes, remote_shell=sys.argv[2], grace=1.0) as job:
+processes = (Process("rank 0", "worker", 0, sys.argv[1], command, {{}}),)
+with Job(JobSpec(processes=processes, remote_shell=sys.argv[2], grace=1.0)) as job:
     print(job.job_id, flush=True)
     sys.stdin.readline()
 """

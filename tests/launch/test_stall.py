@@ -27,9 +27,8 @@ from dtk.cluster.stall import (
     find_short,
 )
 from dtk.cluster.usage import Usage
-from dtk.launch import Job
 
-from support.launched import ranks, until
+from support.launched import a_job, ranks, until
 
 pytestmark = pytest.mark.command
 
@@ -277,7 +276,7 @@ def test_a_rank_works_while_a_program_that_it_has_started_does():
     command = ["sh", "-c", f"'{sys.executable}' -c 'while True: pass'; true"]
     with subprocess.Popen(command, start_new_session=True) as started:
         try:
-            until(lambda: usage.of(started.pid).cpu > 0.3)  # the shell itself only waits
+            until(lambda: usage.usage_of(started.pid).cpu > 0.3)  # the shell itself only waits
         finally:
             os.killpg(started.pid, signal.SIGKILL)
 
@@ -416,7 +415,7 @@ def two_ranks(code, timeout, ends=124):
     """Run two ranks of plain Python to their end, by a stall; returns what was said."""
     processes = ranks(code, DTK_RUN="1", DTK_STALL_TIMEOUT=f"{timeout}")
     err = io.StringIO()
-    with Job(processes, stall_timeout=timeout, grace=0.5, stdout=err, stderr=err) as job:
+    with a_job(processes, stall_timeout=timeout, grace=0.5, stdout=err, stderr=err) as job:
         assert job.wait(timeout=90) == ends
     return err.getvalue()
 

@@ -7,9 +7,18 @@ import subprocess
 import sys
 import time
 
-from dtk.launch.plan import Process
+from dtk.launch import Job
+from dtk.launch.plan import JobSpec, Process
 
 DTK_RUN = (sys.executable, "-m", "dtk.cli.main", "run")
+
+
+def a_job(processes, *, append=False, events=None, stdout=None, stderr=None, **settings):
+    """A job of processes that are planned already; nobody watches its progress by default."""
+    spec = JobSpec(
+        processes=tuple(processes), **{"stall_timeout": 0.0, "max_restarts": 3, **settings}
+    )
+    return Job(spec, append=append, events=events, stdout=stdout, stderr=stderr)
 
 
 def ranks(code, count=2, host="localhost", **env):

@@ -41,7 +41,7 @@ from dtk.bench import bench_jobs
 from dtk.bench.ranks import ENDED, Ranks, RanksFailed
 from dtk.cluster import mpi_installs
 from dtk.cluster.environment import THREADS
-from dtk.launch import Process, plan
+from dtk.launch import Process, assign
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "gpu"))
 import one_card  # noqa: E402
@@ -280,7 +280,7 @@ def _processes(backend: str, size: int, extra: dict[str, str]) -> list[Process]:
     kind = "horovod" if backend == "horovod-gloo" else "collective"
     servers = SERVERS if backend == "served" else 0
     # Other worlds use the same cores.
-    planned = plan(command, workers=size, communicator=kind, ps=servers, bind=False)
+    planned = assign(command, workers=size, communicator=kind, ps=servers, bind=False)
     return [
         dataclasses.replace(
             process, env={**process.env, **env, **(one_card.environment(rank) if real else {})}

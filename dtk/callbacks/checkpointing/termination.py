@@ -1,4 +1,4 @@
-"""SIGTERM as a request that all ranks follow together, at the same step."""
+"""SIGTERM, or a request of the launcher's, that all ranks follow together, at the same step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weakref
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dtk.cluster import progress
+from dtk.cluster import progress, stop_requests
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import at_rank
 
@@ -42,6 +42,8 @@ class Termination:
     A rank that waits in a collective for one that has died would not notice: Python's handlers run
     between Python instructions only. A thread, woken by the signal itself, ends the process when
     the ranks have not agreed in time.
+
+    In another thread than the main one no signal is caught: see `dtk.cluster.stop_requests`.
     """
 
     def __init__(self, communicator: Communicator, patience: float | None = None):
@@ -51,18 +53,22 @@ class Termination:
         self._before: signal._HANDLER = None
         self._pipe: tuple[int, int] | None = None
         self._woken_before = -1
+        self._is_subscribed = False
         self._agreed = threading.Event()
         self._steps = 0
         self.find_pace()
 
     def install(self) -> bool:
-        """Catch SIGTERM from now on, or return False; a second one ends the process as before.
+        """Act on requests from now on, or return False; a second one ends the process as before.
 
         Under `dtk run` it does not: schedulers send the signal to launcher and ranks alike, and the
         launcher knows when to end them.
         """
         if threading.current_thread() is not threading.main_thread():
-            return False  # Only the main thread may.
+            self._is_subscribed = stop_requests.subscribe(self._ask)
+            if self._is_subscribed:
+                progress.tell_saving("waits")
+            return self._is_subscribed
         self._before = signal.signal(signal.SIGTERM, self._catch)
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -79,6 +85,10 @@ class Termination:
         if self._pipe is not None:
             progress.tell_saving("over")
             self.give_back()
+        elif self._is_subscribed:
+            self._is_subscribed = False
+            stop_requests.unsubscribe()
+            progress.tell_saving("over")
 
     def give_back(self) -> None:
         """Let this process alone end by SIGTERM as before; one that is forked calls it."""
@@ -93,8 +103,17 @@ class Termination:
     def _watch(self, signals: int) -> None:
         with os.fdopen(signals, "rb", buffering=0) as stream:
             while number := stream.read(1):
-                if number[0] == signal.SIGTERM and not self._agreed.wait(self._patience):
-                    self._give_up()
+                if number[0] == signal.SIGTERM:
+                    self._await_agreement()
+
+    def _ask(self) -> None:
+        """Act on a request that comes by no signal; at once, and a thread looks to the patience."""
+        self._caught = True
+        threading.Thread(target=self._await_agreement, daemon=True).start()
+
+    def _await_agreement(self) -> None:
+        if not self._agreed.wait(self._patience):
+            self._give_up()
 
     def _give_up(self) -> None:
         text = (

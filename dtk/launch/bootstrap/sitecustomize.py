@@ -1,11 +1,14 @@
 """Python runs this at the start of each rank, before the script: see `dtk.launch.job_processes`.
 
-So the import of dtk itself changes nothing in a process. In a rank, once the script imports dtk,
-TensorFlow or Keras, reports to the launcher begin, these imports are made faster and quieter, and
-training before a strategy is made is refused. Processes that the rank starts are left alone.
+So the import of dtk itself changes nothing in a process. In a rank an exception that ends the
+script is told to the launcher; once the script imports dtk, TensorFlow or Keras, reports to the
+launcher begin, these imports are made faster and quieter, and training before a strategy is made is
+refused. Processes that the rank starts are left alone.
 """
 
+import atexit
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -13,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType, TracebackType
 
 _HERE = os.path.dirname(__file__)
 
@@ -30,16 +34,50 @@ def leave() -> None:
         spec.loader.exec_module(module)
 
 
+@functools.cache
+def module_of_dtk(name: str) -> ModuleType:
+    """Return a module of dtk that imports no other; without the import of dtk, which is noted."""
+    if (imported := sys.modules.get(f"dtk.{name}")) is not None:
+        return imported
+    file = os.path.join(os.path.dirname(_HERE), "..", *name.split(".")) + ".py"
+    spec = importlib.util.spec_from_file_location(f"dtk_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tell_of_failure() -> None:
+    """Have the launcher told of the exception that ends the script, before its traceback."""
+    before = sys.excepthook
+    is_told = False
+
+    def tell(error: BaseException | None) -> None:
+        nonlocal is_told
+        if error is None or is_told:
+            return
+        is_told = True
+        with contextlib.suppress(Exception):  # the user is to see the script's error, not another
+            errors, channel = module_of_dtk("errors"), module_of_dtk("cluster.report_channel")
+            reports = [{"failure": errors.failure_record(error)}]
+            reports += [{"traceback": piece} for piece in errors.traceback_pieces(error)]
+            all(channel.tell(report) for report in reports)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        tell(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    # For a script that has put a hook of its own in the place of this one.
+    atexit.register(lambda: tell(getattr(sys, "last_exc", getattr(sys, "last_value", None))))
+
+
 def await_imports() -> None:
     """Have the rank begin once its script imports what it trains with, and not before.
 
     A script without dtk counts, too: it would train alone on every rank, and report success.
     """
-    file = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "importing.py")
-    spec = importlib.util.spec_from_file_location("dtk_importing", file)
-    assert spec is not None and spec.loader is not None
-    importing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(importing)
+    importing = module_of_dtk("importing")
     importing.inside("dtk", rank_begins)
     off = importing.without_collector
     importing.inside("tensorflow", of_dtk("quiet", "filtered"), off)
@@ -72,4 +110,5 @@ def of_dtk(module: str, name: str) -> Callable[[], AbstractContextManager[None]]
 
 leave()
 if os.environ.get("DTK_RUN") == "1":
+    tell_of_failure()
     await_imports()

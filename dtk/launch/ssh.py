@@ -145,8 +145,8 @@ def survey(
             capture_output=True,
             timeout=60,
         )
-        told, versions, clock = json.loads(answer.stdout.splitlines()[-1])
-        free, cores, interface, allowed = told
+        facts, versions, clock = json.loads(answer.stdout.splitlines()[-1])
+        free, cores, interface, allowed = facts
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         cause = str(error)
         if not isinstance(error, OSError | subprocess.TimeoutExpired):
@@ -173,14 +173,14 @@ def compare(facts: Mapping[str, HostFacts]) -> list[str]:
         # Hosts without versions are this machine: add its versions.
         versions = {host: known or agent.versions() for host, known in versions.items()}
     for name in ("Python", "dtk", "tensorflow", "keras"):
-        found: dict[str, list[str]] = {}
+        hosts_of: dict[str, list[str]] = {}
         for host, known in versions.items():
             if name in known:
-                found.setdefault(known[name], []).append(host)
-        if len(found) > 1:
-            told = ", ".join(f"{version} on {' and '.join(at)}" for version, at in found.items())
+                hosts_of.setdefault(known[name], []).append(host)
+        if len(hosts_of) > 1:
+            listed = ", ".join(f"{one} on {' and '.join(at)}" for one, at in hosts_of.items())
             raise ClusterError(
-                f"hosts differ in {name}: {told}; ranks must compute alike: install the same "
+                f"hosts differ in {name}: {listed}; ranks must compute alike: install the same "
                 "everywhere, or share one environment"
             )
     return [
@@ -222,10 +222,10 @@ class Guard:
         """Have a folder removed if this process is killed before it can."""
         self._say(f"remove {folder}\n")
 
-    def note_saving(self, word: str, pid: int) -> None:
-        """Tell whether a rank here is "ready" to save a checkpoint if asked to end, or "over"."""
+    def note_saving(self, order: str, pid: int) -> None:
+        """Tell whether a rank here would save a checkpoint if it were asked to end, and how."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{word} {pid}\n")
+            self._say(f"{order} {pid}\n")
 
     def _say(self, line: str) -> None:
         pipe = self._process.stdin

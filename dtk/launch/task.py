@@ -7,37 +7,32 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import usage
+from dtk.cluster import failures, report_channel, usage
+from dtk.cluster.failures import Failure
 from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
+from dtk.errors import PEER_LOST
 from dtk.launch import agent, job_processes
+from dtk.launch.agent import Order
 from dtk.launch.events import EventLog
-from dtk.launch.machines import Guard
-from dtk.launch.plan import Process
+from dtk.launch.plan import JobSpec, Process
 from dtk.launch.screen import Sink
+from dtk.launch.ssh import Guard
 
 # Errors raised for lines that another program wrote in our format.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_TAIL = 40  # lines shown of a rank that failed without a traceback
-_TRACE = 200  # lines after which a traceback was evidently survived
-_RECENT = 10.0  # seconds between a traceback and the exit it explains
-# What ranks say when the connection to another one breaks.
-_PEER_LOST = re.compile(
-    r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
-    r"HorovodInternalError|Horovod has been shut down|"
-    r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
-    r"whose script has ended; see what"  # dtk's own, over MPI
-)
-# First lines of what a rank dies of: an exception of Python's, or a crash of Python itself.
-_DIES = ("Traceback (most recent call last)", "Fatal Python error: ")
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# Lines shown of a rank that has told of no exception: the last ones, or all of a crash.
+_TAIL, _CRASH = 40, 200
+_CRASHES = "Fatal Python error: "
+_LONGEST = 1 << 14  # characters of a traceback
+_RECENT = 10.0  # seconds between the begin of a crash, or an exception, and the exit it explains
 # Signals that do not follow from the failure of another rank. Aborts are left out: libraries abort
 # when a peer is gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -48,20 +43,12 @@ _SSH_FAILED = 255
 
 @dataclasses.dataclass
 class JobState:
-    """What the parts of the launcher share of a job, and the condition its threads wait on.
+    """What the parts of the launcher share of a job, and the condition its threads wait on."""
 
-    The settings are those of `dtk.launch.Job`.
-    """
-
-    processes: tuple[Process, ...]
+    spec: JobSpec
     job_id: str = ""
-    remote_shell: str = ""
-    grace: float = 5.0
-    save_grace: float = 0.0
-    max_restarts: int = 0
-    stall_timeout: float = 0.0
     events: EventLog = dataclasses.field(default_factory=EventLog)
-    ranks: list[Rank] = dataclasses.field(default_factory=list)
+    tasks: list[Task] = dataclasses.field(default_factory=list)
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     stopping: bool = False
     hurry: bool = False
@@ -86,7 +73,7 @@ class JobState:
         return f"{self.job_id}/{process.name.replace(' ', '-')}"
 
 
-class Rank:
+class Task:
     """One place of a plan, and what runs there.
 
     A lost worker that is started again keeps its place: name, variables, address and file.
@@ -113,9 +100,9 @@ class Rank:
         """Note what runs here from now on, and forget what its predecessor said."""
         self.popen = popen
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL)
-        self.trace: list[str] = []
-        self.trace_began = -math.inf  # without one, before every other time
-        self.chained = False
+        self.crashed = -math.inf  # when it began to say where it crashes
+        self.failure: Failure | None = None  # in this process's time
+        self._traceback = ""
         self.code: int | None = None
         self.signal = 0
         self.exited = 0.0
@@ -125,7 +112,9 @@ class Rank:
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
-        self.saving: str = "over"
+        self.saving = "over"  # see `dtk.cluster.progress`
+        self._waits = False  # for a request, as no SIGTERM would have it save
+        self.reports: socket.socket | None = None
         # Seconds that its clock is behind this process's, and a message was under way: the least.
         self._lag = math.inf if self.remote else 0.0
         self._record("rank start", host=self.process.host, pid=popen.pid)
@@ -142,21 +131,24 @@ class Rank:
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""
         with contextlib.suppress(*_FOREIGN):
-            told = json.loads(message)
-            if self.remote and "sent" in told:
-                self._lag = min(self._lag, time.monotonic() - float(told["sent"]))
-            if "event" in told:
-                self._events.hear(self.process.rank_name, told["event"], self._lag)
-            elif "progress" in told:
-                self.status.take(report_of(told["progress"]), time.monotonic())
-            elif "saving" in told:
-                if self.saving != (saving := str(told["saving"])):
-                    self.saving = saving
-                    self.order("ready" if self.would_save else "over")
-            elif told["usage"] == usage.NO_MEMORY:
+            report = json.loads(message)
+            if self.remote and "sent" in report:
+                self._lag = min(self._lag, time.monotonic() - float(report["sent"]))
+            if "event" in report:
+                self._events.hear(self.process.rank_name, report["event"], self._lag)
+            elif "failure" in report:
+                self.failure = failures.read(report["failure"], self._lag)
+            elif "traceback" in report:
+                if len(self._traceback) < _LONGEST:
+                    self._traceback += str(report["traceback"])
+            elif "progress" in report:
+                self.status.take(report_of(report["progress"]), time.monotonic())
+            elif "saving" in report:
+                self._note_saving(str(report["saving"]))
+            elif report["usage"] == usage.NO_MEMORY:
                 self.was_short_of_memory = True
             else:
-                state, cpu, io, total, *memory = told["usage"]
+                state, cpu, io, total, *memory = report["usage"]
                 held = map(int, memory)
                 seen = usage.Usage(str(state), float(cpu), int(io), float(total), *held)
                 self.status.observe(seen, time.monotonic())
@@ -164,23 +156,37 @@ class Rank:
     def observe(self) -> None:
         """Look at the process from outside if it runs here; agents report those of other hosts."""
         if not self.remote:
-            self.status.observe(usage.of(self.popen.pid), time.monotonic())
+            self.status.observe(usage.usage_of(self.popen.pid), time.monotonic())
 
-    def order(self, word: str) -> None:
-        """Have something done with its process: by its agent, where it is on another host.
-
-        end            ask it to end, but not its children
-        stack          end it such that it writes its stack first, also if it is stopped
-        ready, over    note whether it would save a checkpoint if the launcher were gone
-        """
+    def ask_to_save(self) -> None:
+        """Ask it to save a checkpoint and end, in the way that it has named; not its children."""
         if self.remote:
-            self._tell_agent(word)
-        elif word == "end":
+            self._tell_agent(Order.ASK if self._waits else Order.END)
+        elif self._waits and self.reports is not None:
+            report_channel.ask(self.reports)
+        else:
             self.popen.terminate()
-        elif word == "stack":
+
+    def end_with_stack(self) -> None:
+        """End it such that it writes its stack first, also if it is stopped."""
+        if self.remote:
+            self._tell_agent(Order.STACK)
+        else:
             job_processes.abort(self.popen.pid)
+
+    def _note_saving(self, saving: str) -> None:
+        """Take what it says of saving, and have its agent, or the guard, know it too."""
+        if self.saving == saving:
+            return
+        self.saving = saving
+        self._waits = saving == Order.WAITS or (self._waits and saving != Order.READY)
+        order = Order.OVER
+        if self.would_save:
+            order = Order.WAITS if self._waits else Order.READY
+        if self.remote:
+            self._tell_agent(order)
         elif self.guard is not None:
-            self.guard.note_saving(word, self.popen.pid)
+            self.guard.note_saving(order, self.popen.pid)
 
     def beat(self) -> None:
         """Tell its agent, if it has one, that the launcher is alive."""
@@ -199,7 +205,7 @@ class Rank:
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
         if self.remote:
-            self._tell_agent("over")
+            self._tell_agent(Order.OVER)
             if self.popen.stdin is not None:
                 with contextlib.suppress(OSError):
                     self.popen.stdin.close()
@@ -217,31 +223,25 @@ class Rank:
             over.wait(seconds)
 
     def remember(self, line: str, stderr: bool) -> None:
-        """Keep the last lines, and everything from the start of the last traceback on."""
+        """Keep the last lines, and all from the begin of a crash on."""
+        if stderr and line.startswith(_CRASHES):
+            self.crashed = time.monotonic()
+            self.tail = collections.deque(maxlen=_CRASH)
         self.tail.append(line)
-        if not stderr:
-            return
-        if line.startswith(_DIES) and not self.chained:
-            self.trace, self.trace_began = [line], time.monotonic()
-        elif self.trace:
-            self.trace.append(line)
-            if len(self.trace) > _TRACE:
-                self.trace, self.trace_began = [], -math.inf
-        if line.strip():
-            self.chained = line.startswith(_CHAINED)
 
     def last_words(self) -> list[str]:
-        """Return the traceback it died of, or else its last lines."""
-        return list(self.trace if self.failed_at == self.trace_began else self.tail)
-
-    def trace_since(self, moment: float) -> list[str]:
-        """Return the last traceback if it began after a moment, else nothing."""
-        return list(self.trace) if self.trace_began > moment else []
+        """Return the traceback of the exception that has ended it, or else its last lines."""
+        return self._traceback.splitlines() or list(self.tail)
 
     @property
     def would_save(self) -> bool:
         """Whether it runs, and would save a checkpoint when it is asked to end."""
-        return self.code is None and self.saving in ("ready", "begun")
+        return self.code is None and self.saving in ("ready", "waits", "begun")
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether it has still to save, and to end; or not to end, where `fit` is in a thread."""
+        return self.code is None and not (self._waits and self.saving == "over")
 
     # --- how it ended ---
 
@@ -267,22 +267,27 @@ class Rank:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a traceback was just printed by a rank that still runs."""
-        return self.code is None and time.monotonic() - self.trace_began < _RECENT
+        """Whether it still runs, and has just told of what ends it."""
+        return self.code is None and time.monotonic() - self._told_at < _RECENT
+
+    @property
+    def _told_at(self) -> float:
+        return self.crashed if self.failure is None else self.failure.time
 
     @property
     def failed_at(self) -> float:
-        """When it failed: a traceback comes before the exit, as shutting down takes time.
-
-        In seconds of `time.monotonic()`.
-        """
-        return self.trace_began if self.exited - self.trace_began < _RECENT else self.exited
+        """When it failed, of `time.monotonic()`: shutting down takes time after an exception."""
+        if self.failure is not None:
+            return self.failure.time
+        return self.crashed if self.exited - self.crashed < _RECENT else self.exited
 
     @property
     def is_victim(self) -> bool:
-        """Whether it failed because another rank was gone, by its own last words."""
+        """Whether it failed because another rank was gone."""
+        if self.failure is not None:
+            return self.failure.lost_peer
         by_itself = self.failed and not (self.signal or self.lost_connection)
-        return by_itself and any(_PEER_LOST.search(line) for line in self.last_words())
+        return by_itself and any(PEER_LOST.search(line) for line in self.last_words())
 
     @property
     def failed_by_itself(self) -> bool:
@@ -297,7 +302,7 @@ class Rank:
     @property
     def was_struck(self) -> bool:
         """Whether a signal ended it that does not follow from another rank's failure."""
-        return self.signal in _FROM_OUTSIDE
+        return self.failure is None and self.signal in _FROM_OUTSIDE
 
     @property
     def how(self) -> str:

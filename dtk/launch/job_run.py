@@ -1,4 +1,4 @@
-"""A job as it was asked for, and the one way in which every command sees it to its end."""
+"""The one way in which every command plans a job, starts it, and sees it to its end."""
 
 from __future__ import annotations
 
@@ -8,36 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from dtk.cluster import Host, progress, recording
+from dtk.cluster import recording
 from dtk.cluster.variables import RESTARTS, SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import job_options, machines, screen, step_settings
+from dtk.launch import job_options, screen, ssh, step_settings
 from dtk.launch.attempts import Attempt, Attempts
 from dtk.launch.events import EventLog
 from dtk.launch.job import Job
-from dtk.launch.plan import Process, plan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobSpec:
-    """What to run where; the options are those of `dtk run`."""
-
-    command: Sequence[str]
-    workers: int | None = None  # every slot of the hosts when None
-    communicator: str = "auto"
-    hosts: tuple[Host, ...] = ()  # this machine when empty
-    ps: int = 0
-    evaluator: bool = False
-    bind: bool = True
-    max_restarts: int = 0
-    min_workers: int | None = None
-    remote_shell: str = machines.DEFAULT_REMOTE_SHELL
-    stall_timeout: float = progress.DEFAULT_TIMEOUT
-    grace: float = 5.0
-    save_grace: float = 0.0
-    output_dir: str | os.PathLike[str] | None = None
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every rank
-    records_steps: bool = False  # whether events have what was measured of every step
+from dtk.launch.plan import JobSpec, Process, assign
 
 
 @dataclasses.dataclass
@@ -51,21 +29,17 @@ class JobRun:
     jobs: list[Job] = dataclasses.field(default_factory=list)  # of all attempts so far
 
     def wait(self) -> int:
-        """Start, and return the exit code of the last attempt."""
-        spec = self.spec
-        # With servers, the job starts its workers again itself.
-        restarts = 0 if spec.ps else spec.max_restarts
+        """Start, again where that is allowed, and return the exit code of the last attempt."""
+        return self._attempts().run()
+
+    def start(self) -> Job:
+        """Start once, and return what runs."""
+        return self._attempts().start()
+
+    def _attempts(self) -> Attempts:
         return Attempts(
-            self._made,
-            self._answers,
-            screen.say,
-            spec.hosts,
-            spec.workers,
-            spec.min_workers,
-            restarts,
-            jobs=self.jobs,
-            events=self.log,
-        ).run()
+            self.spec, self._made, self._answers, screen.say, jobs=self.jobs, events=self.log
+        )
 
     @property
     def _environ(self) -> Mapping[str, str]:
@@ -73,39 +47,33 @@ class JobRun:
 
     def _answers(self, host: str) -> bool:
         with contextlib.suppress(ClusterError):
-            machines.survey(host, 0, self.spec.remote_shell)
+            ssh.survey(host, 0, self.spec.remote_shell)
             return True
         return False
 
     def _made(self, attempt: Attempt) -> Job:
         """Plan the job of an attempt."""
         spec = self.spec
-        processes = self._planned(attempt)
+        processes = spec.processes or self._with_variables(self._planned(attempt), attempt.number)
         places = {one.name: one.host for one in processes}
         self.log.begin_attempt(attempt.number, places, 0 if spec.ps else len(processes))
         return Job(
-            self._with_variables(processes, attempt.number),
-            output_dir=spec.output_dir,
-            remote_shell=spec.remote_shell,
-            grace=spec.grace,
-            save_grace=spec.save_grace,
-            max_restarts=spec.max_restarts,
-            stall_timeout=spec.stall_timeout,
-            append=attempt.number > 0,
+            dataclasses.replace(spec, processes=tuple(processes)),
             events=self.log,
+            append=attempt.number > 0,
             stdout=self.stdout,
             stderr=self.stderr,
         )
 
     def _planned(self, attempt: Attempt) -> list[Process]:
-        spec, facts = self.spec, dict[str, machines.HostFacts]()
+        spec, facts = self.spec, dict[str, ssh.HostFacts]()
 
-        def survey(host: str, ports: int) -> machines.HostFacts:
-            facts[host] = machines.survey(host, ports, spec.remote_shell)
+        def survey(host: str, ports: int) -> ssh.HostFacts:
+            facts[host] = ssh.survey(host, ports, spec.remote_shell)
             return facts[host]
 
         def planned(communicator: str) -> list[Process]:
-            return plan(
+            return assign(
                 spec.command,
                 attempt.workers,
                 hosts=attempt.hosts,
@@ -123,14 +91,14 @@ class JobRun:
             best = step_settings.communicator(spec.command, processes[0].env, self._environ)
             if best in job_options.installed():
                 processes = planned(best)
-        for notice in machines.compare(facts):
+        for notice in ssh.compare(facts):
             screen.say(notice)
         return processes
 
     def _with_variables(self, processes: Sequence[Process], attempt: int) -> list[Process]:
         """Give each rank the variables of the job, and the settings that are fastest for it."""
         spec = self.spec
-        given = {
+        variables = {
             # So a rank that crashes in C++ prints where in the script.
             "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
             **spec.variables,
@@ -138,12 +106,12 @@ class JobRun:
             recording.VARIABLE: "steps" if spec.records_steps else "summary",
         }
         if not spec.ps:
-            given[RESTARTS] = str(attempt)
-        found, used = [], None
+            variables[RESTARTS] = str(attempt)
+        complete, used = [], None
         for one in processes:
-            env, settings = step_settings.apply(one.argv, {**one.env, **given}, self._environ)
+            env, settings = step_settings.apply(one.argv, {**one.env, **variables}, self._environ)
             used = used or settings
-            found.append(one.with_env(env))
+            complete.append(one.with_env(env))
         if used is not None and not attempt:
             screen.say(f"{step_settings.written(used.variables)}, as `dtk tune` has measured")
-        return found
+        return complete
