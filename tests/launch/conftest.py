@@ -5,9 +5,10 @@ import time
 
 import psutil
 import pytest
-from launched import a_job
 
 from dtk.launch import job_processes
+
+from support.launched import a_job
 
 
 @pytest.fixture
