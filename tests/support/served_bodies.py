@@ -102,12 +102,12 @@ class LostWorker:
         """Kill it, and start its successor."""
         self._counted = self.steps
         process = task("worker", self._index)
-        command, environ = process.cmdline(), process.environ()
+        command, environ, folder = process.cmdline(), process.environ(), process.cwd()
         process.kill()
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
         # It ends with the chief, as the first one would have.
-        _SUCCESSORS.append(subprocess.Popen(command, env=environ))
+        _SUCCESSORS.append(subprocess.Popen(command, env=environ, cwd=folder))
 
     def is_back(self, after):
         """Whether it has taken more than so many steps, those under way, since it was killed."""
