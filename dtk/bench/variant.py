@@ -162,10 +162,10 @@ class LimitWorker:
 
     def __init__(self, setting: dict[str, object]):
         self._setting = Setting(**(dataclasses.asdict(Setting()) | setting))
-        environment = detect()
+        place = detect()
         # Tells the rank, for its rows and its device, and sends nothing.
-        self._communicator = NullCommunicator(environment.rank, environment.size)
-        self._communicator.set_hosts(environment.hosts)
+        self._communicator = NullCommunicator(place.rank, place.size)
+        self._communicator.set_hosts(place.hosts)
         undistributed_jobs.made_strategy()  # here it is meant to make none
         with quiet.device_start():
             self._device = devices.pin(self._communicator)

@@ -27,7 +27,7 @@ import rich.table
 
 from dtk import cluster, communicators, version
 from dtk.cluster import alone, mpi_installs
-from dtk.cluster.environment import DRIVER, has_gpu
+from dtk.cluster.place import DRIVER, has_gpu
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.horovod_build import reduction_check

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dtk.cluster.alone import ALONE, is_on_purpose
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.cluster.variables import place
 from dtk.errors import ClusterError
 
@@ -73,7 +73,7 @@ def is_of_torchrun(environ: Mapping[str, str]) -> bool:
     return _ELASTIC in environ
 
 
-def read(environ: Mapping[str, str]) -> Environment | None:
+def read(environ: Mapping[str, str]) -> Place | None:
     """Read a rank, a size and rank 0's address; None where no row names several processes.
 
     Raises:
@@ -96,7 +96,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     return None if row is None else _environment(row, environ)
 
 
-def add_to(found: Environment, environ: Mapping[str, str]) -> Environment:
+def add_to(found: Place, environ: Mapping[str, str]) -> Place:
     """Add rank 0's address to what another launcher has told.
 
     Raises:
@@ -134,7 +134,7 @@ def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:
     return f"[{host}]:{number}" if ":" in host.strip("[]") else f"{host}:{number}"
 
 
-def _environment(row: _Row, environ: Mapping[str, str]) -> Environment:
+def _environment(row: _Row, environ: Mapping[str, str]) -> Place:
     told = {name: environ[name] for name in (row.rank, row.size) if environ.get(name)}
     seen = " and ".join(f"{name}={value}" for name, value in told.items())
     by = f"{seen} {'are' if len(told) > 1 else 'is'} set, as by {row.launcher}"
@@ -161,7 +161,7 @@ def _environment(row: _Row, environ: Mapping[str, str]) -> Environment:
     reason = f"{by}; ranks meet at {at}, by {where}"
     if row is _TORCH and environ.get(_STORE) == "True":
         reason += ", one port further, where torchrun does not listen"
-    return Environment(
+    return Place(
         kind="address",
         rank=rank,
         size=size,

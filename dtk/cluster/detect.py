@@ -39,12 +39,12 @@ import sys
 from collections.abc import Mapping
 
 from dtk.cluster import addressed, alone, slurm, tf_config
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.cluster.tf_config import TFConfig
 from dtk.cluster.variables import JOINED, place
 from dtk.errors import ClusterError
 
-_ALONE = Environment(
+_ALONE = Place(
     kind="single",
     rank=0,
     size=1,
@@ -56,7 +56,7 @@ _ALONE = Environment(
 _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # by which it tells the place on a host
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Environment:
+def detect(environ: Mapping[str, str] | None = None) -> Place:
     """Find this process's place in the job from environment variables.
 
     Args:
@@ -108,7 +108,7 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
 
 
-def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
+def _started_by_dtk(environ: Mapping[str, str]) -> Place:
     found = _horovod(environ) or tf_config.read(environ)
     if found is None:
         raise ClusterError(
@@ -119,12 +119,12 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Environment:
     return dataclasses.replace(found, hosts=hosts, reason=f"started by dtk run: {found.reason}")
 
 
-def _launched(environ: Mapping[str, str]) -> Environment | None:
+def _launched(environ: Mapping[str, str]) -> Place | None:
     found = None if addressed.is_of_torchrun(environ) else _numbers(environ)
     return addressed.read(environ) if found is None else addressed.add_to(found, environ)
 
 
-def _numbers(environ: Mapping[str, str]) -> Environment | None:
+def _numbers(environ: Mapping[str, str]) -> Place | None:
     """Read what launchers set that start MPI, or their own library."""
     found = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
     found = found or _numbered("MVAPICH2", "mpi", "MV2_COMM_WORLD_", environ)
@@ -140,7 +140,7 @@ def _numbers(environ: Mapping[str, str]) -> Environment | None:
 
 def _numbered(
     name: str, kind: str, prefix: str, environ: Mapping[str, str], *local: tuple[str, str]
-) -> Environment | None:
+) -> Place | None:
     """Read a rank and a size, and those on one host, which may have `local` names instead."""
     rank_name, size_name = f"{prefix}RANK", f"{prefix}SIZE"
     if rank_name not in environ and size_name not in environ:
@@ -149,7 +149,7 @@ def _numbered(
     pairs = (*local, (f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"))
     told = next((pair for pair in pairs if environ.keys() & set(pair)), None)
     local_rank, local_size = (0, 1) if told is None else place(environ, *told)
-    return Environment(
+    return Place(
         kind=kind,
         rank=rank,
         size=size,
@@ -160,7 +160,7 @@ def _numbered(
     )
 
 
-def _horovod(environ: Mapping[str, str]) -> Environment | None:
+def _horovod(environ: Mapping[str, str]) -> Place | None:
     found = _numbered("Horovod's launcher", "horovod", "HOROVOD_", environ)
     host = environ.get("HOROVOD_HOSTNAME")
     if found is not None and host and found.local_size == found.size:
@@ -168,7 +168,7 @@ def _horovod(environ: Mapping[str, str]) -> Environment | None:
     return found
 
 
-def _pmix(environ: Mapping[str, str]) -> Environment | None:
+def _pmix(environ: Mapping[str, str]) -> Place | None:
     if "PMIX_RANK" in environ and "PMIX_SIZE" not in environ:
         if "SLURM_JOB_ID" in environ:
             return None
@@ -179,7 +179,7 @@ def _pmix(environ: Mapping[str, str]) -> Environment | None:
     return _numbered("PMIx", "mpi", "PMIX_", environ)
 
 
-def _agree(launched: Environment, config: TFConfig) -> Environment:
+def _agree(launched: Place, config: TFConfig) -> Place:
     """Combine a launcher's world with TF_CONFIG, or say why they cannot both be right."""
     by_config = tf_config.to_environment(config)
     starters = {"mpi": "mpirun", "horovod": "horovodrun", "slurm": "srun", "address": "torchrun"}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dtk.cluster.environment import has_gpu
+from dtk.cluster.place import has_gpu
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 

@@ -16,8 +16,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from dtk.cluster.environment import Environment
 from dtk.cluster.hostfile import Host
+from dtk.cluster.place import Place
 from dtk.cluster.variables import integer, place
 from dtk.errors import ClusterError
 
@@ -34,7 +34,7 @@ _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
-def read(environ: Mapping[str, str]) -> Environment | None:
+def read(environ: Mapping[str, str]) -> Place | None:
     """Read what `srun` sets in a job step.
 
     >>> env = read({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2",
@@ -57,7 +57,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     told = {name: integer(environ, name) for name in names if name in environ}
     local_rank = told.get("SLURM_LOCALID", 0)
     tells_local_rank = "SLURM_LOCALID" in told or size == 1
-    found = Environment("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
+    found = Place("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
 
     tasks_text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     nodes_text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")

@@ -18,7 +18,7 @@ import sys
 import time
 
 from dtk.cluster import stall, usage
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.cluster.stall import STUCK, RankStatus, Stall
 
 AFTER = 10.0  # seconds; processes of one job often start a few seconds apart
@@ -62,27 +62,27 @@ class Wait:
             print(f"dtk: {self._who}: waiting for {whom}{bound}", file=sys.stderr, flush=True)
 
 
-def await_neighbours(environment: Environment, timeout: float) -> None:
+def await_neighbours(place: Place, timeout: float) -> None:
     """Wait until the other ranks of this host are about to start MPI, too.
 
     Returns at once where that cannot be known: under other launchers, or where processes cannot see
     each other.
     """
     job = os.environ.get(_JOB, "")
-    if not (job and timeout and environment.kind == "mpi" and environment.local_size > 1):
+    if not (job and timeout and place.kind == "mpi" and place.local_size > 1):
         return
     name = f"dtk.{job}."
     with contextlib.suppress(OSError):  # it has said so before, for another strategy
         here = socket.socket(socket.AF_UNIX)
-        here.bind(f"\0{name}{environment.rank}")
+        here.bind(f"\0{name}{place.rank}")
         here.detach()  # it lasts as long as this process
-    wait = Wait(f"rank {environment.rank}", math.inf)
+    wait = Wait(f"rank {place.rank}", math.inf)
     began = scanned = time.monotonic() - _SCAN
     host = socket.gethostname()
-    statuses = [RankStatus(f"rank {rank}", host) for rank in range(environment.size)]
+    statuses = [RankStatus(f"rank {rank}", host) for rank in range(place.size)]
     while True:
         now, come = time.monotonic(), _come(name)
-        if len(come) >= environment.local_size:
+        if len(come) >= place.local_size:
             return
         if now - scanned >= _SCAN:
             scanned = now
@@ -94,7 +94,7 @@ def await_neighbours(environment: Environment, timeout: float) -> None:
             missing = sorted(set(neighbours) - come)
             if not missing and now - began > _STARTED:
                 return
-            turn = sorted(come).index(environment.rank) if environment.rank in come else 0
+            turn = sorted(come).index(place.rank) if place.rank in come else 0
             if missing and turn == 0:
                 names = ", ".join(f"rank {rank} (process {neighbours[rank]})" for rank in missing)
                 wait.say(

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.errors import ClusterError
 
 ROLES = ("chief", "worker", "ps", "evaluator")
@@ -140,7 +140,7 @@ def parse(text: str) -> TFConfig | None:
     )
 
 
-def read(environ: Mapping[str, str]) -> Environment | None:
+def read(environ: Mapping[str, str]) -> Place | None:
     """Read TF_CONFIG.
 
     >>> text = '{"cluster": {"worker": ["a:1", "a:2"]}, "task": {"type": "worker", "index": 1}}'
@@ -151,7 +151,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     return None if config is None else to_environment(config)
 
 
-def to_environment(config: TFConfig) -> Environment:
+def to_environment(config: TFConfig) -> Place:
     """Turn a TF_CONFIG into a place in the job.
 
     >>> to_environment(TFConfig({"worker": ("a:1", "b:1")}, "worker", 1)).hosts
@@ -161,7 +161,7 @@ def to_environment(config: TFConfig) -> Environment:
     peers = config.training if training else config.cluster.get(config.role, ())
     hosts = tuple(host_of(address) for address in peers)
     mine = hosts[config.rank] if hosts else ""
-    return Environment(
+    return Place(
         kind="tf_config",
         rank=config.rank,
         size=len(config.training),

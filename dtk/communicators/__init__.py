@@ -20,8 +20,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm
 from dtk.cluster.detect import detect, is_child_of_rank
-from dtk.cluster.environment import Environment, divide_cores
 from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
+from dtk.cluster.place import Place, divide_cores
 from dtk.cluster.variables import COMMUNICATOR, JOINED
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> object:
 
 def create(
     name: str = "auto",
-    environment: Environment | None = None,
+    place: Place | None = None,
     before_collectives: Callable[[int], None] | None = None,
 ) -> Communicator:
     """Return the world communicator of this process.
@@ -59,7 +59,7 @@ def create(
             keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; otherwise
             TensorFlow's collectives, as under TF_CONFIG and srun. The variable DTK_COMMUNICATOR
             overrules "auto"; `choose` gives the reason.
-        environment: This process's rank, role and hosts; detected when None.
+        place: This process's rank, role and hosts; detected when None.
         before_collectives: Called with the number of ranks before TensorFlow's collectives start.
 
     Returns:
@@ -80,20 +80,20 @@ def create(
         from dtk.communicators.local import LocalCommunicator
 
         return LocalCommunicator()
-    if environment is None:
-        environment = detect()
-    if environment.role not in ("chief", "worker"):
+    if place is None:
+        place = detect()
+    if place.role not in ("chief", "worker"):
         raise CommunicatorError(
-            f"this process is {environment.role} {environment.rank} ({environment.reason}), which "
+            f"this process is {place.role} {place.rank} ({place.reason}), which "
             "takes no part in all-reduce training; start it with a script that makes a "
             "ParameterServerStrategy, or leave that role out of the job"
         )
     if name == "auto":
-        name = choose(environment).name
-    divide_cores(environment)
+        name = choose(place).name
+    divide_cores(place)
     with progress.joining(f"the start of {name}"):
-        world = _world(name, environment, before_collectives)
-    world.environment = world.environment or environment
+        world = _world(name, place, before_collectives)
+    world.place = world.place or place
     world.keep_to_thread()
     if world.size > 1:
         os.environ[JOINED] = str(os.getpid())
@@ -101,41 +101,41 @@ def create(
 
 
 def _world(
-    name: str, environment: Environment, before_collectives: Callable[[int], None] | None
+    name: str, place: Place, before_collectives: Callable[[int], None] | None
 ) -> Communicator:
     if name == "null":
         from dtk.communicators.local import NullCommunicator
 
-        return NullCommunicator(environment.rank, environment.size)
+        return NullCommunicator(place.rank, place.size)
     if name == "horovod":
         if not horovod_installed():
-            instead = f"`{pip_install('mpi')}` or " if environment.kind == "mpi" else ""
+            instead = f"`{pip_install('mpi')}` or " if place.kind == "mpi" else ""
             raise CommunicatorError(
-                f"this job was started as {environment.kind!r} and needs Horovod, which is not "
+                f"this job was started as {place.kind!r} and needs Horovod, which is not "
                 f"installed: run {instead}`dtk install-horovod`, or start with `dtk run` to use "
                 "TensorFlow's collectives"
             )
         if mpirun_of_python_started(os.environ):
             raise horovod_refused()
-        _check_offer("Horovod", environment)
+        _check_offer("Horovod", place)
         from dtk.communicators import horovod
 
-        return horovod.start(environment)
+        return horovod.start(place)
     if name == "mpi":
         if not mpi_installed():
             raise CommunicatorError(f"mpi4py is not installed: run `{pip_install('mpi')}`")
-        _check_offer("MPI", environment)
+        _check_offer("MPI", place)
         from dtk.communicators import mpi
 
-        return mpi.start(environment)
-    if name == "collective" and environment.size > 1:
+        return mpi.start(place)
+    if name == "collective" and place.size > 1:
         from dtk.communicators import collective
 
-        return collective.start(environment, prepare=before_collectives)
+        return collective.start(place, prepare=before_collectives)
     from dtk.communicators.local import LocalCommunicator
 
     # TensorFlow's collectives over one process need no cluster and change nothing.
-    return LocalCommunicator(environment.hosts[0] if environment.hosts else None)
+    return LocalCommunicator(place.hosts[0] if place.hosts else None)
 
 
 def horovod_installed() -> bool:
@@ -160,14 +160,14 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(environment: Environment) -> Choice:
+def choose(place: Place) -> Choice:
     """Return the communicator that "auto" takes when DTK_COMMUNICATOR is not set.
 
     Args:
-        environment: This process's rank, role and hosts.
+        place: This process's rank, role and hosts.
     """
-    kind, horovod = environment.kind, horovod_installed()
-    if environment.size == 1:
+    kind, horovod = place.kind, horovod_installed()
+    if place.size == 1:
         return Choice("local", "one process")
     if kind == "horovod":
         return Choice("horovod", "its launcher started this job")
@@ -193,9 +193,9 @@ def choose(environment: Environment) -> Choice:
     return Choice("collective", f"{kind} gives every rank an address")
 
 
-def _check_offer(library: str, environment: Environment) -> None:
+def _check_offer(library: str, place: Place) -> None:
     """Refuse an MPI that cannot find its ranks: it would end the process or see a world of one."""
-    if environment.kind != "slurm" or environment.size == 1:
+    if place.kind != "slurm" or place.size == 1:
         return
     others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # by these Cray's and Intel's MPI find ranks
     offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
@@ -205,4 +205,4 @@ def _check_offer(library: str, environment: Environment) -> None:
             f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
             "(`srun --mpi=list` says what it has), or use communicator='collective'"
         )
-        raise CommunicatorError(at_rank(environment.rank, message))
+        raise CommunicatorError(at_rank(place.rank, message))

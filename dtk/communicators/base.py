@@ -35,12 +35,12 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.cluster import progress
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.communicators import aligned_slices, buckets, determinism, dtype_casts, objects
 from dtk.communicators.aligned_slices import AlignedSlices, with_values
 from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
-from dtk.communicators.meeting import Place, a, differing, rows_of, shape_of
+from dtk.communicators.meeting import Call, a, differing, rows_of, shape_of
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
 from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, Span
 from dtk.errors import CommunicatorError, at_rank, script_line
@@ -114,7 +114,7 @@ class Communicator(abc.ABC):
         hosts: One host name per rank, in rank order.
         alike: Whether all ranks compute with the same kind of processor and as many threads, so
             that equal operations give equal bits; False until `learn` is called.
-        environment: The launcher's facts, if the communicator spans all ranks of a job; None if it
+        place: The launcher's facts, if the communicator spans all ranks of a job; None if it
             spans a part of them or this process alone.
     """
 
@@ -124,7 +124,7 @@ class Communicator(abc.ABC):
     # The communicator of which this one is the `gpu_transport`.
     host: Communicator | None = None
     alike: bool = False
-    environment: Environment | None = None
+    place: Place | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
 
     # What a backend brings: the dtypes that it adds up, and the dtypes that it moves, as they are.
@@ -846,7 +846,7 @@ class Communicator(abc.ABC):
             progress.refused()
             self._met = int(told_by_ranks[:, 0].max())  # which is the same on all ranks
             where = f"number {number} outside of steps, at {script_line()}"
-            places = self.allgather_object(Place(name, list(given), where))
+            places = self.allgather_object(Call(name, list(given), where))
             raise CommunicatorError(at_rank(self.rank, differing(places)))
         return None
 

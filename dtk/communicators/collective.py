@@ -35,7 +35,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import placement
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.communicators import startup
 from dtk.communicators.base import LOCAL_REDUCE, Communicator
 from dtk.communicators.costs import ONE_HOP_MOST
@@ -65,20 +65,20 @@ _KEYS_IN_TURN = 4
 _ORDERS: dict[str, tf.Tensor] = {}
 
 # A process has one runtime: a second strategy shares it.
-_STARTED: dict[Environment, Communicator] = {}
+_STARTED: dict[Place, Communicator] = {}
 
 
-def start(environment: Environment, prepare: Callable[[int], None] | None = None) -> Communicator:
+def start(place: Place, prepare: Callable[[int], None] | None = None) -> Communicator:
     """Start TensorFlow's collective runtime over all ranks of `environment`."""
-    if environment in _STARTED:
-        return _STARTED[environment]
-    rank, size, timeout = environment.rank, environment.size, startup.limit()
-    addresses = environment.addresses
+    if place in _STARTED:
+        return _STARTED[place]
+    rank, size, timeout = place.rank, place.size, startup.limit()
+    addresses = place.addresses
     if len(addresses) == size:
         startup.check_free(rank, addresses[rank], addresses)
         startup.meet(rank, addresses, timeout)
-    elif environment.meeting:
-        addresses = startup.exchange_addresses(rank, size, environment.meeting, timeout)
+    elif place.meeting:
+        addresses = startup.exchange_addresses(rank, size, place.meeting, timeout)
     else:
         message = (
             f"TensorFlow's collectives need rank 0's address or that of each of {size} ranks, "
@@ -90,12 +90,12 @@ def start(environment: Environment, prepare: Callable[[int], None] | None = None
             prepare(size)
         runtime = _bring_up(rank, addresses)
         world = CollectiveCommunicator(rank, ("",) * size, range(size), _FIRST_KEY, runtime)
-        hosts = environment.hosts
+        hosts = place.hosts
         # The first collective also proves that every peer has started, within the time limit.
         names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
     world.set_hosts(names)
-    world.environment = dataclasses.replace(environment, addresses=addresses)
-    _STARTED[environment] = world
+    world.place = dataclasses.replace(place, addresses=addresses)
+    _STARTED[place] = world
     return world
 
 

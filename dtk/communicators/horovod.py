@@ -27,7 +27,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from dtk.cluster import progress
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
@@ -48,17 +48,17 @@ _Given = ParamSpec("_Given")
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
-def start(environment: Environment) -> Communicator:
+def start(place: Place) -> Communicator:
     """Initialise Horovod and check that it sees the world the launcher described."""
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":  # over Gloo a look costs more
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    _check_own_address(environment)
+    _check_own_address(place)
     with progress.polling_threads():
         hvd.init()
     startup.check_world(
-        environment,
+        place,
         hvd.rank(),
         hvd.size(),
         "Horovod",
@@ -70,7 +70,7 @@ def start(environment: Environment) -> Communicator:
     return world
 
 
-def _check_own_address(environment: Environment) -> None:
+def _check_own_address(place: Place) -> None:
     """Refuse ranks of several hosts over Gloo on loopback: Horovod as published would abort."""
     over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
     alone = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
@@ -88,7 +88,7 @@ def _check_own_address(environment: Environment) -> None:
             f"give {name} its network address in /etc/hosts, install a Horovod without the "
             "mistake (`dtk install-horovod`), or use the collective communicator"
         )
-        raise CommunicatorError(at_rank(environment.rank, message))
+        raise CommunicatorError(at_rank(place.rank, message))
 
 
 class _Sets:

@@ -10,7 +10,7 @@ import tensorflow as tf
 _FEW = 3
 
 
-class Place(NamedTuple):
+class Call(NamedTuple):
     """The collective that a rank is in."""
 
     name: str
@@ -33,10 +33,10 @@ def rows_of(tensor: tf.Tensor) -> str:
     return f"rows of {tensor.dtype.name} {tensor.shape[1:]}"
 
 
-def differing(places: Sequence[Place]) -> str:
+def differing(places: Sequence[Call]) -> str:
     """Say of each rank which collective it is in, what it gave that others did not, and where.
 
-    >>> places = [Place("broadcast", ["int32 ()", f"root {i}"], "at 7") for i in range(2)]
+    >>> places = [Call("broadcast", ["int32 ()", f"root {i}"], "at 7") for i in range(2)]
     >>> differing(places).partition(";")[0]
     'ranks disagree: rank 0 is in a broadcast (root 0), at 7'
     """

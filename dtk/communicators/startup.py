@@ -27,8 +27,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from dtk.cluster import progress, slurm
-from dtk.cluster.environment import Environment
 from dtk.cluster.line import Line, introduce
+from dtk.cluster.place import Place
 from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import CommunicatorError, as_passing, at_rank
@@ -309,12 +309,12 @@ def _listen(address: str, from_elsewhere: bool) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=waiting, dualstack_ipv6=six)
 
 
-def check_world(environment: Environment, rank: int, size: int, library: str, start: str) -> None:
+def check_world(place: Place, rank: int, size: int, library: str, start: str) -> None:
     """Raise if a library sees another world than the launcher described."""
-    if (rank, size) != (environment.rank, environment.size):
+    if (rank, size) != (place.rank, place.size):
         raise _refused(
-            environment.rank,
-            f"the launcher ({environment.kind}) started {environment.size} ranks, but {library} "
+            place.rank,
+            f"the launcher ({place.kind}) started {place.size} ranks, but {library} "
             f"sees rank {rank} of {size}: {start}",
         )
 

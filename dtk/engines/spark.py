@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from dtk import importing, quiet
 from dtk.cluster import detect, failures
-from dtk.cluster.environment import THREADS
+from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dtk.cluster import Host, TFConfig, progress
-from dtk.cluster.environment import THREADS
+from dtk.cluster.place import THREADS
 from dtk.cluster.variables import COMMUNICATOR, JOB_SECRET
 from dtk.errors import ClusterError
 from dtk.even_division import even_bounds

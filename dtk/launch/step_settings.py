@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtk.cache import folder, replacing
-from dtk.cluster import environment
+from dtk.cluster import place
 from dtk.cluster.variables import COMMUNICATOR, STEP_SETTINGS, TIME_STEPS
 from dtk.launch import agent
 
@@ -39,7 +39,7 @@ def file_of(command: Sequence[str], threads: str) -> Path:
     words = list(command[1:])
     name = " ".join(words[:2]) if words[0] == "-m" else str(Path(words[0]).resolve())
     version = agent.versions().get("tensorflow", "unknown")
-    told = [name, platform.machine(), environment.instructions(), threads, version]
+    told = [name, platform.machine(), place.instructions(), threads, version]
     key = hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
     return folder() / "step-settings" / f"{key}.json"
 

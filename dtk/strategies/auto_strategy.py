@@ -40,12 +40,12 @@ def auto_strategy(
     """
     import tensorflow as tf
 
-    environment = cluster.detect()
+    place = cluster.detect()
     config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
-    if environment.kind == "tf_config" and config is not None and config.cluster.get("ps"):
+    if place.kind == "tf_config" and config is not None and config.cluster.get("ps"):
         set_memory_growth(tf.config.get_visible_devices("GPU"), memory_growth)
         return ParameterServerStrategy(self_test=self_test)
-    if environment.size == 1:
+    if place.size == 1:
         with quiet.device_start():
             gpus = tf.config.get_visible_devices("GPU")
         if len(gpus) > 1:

@@ -67,10 +67,10 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
 
 def resolve(communicator: Communicator) -> JobResolver:
     """Describe the job of a communicator's ranks."""
-    environment, rank, size = communicator.environment, communicator.rank, communicator.size
-    if size == 1 and (environment is None or environment.kind == "single"):
+    place, rank, size = communicator.place, communicator.rank, communicator.size
+    if size == 1 and (place is None or place.kind == "single"):
         return JobResolver(tf.train.ClusterSpec({}))
-    roles = (environment.roles if environment is not None else ()) or ("worker",) * size
+    roles = (place.roles if place is not None else ()) or ("worker",) * size
     addresses = _addresses(communicator)
     cluster = {
         role: [address for address, its in zip(addresses, roles, strict=True) if its == role]
@@ -86,10 +86,10 @@ def resolve(communicator: Communicator) -> JobResolver:
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
     """Return an address for each rank, or its host's name; "" if both are unknown."""
-    environment = communicator.environment
+    place = communicator.place
     # Under Slurm only TensorFlow's collectives listen at these addresses.
-    if environment is not None and (environment.roles or communicator.name == "collective"):
-        return environment.addresses
+    if place is not None and (place.roles or communicator.name == "collective"):
+        return place.addresses
     return communicator.hosts or ("",) * communicator.size
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.cluster import TFConfig
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.communicators.base import Communicator
 from dtk.errors import at_rank
 
@@ -29,7 +29,7 @@ def warn(rank: int, text: str, stacklevel: int) -> None:
     warnings.warn(at_rank(rank, text), RuntimeWarning, stacklevel=stacklevel + 1)
 
 
-def pin(place: Environment | Communicator, memory_growth: bool | None = None) -> str:
+def pin(place: Place | Communicator, memory_growth: bool | None = None) -> str:
     """Take the GPU of this rank, and hide the others from TensorFlow."""
     gpus = tf.config.get_visible_devices("GPU")
     names = [gpu.name for gpu in gpus]
@@ -173,8 +173,8 @@ def _given(device: str) -> str | None:
 
 def _shared(names: Sequence[str | None], communicator: Communicator) -> str:
     """Describe two ranks of one host to which the launcher gave a GPU of the same name, if any."""
-    environment = communicator.environment
-    if environment is not None and environment.kind == "slurm":
+    place = communicator.place
+    if place is not None and place.kind == "slurm":
         return ""  # Slurm may show every task its own GPU under the number 0
     places = list(zip(communicator.hosts, names, strict=True))
     for rank, (host, name) in enumerate(places):

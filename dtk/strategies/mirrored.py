@@ -100,16 +100,16 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
 
 
 def _warn_of_others() -> None:
-    environment = cluster.detect()
-    if environment.size == 1:
+    place = cluster.detect()
+    if place.size == 1:
         start.tell_of_idle_tasks()
-    if environment.size > 1:
+    if place.size > 1:
         message = (
             f"MirroredStrategy trains over the devices of this process alone, and the job has "
-            f"{environment.size} processes ({environment.reason}), each of which will train a "
+            f"{place.size} processes ({place.reason}), each of which will train a "
             "model of its own; use dtk.auto_strategy() or AllReduceStrategy() to train one"
         )
-        warn(environment.rank, message, 3)
+        warn(place.rank, message, 3)
 
 
 def find_devices(devices: int | Sequence[str] | None) -> list[str]:

@@ -19,7 +19,7 @@ import psutil
 import tensorflow as tf
 
 from dtk.cluster import alone, failures, heartbeats, progress
-from dtk.cluster.environment import instructions
+from dtk.cluster.place import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
 from dtk.communicators import determinism
 from dtk.communicators.base import Communicator
@@ -190,7 +190,7 @@ def checked_timeout(stall_timeout: float | None) -> float:
 def _watch(communicator: Communicator, timeout: float) -> None:
     """Make all ranks of a job watch each other; only the first call counts. All ranks call it."""
     progress.start()
-    among_processes = communicator.environment is not None and communicator.name != "null"
+    among_processes = communicator.place is not None and communicator.name != "null"
     if not among_processes or progress.is_launched() or progress.is_reporting():
         return
     rank, hosts = communicator.rank, communicator.hosts
@@ -231,8 +231,8 @@ def _addresses(communicator: Communicator) -> tuple[str, ...]:
     """Return the addresses at which others may reach this rank, the likeliest first."""
     if len(set(communicator.hosts)) == 1:
         return ("127.0.0.1",)
-    environment = communicator.environment
-    told = [] if environment is None else [one.rpartition(":")[0] for one in environment.addresses]
+    place = communicator.place
+    told = [] if place is None else [one.rpartition(":")[0] for one in place.addresses]
     own = [
         address.address
         for interface in psutil.net_if_addrs().values()

@@ -52,8 +52,8 @@ def training_refused() -> Iterator[None]:
 
 
 def _trains_with_others() -> bool:
-    environment = detect()
-    return environment.size > 1 and environment.role in ("worker", "chief")
+    place = detect()
+    return place.size > 1 and place.role in ("worker", "chief")
 
 
 def _refuse(
@@ -61,16 +61,16 @@ def _refuse(
 ) -> object:
     if _decided.is_set():
         return original(model, *args, **kwargs)
-    environment = detect()
+    place = detect()
     message = (
         f"{original.__name__} of model {model.name!r} before any strategy was made, in a job of "
-        f"{environment.size} processes ({environment.reason}): each would train a model of "
+        f"{place.size} processes ({place.reason}): each would train a model of "
         "its own. Make `strategy = dtk.auto_strategy()` first, and compile the model inside "
         "strategy.scope(); `dtk migrate` does so in scripts for Horovod and tf.distribute. To "
         f"train alone in each process, call {original.__name__} inside "
         "`with dtk.strategies.undistributed():`"
     )
-    raise NotDistributedError(at_rank(environment.rank, message))
+    raise NotDistributedError(at_rank(place.rank, message))
 
 
 def _warn() -> None:
@@ -78,15 +78,15 @@ def _warn() -> None:
     if not {"keras", "tf_keras"} & sys.modules.keys() or hasattr(sys, "last_value"):
         return
     try:
-        environment = detect()
+        place = detect()
     except ClusterError as error:
         print(f"dtk: {error}", file=sys.stderr)
         return
     if _trains_with_others():
         print(
-            f"dtk: rank {environment.rank}: this script made no strategy, so each of the "
-            f"{environment.size} processes worked by itself, unless the script joins them "
-            f"({environment.reason}); add `strategy = dtk.auto_strategy()` and compile the model "
+            f"dtk: rank {place.rank}: this script made no strategy, so each of the "
+            f"{place.size} processes worked by itself, unless the script joins them "
+            f"({place.reason}); add `strategy = dtk.auto_strategy()` and compile the model "
             "inside strategy.scope()",
             file=sys.stderr,
         )

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from dtk.cli import doctor as module
 from dtk.cli.doctor import doctor
-from dtk.cluster import environment, mpi_installs
+from dtk.cluster import mpi_installs, place
 from dtk.launch import job_options
 from dtk.version import pip_install, requirement
 
@@ -321,7 +321,7 @@ def test_gpus_are_reported_with_what_they_lack(tmp_path, monkeypatch, changed, p
 def test_ranks_with_gpus_are_not_joined_by_mpi_unasked(tmp_path, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "DTK_COMMUNICATOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "DRIVER", tmp_path)
+    monkeypatch.setattr(place, "DRIVER", tmp_path)
     monkeypatch.setattr(mpi_installs, "mpirun", lambda: tmp_path / "mpirun")
     assert job_options.installed()[:2] == ["collective", "mpi"]
     assert "over NCCL on GPUs" in module.joined_by().found

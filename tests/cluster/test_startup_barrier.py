@@ -9,9 +9,9 @@ from dtk.cluster.startup_barrier import Wait
 
 JOB = {"PMIX_NAMESPACE": f"tests-{os.getpid()}"}
 WAITS = """
-from dtk.cluster import Environment, startup_barrier
+from dtk.cluster import Place, startup_barrier
 startup_barrier.AFTER = 0.5
-startup_barrier.await_neighbours(Environment("mpi", 0, 2, local_size=2), 1.5)
+startup_barrier.await_neighbours(Place("mpi", 0, 2, local_size=2), 1.5)
 """
 
 

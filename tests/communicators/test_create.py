@@ -17,7 +17,7 @@ import time
 import pytest
 
 from dtk import communicators
-from dtk.cluster import Environment, slurm, startup_barrier
+from dtk.cluster import Place, slurm, startup_barrier
 from dtk.cluster.line import introduce
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
@@ -50,10 +50,10 @@ def installed(monkeypatch):
 def run_rank(rank, addresses, before="", **env):
     """Start one rank of a world in a process of its own; returns it."""
     script = textwrap.dedent(f"""
-        from dtk.cluster import Environment
+        from dtk.cluster import Place
         from dtk.communicators import create
         {before}
-        world = Environment("tf_config", {rank}, {len(addresses)}, addresses={(*addresses,)})
+        world = Place("tf_config", {rank}, {len(addresses)}, addresses={(*addresses,)})
         comm = create("collective", world)
         import tensorflow as tf
         print(comm.allreduce(tf.constant(comm.rank + 1)).numpy())
@@ -92,7 +92,7 @@ def end(process, timeout=60):
 def test_auto(monkeypatch, installed, kind, size, horovod, expected):
     installed(horovod=horovod)
     monkeypatch.setenv("PMIX_RANK", "0")
-    assert communicators.choose(Environment(kind, 0, size)).name == expected
+    assert communicators.choose(Place(kind, 0, size)).name == expected
 
 
 def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatch, installed):
@@ -101,16 +101,16 @@ def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatc
         with monkeypatch.context() as other:
             for name, text in variables.items():
                 other.setenv(name, text)
-            name, why = communicators.choose(Environment("slurm", 0, 2))
+            name, why = communicators.choose(Place("slurm", 0, 2))
         assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
     told = r"rank 1: .*nothing to find them by \(--mpi=none\): start with `srun --mpi=pmix`"
     for name in ("horovod", "mpi"):
         with pytest.raises(CommunicatorError, match=told):
-            create(name, Environment("slurm", 1, 2))
+            create(name, Place("slurm", 1, 2))
     for variable in ("PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"):
         with monkeypatch.context() as other:
             other.setenv(variable, "0")
-            communicators._check_offer("MPI", Environment("slurm", 1, 2))
+            communicators._check_offer("MPI", Place("slurm", 1, 2))
 
 
 def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):
@@ -132,7 +132,7 @@ def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch)
 
 def test_one_process_needs_nothing():
     for name in ("auto", "local", "collective"):
-        assert isinstance(create(name, Environment("single", 0, 1)), LocalCommunicator)
+        assert isinstance(create(name, Place("single", 0, 1)), LocalCommunicator)
 
 
 @pytest.mark.parametrize("name", [name for name in communicators.NAMES if name != "local"])
@@ -154,38 +154,38 @@ def test_horovod_missing(installed):
     installed(horovod=False, mpi=False)
     told = f"`{re.escape(pip_install('mpi'))}` or `dtk install-horovod`, or start with `dtk run`"
     with pytest.raises(CommunicatorError, match=told):
-        create("auto", Environment("mpi", 0, 2))
+        create("auto", Place("mpi", 0, 2))
     with pytest.raises(CommunicatorError, match=re.escape(f"run `{pip_install('mpi')}`")):
-        create("mpi", Environment("mpi", 0, 2))
+        create("mpi", Place("mpi", 0, 2))
 
 
 def test_horovod_is_not_taken_under_the_mpirun_of_python(monkeypatch, installed):
     """Its libraries are of another MPI, and do not load there."""
     monkeypatch.setenv("OPAL_PREFIX", sys.prefix)
-    assert communicators.choose(Environment("mpi", 0, 2)).name == "mpi"
+    assert communicators.choose(Place("mpi", 0, 2)).name == "mpi"
     monkeypatch.setattr(sys, "argv", ["train.py"])
     told = r"start with that one's, `\S+mpirun -np 2 python train.py`, or .* communicator='mpi'"
     with pytest.raises(CommunicatorError, match=told):
-        create("horovod", Environment("mpi", 0, 2))
+        create("horovod", Place("mpi", 0, 2))
     monkeypatch.setenv("OPAL_PREFIX", "/usr")
-    assert communicators.choose(Environment("mpi", 0, 2)).name == "horovod"
+    assert communicators.choose(Place("mpi", 0, 2)).name == "horovod"
 
 
 def test_a_variable_says_what_auto_is(monkeypatch):
     monkeypatch.setenv("DTK_COMMUNICATOR", "null")
-    assert create("auto", Environment("mpi", 1, 3)).name == "null"
+    assert create("auto", Place("mpi", 1, 3)).name == "null"
     monkeypatch.setenv("DTK_COMMUNICATOR", "carrier")
     with pytest.raises(ValueError, match="'carrier' in DTK_COMMUNICATOR; use one of auto, coll"):
-        create("auto", Environment("mpi", 1, 3))
+        create("auto", Place("mpi", 1, 3))
 
 
 def test_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="'carrier'; use one of auto, collective, horovod, mpi, "):
         create("carrier")
     with pytest.raises(ValueError, match="rank=4 is not a rank of 4"):
-        create("null", Environment("single", 4, 4))
+        create("null", Place("single", 4, 4))
     with pytest.raises(CommunicatorError, match="rank 1: .* each of 2 ranks, got 0: start with"):
-        create("collective", Environment("slurm", 1, 2))
+        create("collective", Place("slurm", 1, 2))
     for address in ("nowhere", "host:", ":1", "host:port"):
         with pytest.raises(CommunicatorError, match="expected host:port"):
             startup.parse_address(address)
@@ -205,7 +205,7 @@ def test_a_port_in_use_names_the_holder_and_one_that_is_only_reserved_is_free():
         held.listen()
         told = f"rank 0: cannot .* own address {address}: in use by process {os.getpid()} "
         with pytest.raises(CommunicatorError, match=told):
-            create("collective", Environment("tf_config", 0, 2, addresses=(address, "a:1")))
+            create("collective", Place("tf_config", 0, 2, addresses=(address, "a:1")))
 
 
 def refused(*calls):

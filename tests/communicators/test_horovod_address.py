@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dtk.cluster.environment import Environment
+from dtk.cluster.place import Place
 from dtk.errors import CommunicatorError
 
 horovod = pytest.importorskip("dtk.communicators.horovod", reason="run `dtk install-horovod`")
@@ -21,7 +21,7 @@ def host(monkeypatch):
         monkeypatch.setenv("HOROVOD_LOCAL_SIZE", local_size)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: patched or None)
         monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
-        horovod._check_own_address(Environment("horovod", 1, 2))
+        horovod._check_own_address(Place("horovod", 1, 2))
 
     return host
 

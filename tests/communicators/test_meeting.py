@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
-from dtk.communicators.meeting import Place, differing
+from dtk.communicators.meeting import Call, differing
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 
@@ -52,13 +52,13 @@ def test_ranks_that_have_slid_say_so(pool):
 def test_of_many_values_those_that_differ_are_named():
     alike = [f"float32 ({i},)" for i in range(9)]
     others = [*alike[:7], "int32 (7,)", *alike[8:], "float32 (9,)"]
-    places = [Place("broadcast", given, "at 7") for given in (alike, others, alike)]
+    places = [Call("broadcast", given, "at 7") for given in (alike, others, alike)]
     said = differing(places).partition(". ")[0]
     assert said == (
         "ranks disagree: ranks 0, 2 are in a broadcast (value 8: float32 (7,)), at 7; "
         "rank 1 is in a broadcast (value 8: int32 (7,), value 10: float32 (9,)), at 7"
     )
-    places = [Place("barrier", [], f"at {i}") for i in range(5)]
+    places = [Call("barrier", [], f"at {i}") for i in range(5)]
     assert "rank 2 is in a barrier, at 2; and 2 more. All" in differing(places)
 
 

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from dtk.cluster import environment as processor
-from dtk.cluster.environment import Environment
+from dtk.cluster import place as processor
+from dtk.cluster.place import Place
 from dtk.communicators import create
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +21,7 @@ def test_the_example_runs():
 
 
 def divided(local_size, **given):
-    processor.divide_cores(Environment("mpi", rank=0, size=8, local_size=local_size), given)
+    processor.divide_cores(Place("mpi", rank=0, size=8, local_size=local_size), given)
     return given
 
 
@@ -38,7 +38,7 @@ def test_whoever_makes_a_communicator_shares(monkeypatch):
     for name in processor.THREADS:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    create("null", Environment("mpi", rank=0, size=2, local_size=2))
+    create("null", Place("mpi", rank=0, size=2, local_size=2))
     assert {name: os.environ[name] for name in processor.THREADS} == divided(2)
 
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dtk import communicators, placement
-from dtk.cluster import Environment, detect
+from dtk.cluster import Place, detect
 from dtk.communicators.local import NullCommunicator
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
 
@@ -134,13 +134,13 @@ def test_a_rank_hides_other_gpus_before_its_communicator_starts(monkeypatch, tol
 def test_a_launcher_that_gave_each_rank_one_gpu_is_followed(monkeypatch):
     machine = Machine(monkeypatch, gpus=1)
     machine.set(CUDA_VISIBLE_DEVICES="1")
-    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == "/gpu:0"
+    assert devices.pin(Place("mpi", 1, 2, local_rank=1, local_size=2)) == "/gpu:0"
     assert machine.visible == machine.physical
 
 
 def test_a_second_strategy_takes_the_same_gpu_without_a_word(monkeypatch):
     machine = Machine(monkeypatch, gpus=2)
-    place = Environment("mpi", 1, 2, local_rank=1, local_size=2)
+    place = Place("mpi", 1, 2, local_rank=1, local_size=2)
     assert devices.pin(place) == "/gpu:0"
     machine.started = True
     with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_a_second_strategy_takes_the_same_gpu_without_a_word(monkeypatch):
 
 def test_once_tensorflow_has_started_the_rank_keeps_its_gpu_and_says_so(monkeypatch):
     machine = Machine(monkeypatch, gpus=2, started=True)
-    place = Environment("mpi", 1, 2, local_rank=1, local_size=2)
+    place = Place("mpi", 1, 2, local_rank=1, local_size=2)
     with pytest.warns(RuntimeWarning) as said:
         assert devices.pin(place, memory_growth=True) == "/gpu:1"
     first, second = (str(one.message) for one in said)
@@ -164,13 +164,13 @@ def test_once_tensorflow_has_started_the_rank_keeps_its_gpu_and_says_so(monkeypa
 def test_a_script_that_hid_all_gpus_computes_on_the_cpu(monkeypatch):
     machine = Machine(monkeypatch, gpus=2)
     machine.visible = []
-    assert devices.pin(Environment("mpi", 1, 2, local_rank=1, local_size=2)) == placement.host()
+    assert devices.pin(Place("mpi", 1, 2, local_rank=1, local_size=2)) == placement.host()
     assert machine.calls == []
 
 
 def test_a_world_of_one_hides_nothing(monkeypatch):
     machine = Machine(monkeypatch, gpus=2)
-    assert devices.pin(Environment("single", 0, 1), memory_growth=False) == "/gpu:0"
+    assert devices.pin(Place("single", 0, 1), memory_growth=False) == "/gpu:0"
     assert machine.visible == machine.physical
     assert machine.growth == dict.fromkeys(machine.physical, False)
 
@@ -222,7 +222,7 @@ def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):
             devices.link(Linked(*((True, name) for name in names)), "/gpu:0")
         # Slurm numbers the GPUs of each task from 0.
         world = Linked((True, "0"), (True, "0"))
-        world.environment = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+        world.place = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
         devices.link(world, "/gpu:0")
         devices.link(Two((False, None), (False, None)), "CPU:0")
 

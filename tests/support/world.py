@@ -40,7 +40,7 @@ import psutil
 from dtk.bench import bench_jobs
 from dtk.bench.ranks import ENDED, Ranks, RanksFailed
 from dtk.cluster import mpi_installs
-from dtk.cluster.environment import THREADS
+from dtk.cluster.place import THREADS
 from dtk.launch import Process, assign
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "gpu"))

@@ -13,8 +13,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from dtk.cluster.environment import Environment
 from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
+from dtk.cluster.place import Place
 from dtk.cluster.variables import MPI_LEASE
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
@@ -23,19 +23,19 @@ from dtk.version import pip_install
 
 
 @functools.cache  # a process has one runtime: a second strategy shares it
-def start(environment: Environment) -> Communicator:
+def start(place: Place) -> Communicator:
     """Initialise MPI and check that it sees the world the launcher described."""
     # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     _keep_server(os.environ)
     is_open_mpi_5 = MPI_LEASE in os.environ or mpirun_of_python_started(os.environ)
     if is_open_mpi_5 and (missing := shared_memory_missing(1)):
-        raise CommunicatorError(at_rank(environment.rank, missing))
+        raise CommunicatorError(at_rank(place.rank, missing))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
-            at_rank(environment.rank, f"cannot load MPI ({error}): run `{pip_install('mpi')}`")
+            at_rank(place.rank, f"cannot load MPI ({error}): run `{pip_install('mpi')}`")
         ) from error
     library = MPI.Get_library_version().split(",")[0]
     world = MPI.COMM_WORLD
@@ -43,15 +43,15 @@ def start(environment: Environment) -> Communicator:
         "start with the mpirun of that library (the one beside `python`), or with `dtk run` and "
         "another communicator"
     )
-    if environment.kind == "slurm":
+    if place.kind == "slurm":
         advice = "start with `srun --mpi=pmix` (MPICH: `--mpi=pmi2`), or use another communicator"
-    startup.check_world(environment, world.rank, world.size, library, advice)
+    startup.check_world(place, world.rank, world.size, library, advice)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         message = (
             f"{library} takes calls from one thread only; use a library built for several threads "
             "(MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian"
         )
-        raise CommunicatorError(at_rank(environment.rank, message))
+        raise CommunicatorError(at_rank(place.rank, message))
     from dtk.communicators.mpi.communicator import MPICommunicator
     from dtk.communicators.mpi.requests import RequestProgress
 

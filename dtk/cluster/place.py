@@ -19,7 +19,7 @@ THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Environment:
+class Place:
     """The place of this process in the job.
 
     Attributes:
@@ -74,20 +74,20 @@ def instructions() -> str:
     return str([line for line in lines if line.startswith(("model name", "flags", "Features"))])
 
 
-def divide_cores(environment: Environment, environ: MutableMapping[str, str] = os.environ) -> None:
+def divide_cores(place: Place, environ: MutableMapping[str, str] = os.environ) -> None:
     """Give this process its part of the host's cores, before TensorFlow starts its threads.
 
     What is set already stays, and so does TensorFlow's own setting (`tf.config.threading`). A
     process that is bound to some of the cores keeps these.
 
     >>> given = {"OMP_NUM_THREADS": "3"}
-    >>> divide_cores(Environment("mpi", rank=0, size=2, local_size=2), given)
+    >>> divide_cores(Place("mpi", rank=0, size=2, local_size=2), given)
     >>> given
     {'OMP_NUM_THREADS': '3'}
     """
     cores = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) < cores
-    if environment.local_size == 1 or bound or any(name in environ for name in THREADS):
+    if place.local_size == 1 or bound or any(name in environ for name in THREADS):
         return
-    share = min(cores, usage.cores_allowed() or cores) // environment.local_size
+    share = min(cores, usage.cores_allowed() or cores) // place.local_size
     environ.update(dict.fromkeys(THREADS, str(max(1, share))))
