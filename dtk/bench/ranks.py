@@ -67,6 +67,7 @@ class Ranks:
             remote_shell=remote_shell,
             grace=grace,
             stall_timeout=0.0,
+            max_restarts=3,  # of workers behind servers: it is started once
         )
         self._run = JobRun(spec, stdout=output, stderr=output)
         self.hello: list[object] = []  # what each said first, in rank order
