@@ -26,7 +26,7 @@ from dtk.launch.job_run import JobRun
 TIMEOUT = 120.0
 
 # another job's variables would make the ranks join that job, or start through its scheduler
-_FOREIGN = ("HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_", "HYDI_", "TF_CONFIG")
+_OF_JOBS = ("HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_", "HYDI_", "TF_CONFIG")
 # on CPU: two ranks on one GPU would each take all of its memory
 _ON_CPU = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "1"}
 
@@ -72,7 +72,7 @@ class Horovod:
 
 def installed() -> Horovod:
     """Import the installed Horovod in a subprocess."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_JOBS)}
     probe = ask([sys.executable, "-c", _DESCRIBE], environ={**own, **_ON_CPU})
     if probe.returncode:
         reason = reason_of(probe)
@@ -151,7 +151,7 @@ def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
 
 def _alone(process: Process) -> Process:
     """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
-    inherited = [n for n in os.environ if n.startswith(_FOREIGN) and not ssh.is_foreign(n)]
+    inherited = [n for n in os.environ if n.startswith(_OF_JOBS) and not ssh.is_foreign(n)]
     unset = [f"--unset={name}" for name in inherited if name not in process.env]
     argv = ("env", *unset, *process.argv)
     return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

@@ -37,7 +37,7 @@ BOOTSTRAP = (
 )
 # What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
 # take it for its own.
-_FOREIGN = (
+_OF_OTHER_LAUNCHERS = (
     "TF_CONFIG",
     "DTK_HOSTS",
     "OMPI_COMM_WORLD_",
@@ -71,7 +71,7 @@ _NO_PROGRAM = (126, 127)
 
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job."""
-    return name.startswith(_FOREIGN)
+    return name.startswith(_OF_OTHER_LAUNCHERS)
 
 
 def is_loopback(host: str) -> bool:

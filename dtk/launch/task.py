@@ -27,7 +27,7 @@ from dtk.launch.screen import Sink
 from dtk.launch.ssh import Guard
 
 # Errors raised for lines that another program wrote in our format.
-_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Lines shown of a rank that has told of no exception: the last ones, or all of a crash.
 _TAIL, _CRASH = 40, 200
 _CRASHES = "Fatal Python error: "
@@ -130,7 +130,7 @@ class Task:
 
     def hear(self, message: bytes) -> None:
         """Take a message that has come by its `report_channel`."""
-        with contextlib.suppress(*_FOREIGN):
+        with contextlib.suppress(*_MALFORMED):
             report = json.loads(message)
             if self.remote and "sent" in report:
                 self._lag = min(self._lag, time.monotonic() - float(report["sent"]))
