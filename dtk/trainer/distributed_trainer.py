@@ -60,7 +60,6 @@ class DistributedTrainer(ModelState):
         self.compared: dict[str, int] = {}  # the last step of which a trial was made
         self.due: dict[str, int] = {}  # the next one of which it is to be
         self.audits: collections.Counter[str] = collections.Counter()
-        self.of_many: dict[str, bool] = {}  # whether many rows are compared, too
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._untried: set[str] = set()  # steps whose function was made anew
@@ -263,8 +262,7 @@ class DistributedTrainer(ModelState):
             self.kinds[name] = verdict.kinds
             self.gathered += [m for m in verdict.gathered if m not in self.gathered]
             step = self.steps[name] + 1
-            self.of_many[name] = strategy.world.broadcast_object(trial.may_select_rows())
-            if self.of_many[name] and trial.take(first, many=True):
+            if trial.take(first, many=True):
                 self_test.audit(trial, verdict.kinds, step)
             self.tried[name], self.compared[name], self.due[name] = trial, step, 2 * step
         if asked == "only":
@@ -287,7 +285,7 @@ class DistributedTrainer(ModelState):
             return
         self.audits[name] += 1
         # Many rows cost a step and a half: so they are compared at steps 4, 32, ... only.
-        many = self.of_many[name] and self.audits[name] % 3 == 2
+        many = self.audits[name] % 3 == 2
         if trial.take(batch, step, many):  # else replicas have other numbers of rows
             self_test.audit(trial, self.kinds[name], step, self.compared[name])
             self.compared[name] = step

@@ -225,22 +225,3 @@ def test_a_loss_that_adds_up_is_not_gathered(loss):
 @pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in not_shown()])
 def test_a_loss_of_the_whole_batch_is_seen_whatever_its_rows_are(loss):
     assert not shown(loss)
-
-
-CHOICES = {
-    "worst": lambda x: tf.math.top_k(x[:, 0], 2).values,
-    "first": lambda x: x[:4],
-    "if": lambda x: tf.cond(tf.shape(x)[0] > 3, lambda: x, lambda: 2 * x),
-    "at most": lambda x: x * tf.cast(tf.minimum(tf.shape(x)[0], 3), x.dtype),
-    "mask": lambda x: tf.boolean_mask(x, x[:, 0] > 0),
-}
-
-
-@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
-def test_what_takes_some_of_many_rows_is_seen(choose):
-    def made(function):
-        traced = tf.function(function).get_concrete_function(tf.TensorSpec((5, 3)))
-        return row_dependence.may_select(traced.graph, 5)
-
-    assert made(lambda x: tf.reduce_sum(choose(x)))
-    assert not made(lambda x: tf.reduce_mean(tf.square(x[:, :2] - tf.nn.relu(x)[..., 1:])))

@@ -29,15 +29,12 @@ from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction
 from dtk.trainer.tracing import lookups, traced_step
-from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence, may_select
+from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Few rows of each replica; the first takes one more, so that shares differ.
 _ROWS = 2
 # The most bytes of many rows, which each process gathers.
 _BYTES = 8 << 20
-
-# How a step is computed by one replica, see `Trial.whole`.
-_WHOLE = "whole"
 
 # How far `Trial.moved` moves weights, relative to their size.
 _FAR = 1e-2
@@ -180,12 +177,6 @@ class Trial:
             self._concrete[counts] = {}
         return True
 
-    def may_select_rows(self) -> bool:
-        """Return whether what was traced may differ for many rows, where it does not for few."""
-        traced = self._concrete[self.parts].items()
-        graphs = [concrete.graph for way, (concrete, _) in traced if way.endswith(_WHOLE)]
-        return self.model.run_eagerly or any(may_select(graph, self.rows) for graph in graphs)
-
     def is_of(self, batch: slicing.Slices) -> bool:
         """Return whether a batch has what the trial has traced, in other rows."""
         return _kinds_of(batch) == self._kinds_of_data
@@ -217,7 +208,7 @@ class Trial:
     def whole(self) -> Outcome:
         """Compute the step by one replica."""
         with self.strategy.scope():  # variables built here belong to all replicas
-            return self._compute(_WHOLE, self._trace_whole)
+            return self._compute("whole", self._trace_whole)
 
     def replicas(self, kinds: Mapping[str, str]) -> Outcome:
         """Compute the step by all replicas; each computes its part."""

@@ -34,14 +34,6 @@ _NOT_MADE = (AssertionError, LookupError, TypeError, ValueError, tf.errors.OpErr
 # decide.
 _CHOOSING = ("DynamicPartition", "StringSplitV2", "Where")
 
-# Ops that take some of their rows or entries, or do something for some numbers of rows only.
-_SELECTING = {
-    *("TopK", "TopKV2", "Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition"),
-    *("NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5"),
-    *("If", "StatelessIf", "Case", "StatelessCase"),
-}
-_COMPARING = ("Less", "LessEqual", "Greater", "GreaterEqual", "Minimum", "Maximum")
-
 
 class RowDependence:
     """Values and sizes of tensors in a step's graph.
@@ -127,34 +119,6 @@ def are_chosen(values: tf.Tensor, inside: tf.Graph) -> bool:
         return False
     sizes = RowDependence(inside, exact=True).sizes(values)
     return sizes is None or sizes[0] == UNKNOWN
-
-
-def may_select(graph: tf.Graph, rows: int) -> bool:
-    """Return whether a graph made for so many rows may take some of many, or ask how many.
-
-    What does, such as the 16 worst rows, is the same for few as for all.
-    """
-    library = graph.as_graph_def().library.function
-    if any(node.op in _SELECTING for function in library for node in function.node_def):
-        return True
-    return any(_selects(op, rows) for op in graph.get_operations())
-
-
-def _selects(op: tf.Operation, rows: int) -> bool:
-    if op.type in _SELECTING:
-        return True
-    if op.type in _COMPARING:
-        return op.inputs[0].dtype.is_integer and op.inputs[0].shape.rank == 0
-    if op.type not in ("GatherV2", "Slice", "StridedSlice"):
-        return False
-    source = op.inputs[0]
-    if source.shape.rank is None or (source.shape.rank and source.shape[0] not in (None, rows)):
-        return False
-    if op.type == "StridedSlice":  # of all rows, as in x[:, 0]
-        masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")
-        begin, end, ellipsis, new_axis = (op.get_attr(name) & 1 for name in masks)
-        return not ((begin and end) or ellipsis or new_axis)
-    return True
 
 
 def have_rows(tensors: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
