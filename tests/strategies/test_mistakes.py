@@ -845,30 +845,60 @@ def a_term_that_begins_later(strategy):
         assert float(model.seen) == 7.0, "the step that was compared has been applied"
 
 
-class Worst(keras.Sequential):
-    """Its loss is that of the 8 worst rows, which are all rows of a few."""
+def worst(each):
+    return tf.reduce_mean(tf.math.top_k(each, tf.minimum(8, tf.size(each))).values)
+
+
+def first(each):
+    weights = tf.cast(tf.range(tf.size(each)) < 10, each.dtype)
+    return tf.reduce_sum(each * weights) / tf.reduce_sum(weights)
+
+
+def crowded(each):
+    return tf.reduce_mean(each) * (1.0 + tf.nn.relu(tf.cast(tf.size(each), each.dtype) - 6.0))
+
+
+class OfMany(keras.Sequential):
+    """Its loss is of some of many rows, or of their number: of a few, it is a mean."""
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            p = self(x, training=True)
-            each = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 10), p)
-            loss = tf.reduce_mean(tf.math.top_k(each, tf.minimum(8, tf.size(each))).values)
+            logits = self(x, training=True)
+            each = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 10), logits)
+            loss = self.loss_of(each)
         variables = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return {"loss": loss}
 
 
-@mistake(
-    "NotDistributedError",
-    "step 1 of the train_step of model 'worst",
+OF_MANY = (
+    "step 1 of the train_step of model 'of_many",
     "does not add up over 2 replicas, and fewer rows did: 17 rows computed by one",
     "The step was not applied. ",
 )
-def a_mean_of_the_worst_rows(strategy):
+
+
+def fit_of_many(strategy, loss_of):
     x, y = cases.rows(64)
-    model = cases.compiled(strategy, lambda: Worst(cases.small().layers), optimizer="sgd")
+    model = cases.compiled(strategy, lambda: OfMany(cases.small().layers), optimizer="sgd")
+    model.loss_of = loss_of
     model.fit(x, y, batch_size=32, verbose=0)
+
+
+@mistake("NotDistributedError", *OF_MANY)
+def a_mean_of_the_worst_rows(strategy):
+    fit_of_many(strategy, worst)
+
+
+@mistake("NotDistributedError", *OF_MANY)
+def a_mean_of_the_first_rows(strategy):
+    fit_of_many(strategy, first)
+
+
+@mistake("NotDistributedError", *OF_MANY)
+def a_term_of_the_number_of_rows(strategy):
+    fit_of_many(strategy, crowded)
 
 
 class Switched(keras.Sequential):
