@@ -144,7 +144,8 @@ class Trial:
         Few rows show best that a mean of parts is not the mean of all; of `many`, as many as a
         replica computes of a batch, a term may show that needs so many, such as the 16 worst ones.
 
-        Returns False, and keeps the rows before, if replicas have other numbers of rows than then.
+        Returns False, and keeps the rows before, if there are no others, or if replicas have other
+        numbers of rows than then.
         """
         parts = tuple(replica_step.without_optionals(part) for part in batch.parts)
         replicas = max(self.strategy.num_replicas_in_sync, len(parts))  # or slices, behind servers
@@ -160,6 +161,8 @@ class Trial:
         pieces = [piece for _, of_rank in gathered for piece in of_rank]
         counts = tuple(count for count, _ in pieces)
         if counts != self._counts.setdefault(many, counts):
+            return False
+        if counts == self.parts and not seed:  # the same rows again
             return False
         self.parts, self.rows = counts, sum(counts)
         self.batch_rows = sum(rows for rows, _ in gathered)
