@@ -1,26 +1,21 @@
-"""Keras optimizers: what dtk reads and sets of them, and what it patches.
+"""Keras optimizers: what dtk reads and sets of them, and what it replaces.
 
 An optimizer that wraps another counts as two.
 
     for good           apply of every optimizer             patch_every_apply
-    of one optimizer   apply                                patch_apply
-                       scale_loss                           patch_scale_loss
-                       check_finite                         patch_check_finite
-                       _clip_gradients                      patch_clip
-                       build, finalize_variable_values      patch_build
-                       finalize_variable_values             patch_finalize
-                       save_ and load_own_variables         patch_state
+    of one optimizer   methods, by a class made for it      make_subclass
+                       methods with private names           TakenOver
                        attributes that Keras saves          saved_numbers
-                       _all_reduce_sum_gradients            own_optimizer
                        update_step                          optimizer_updates.fuse_updates
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -29,45 +24,88 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 from dtk.compat.keras_variables import VariablePart, copy_mark, path_of, set_slot_of_part
 from dtk.nests import Array, Function, Gradients, Tree
-from dtk.patches import patch_around, patch_for_good
-
-_Note = TypeVar("_Note")
+from dtk.patches import patch_around, patch_for_good, temporarily
 
 _MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
 
-# An optimizer's own `apply`, and its function that clips gradients.
+# An optimizer's `apply`.
 Apply: TypeAlias = Callable[[Gradients, Sequence[keras.Variable] | None], Tree]
-Clip: TypeAlias = Callable[[Gradients], Gradients]
 
 
 def optimizer_owner(optimizer: keras.Optimizer) -> tf.distribute.Strategy:
-    """Return the strategy an optimizer was made under."""
+    """Return the strategy an optimizer was made under, or that has taken it over."""
     return optimizer._distribution_strategy
 
 
-def own_optimizer(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Make a strategy own an optimizer, which then treats gradients as already reduced."""
+def set_owner(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Make a strategy own an optimizer."""
     optimizer._distribution_strategy = strategy
-    optimizer._all_reduce_sum_gradients = list
 
 
-def patch_clip(
-    optimizer: keras.Optimizer,
-    around: Callable[[Gradients, Sequence[keras.Variable], Clip], Gradients],
-) -> None:
-    """Make an optimizer call `around(gradients, variables, clip)` in place of `clip(gradients)`.
+class _Thread(threading.local):
+    """This thread: replicas may be threads."""
 
-    With gradient accumulation it does so once per window, with the window's sum.
+    applied: Sequence[keras.Variable] = ()  # the variables whose gradients are applied
+
+
+_thread = _Thread()
+
+
+class TakenOver(keras.Optimizer):
+    """An optimizer of which a strategy replaces methods; see `make_subclass`.
+
+    It treats gradients as already reduced.
     """
-    clip, update = optimizer._clip_gradients, optimizer._backend_apply_gradients
-    running = threading.local()  # replicas may be threads
 
-    def updated(grads: Gradients, trainable_variables: Sequence[keras.Variable]) -> Tree:
-        running.variables = trainable_variables
-        return update(grads, trainable_variables)
+    def clip(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
+        """Clip the gradients of variables; with accumulation, once per window."""
+        del variables
+        return super()._clip_gradients(gradients)
 
-    optimizer._backend_apply_gradients = updated
-    optimizer._clip_gradients = lambda gradients: around(gradients, running.variables, clip)
+    def _clip_gradients(self, gradients: Gradients) -> Gradients:
+        return self.clip(gradients, _thread.applied)
+
+    def _backend_apply_gradients(
+        self, grads: Gradients, trainable_variables: Sequence[keras.Variable]
+    ) -> None:
+        with temporarily(_thread, applied=trainable_variables):
+            super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[Tree]) -> list[Tree]:
+        return list(grads_and_vars)
+
+
+def make_subclass(optimizer: keras.Optimizer, kind: type[keras.Optimizer]) -> None:
+    """Give an optimizer a class made for it: a subclass of a kind, and of the class that it has.
+
+    `optimizer.__class__` stays the class that the script made it of, under whose name Keras saves
+    it; so files, copies and pickles are of that class, and need no dtk. `type(optimizer)` differs.
+    """
+    original, current = optimizer.__class__, type(optimizer)
+    # What a script has set on the object would hide the kind's methods, which call it instead.
+    replaced = {n for one in kind.__mro__ if one not in keras.Optimizer.__mro__ for n in vars(one)}
+    own = {n: staticmethod(vars(optimizer).pop(n)) for n in replaced & vars(optimizer).keys()}
+    if own:
+        current = _class(original.__name__, (current,), own)
+
+    def reduced(self: keras.Optimizer) -> tuple[object, ...]:
+        unpickle, *values = keras.Optimizer.__reduce__(self)  # a method of a class of no module
+        return types.MethodType(unpickle.__func__, original), *values
+
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__class__": property(lambda self: original),
+        "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+        "__reduce__": reduced,
+    }
+    made = _class(original.__name__, (kind, current), namespace)
+    vars(object)["__class__"].__set__(optimizer, made)
+
+
+def _class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:
+    return types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
 
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
@@ -99,7 +137,7 @@ def steps_of(optimizer: keras.Optimizer) -> keras.Variable:
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer does the same with two slices as with their sum."""
-    if type(optimizer) is not keras.optimizers.SGD:
+    if optimizer.__class__ is not keras.optimizers.SGD:
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
 
@@ -122,25 +160,6 @@ def slots_by_variable(
         for slot in own_variables(optimizer)
         if slot.name.startswith(tuple(start for start, _ in named))
     ]
-
-
-def patch_apply(
-    optimizer: keras.Optimizer,
-    around: Callable[[Gradients, Sequence[keras.Variable] | None, Apply], Tree],
-) -> Apply:
-    """Make `apply` call `around(gradients, variables, apply)`; return the old `apply`."""
-    apply = optimizer.apply
-
-    @tf.autograph.experimental.do_not_convert
-    @functools.wraps(apply)
-    def applied(
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> Tree:
-        return around(list(grads), trainable_variables, apply)
-
-    optimizer.apply = applied
-    return apply
 
 
 def patch_every_apply(
@@ -169,44 +188,9 @@ def patch_every_apply(
         patch_for_good(kind, "apply", apply)
 
 
-def patch_scale_loss(optimizer: keras.Optimizer, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """Make an optimizer change losses before it scales them."""
-    scale_loss = optimizer.scale_loss
-
-    @functools.wraps(scale_loss)
-    def changed(loss: tf.Tensor) -> tf.Tensor:
-        return scale_loss(change(loss))
-
-    optimizer.scale_loss = changed
-
-
-def patch_check_finite(
-    optimizer: keras.optimizers.LossScaleOptimizer, change: Callable[[tf.Tensor], tf.Tensor]
-) -> None:
-    """Make an optimizer that scales losses decide differently whether gradients are finite."""
-    check_finite = optimizer.check_finite
-    optimizer.check_finite = lambda grads: change(check_finite(grads))
-
-
-def patch_build(
-    optimizer: keras.Optimizer,
-    expand: Callable[[Sequence[keras.Variable]], list[keras.Variable]],
-    built: Callable[[Sequence[keras.Variable]], None],
-) -> None:
-    """Make an optimizer hold expanded variables in place of the variables it is built for.
-
-    Slots that are built get the mark of their variable.
-    """
-    build, finalize = optimizer.build, optimizer.finalize_variable_values
-
-    def build_expanded(variables: Sequence[keras.Variable]) -> None:
-        add = {"add_variable_from_reference": _marked_slot}
-        with patch_around(keras.optimizers.Optimizer, **add):
-            build(expand(variables))
-        built(variables)
-
-    optimizer.build = build_expanded
-    optimizer.finalize_variable_values = lambda variables: finalize(expand(variables))
+def marking_slots() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which slots that optimizers build get the mark of their variable."""
+    return patch_around(keras.optimizers.Optimizer, add_variable_from_reference=_marked_slot)
 
 
 def _marked_slot(
@@ -223,25 +207,6 @@ def _marked_slot(
     return slot
 
 
-def patch_finalize(
-    optimizer: keras.Optimizer, around: Callable[[Callable[[], Tree]], Tree]
-) -> None:
-    """Make an optimizer call `around(finalize)` to set the last values of its variables."""
-    finalize = optimizer.finalize_variable_values
-    optimizer.finalize_variable_values = lambda variables: around(lambda: finalize(variables))
-
-
-def patch_state(
-    optimizer: keras.Optimizer,
-    save: Callable[[dict[str, Array]], None],
-    load: Callable[[dict[str, Array], Callable[[dict[str, Array]], None]], None],
-) -> None:
-    """Make an optimizer call `save(store)` and `load(store, load)` for its own variables."""
-    own_load = optimizer.load_own_variables
-    optimizer.save_own_variables = save
-    optimizer.load_own_variables = lambda store: load(store, own_load)
-
-
 def exclude_parts(optimizer: keras.Optimizer, parts: Iterable[VariablePart]) -> None:
     """Exclude the parts of variables that are excluded from weight decay."""
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
@@ -253,17 +218,6 @@ def exclude_parts(optimizer: keras.Optimizer, parts: Iterable[VariablePart]) -> 
 def is_between_windows(optimizer: keras.Optimizer) -> tf.Tensor:
     """Return whether no accumulation window is open."""
     return tf.equal(optimizer._iterations % optimizer.gradient_accumulation_steps, 0)
-
-
-def note_of(optimizer: keras.Optimizer, kind: type[_Note]) -> _Note | None:
-    """Return the note that `set_note` has set on an optimizer, or None."""
-    note = getattr(optimizer, "_dtk_note", None)
-    return note if isinstance(note, kind) else None
-
-
-def set_note(optimizer: keras.Optimizer, note: object) -> None:
-    """Set a note on an optimizer; the note lives as long as the optimizer."""
-    optimizer._dtk_note = note
 
 
 # The name of an optimizer's count of steps among its saved numbers.

@@ -90,7 +90,7 @@ def fuse_updates(optimizer: keras.Optimizer, replicas: int = 1) -> None:
     slots: list[str] = []
     if "update_step" in vars(optimizer):
         pass  # the user has replaced it
-    elif type(optimizer) is keras.optimizers.SGD:
+    elif optimizer.__class__ is keras.optimizers.SGD:
         operation, slots = _update_sgd, ["momentums"] if optimizer.momentum != 0 else []
     elif replicas > 1 and _is_adam(optimizer):
         operation, slots = _update_adam, ["_momentums", "_velocities"]
@@ -154,7 +154,7 @@ def compile_updates(optimizer: keras.Optimizer, wished: bool) -> None:
 
 def _is_adam(optimizer: keras.Optimizer) -> bool:
     return (
-        type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)
+        optimizer.__class__ in (keras.optimizers.Adam, keras.optimizers.AdamW)
         and not optimizer.amsgrad
         and all(
             isinstance(number, float | int)  # and no variable

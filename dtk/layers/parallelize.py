@@ -318,7 +318,7 @@ class ModelInParts:
                 self.whole = keras.models.clone_model(self._model, clone_function=plain_layer)
             optimizer = getattr(self._model, "optimizer", None)
             if optimizer is not None:
-                made = type(optimizer).from_config(optimizer.get_config())
+                made = optimizer.from_config(optimizer.get_config())
                 made.build(self.whole.trainable_variables)
                 numbers = keras_optimizers.saved_numbers(optimizer).numbers
                 keras_optimizers.saved_numbers(made).numbers = numbers

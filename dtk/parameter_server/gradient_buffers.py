@@ -25,10 +25,9 @@ from dtk.compat import keras_models, keras_optimizers, keras_variables, tf_repli
 from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour, codec, quantized
 from dtk.nests import Array
-from dtk.parameter_server import functional_step
+from dtk.parameter_server import functional_step, served_optimizer
 from dtk.parameter_server.functional_step import FunctionalStep
 from dtk.parameter_server.job_context import JobTrainer, Weight
-from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.tracing import lookups, traced_step
 
 # None if a weight has no gradient.
@@ -455,7 +454,7 @@ class GradientCommit:
                 "no trainable weight of the model, so workers have no place to send it to; make "
                 "the layer that has it an attribute of the model"
             )
-        shared_optimizer.check_parts(optimizer, variable, parts)
+        served_optimizer.check_parts(optimizer, variable, parts)
         return parts
 
     def moved_by(self, traced: FunctionalStep) -> list[tf.Tensor]:
@@ -519,7 +518,7 @@ class GradientCommit:
                 for w, g in zip(self.layout.weights, self.layout.take(buffers), strict=True)
             }
             for optimizer, parts in self._plan:
-                shared_optimizer.apply_now(optimizer, [gradients[id(p)] for p in parts], parts)
+                optimizer.apply([gradients[id(p)] for p in parts], parts)
             for variable, change in zip(self._moving, moved, strict=True):
                 keras_variables.stored(variable).assign_add(change)
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from dtk.compat import keras_variables
 from dtk.exchange import Downpour
 from dtk.nests import Array
+from dtk.parameter_server import served_optimizer
 from dtk.parameter_server.consistency_models import Consistency
 from dtk.parameter_server.run_server import Chief
 from dtk.parameter_server.worker_pool import WorkerPool
@@ -151,7 +152,7 @@ class JobTrainer(DistributedTrainer):
     def bind_optimizers(self) -> None:
         """Let traced steps record their gradients instead of applying them."""
         for optimizer in shared_optimizer.optimizers_of(self.model):
-            shared_optimizer.note_applies(optimizer, self.strategy, self.parts_of)
+            served_optimizer.take_over(optimizer, self.strategy, self.parts_of)
 
     def parts_of(self, variable: keras.Variable) -> list[Weight]:
         """Return the parts of a Keras variable; the variable alone if it is not partitioned."""

@@ -35,6 +35,7 @@ from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import (
     compiled_step,
+    reducing_optimizer,
     replica_step,
     self_test,
     step_metrics,
@@ -91,7 +92,7 @@ class DistributedTrainer(ModelState):
     def bind_optimizers(self) -> None:
         """Make the model's optimizers reduce their gradients over the replicas."""
         for optimizer in shared_optimizer.optimizers_of(self.model):
-            replica_step.bind(optimizer, self.strategy)
+            reducing_optimizer.take_over(optimizer, self.strategy)
 
     # Data.
 

@@ -39,7 +39,7 @@ from dtk.placement import outside_graph
 from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import replica_step, self_test, step_metrics
+from dtk.trainer.replica import reducing_optimizer, self_test, step_metrics
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
@@ -55,7 +55,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_binding = threading.Lock()
+_taking_over = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -159,8 +159,8 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     if strategy is None:
         return None
     if in_scope and not tf.distribute.in_cross_replica_context():  # inside strategy.run
-        record = keras_optimizers.note_of(optimizer, shared_optimizer.OptimizerRecord)
-        return _bound_now(optimizer, current) if record is None else None
+        taken_over = isinstance(optimizer, shared_optimizer.SharedOptimizer)
+        return None if taken_over else _taken_over_now(optimizer, current)
     owner = keras_optimizers.optimizer_owner(optimizer)
     alone = is_undistributed() or strategy.loop_sums
     if strategy.size > 1 and strategy.processes > 1 and not alone:
@@ -182,8 +182,8 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
     return None
 
 
-def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> Apply | None:
-    """Bind an optimizer that no model was compiled with, and return its new `apply`.
+def _taken_over_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> Apply | None:
+    """Take over an optimizer that no model was compiled with, and return its new `apply`.
 
     Keras's own would clip, scale and look for what is not finite on each rank, and sum afterwards.
     """
@@ -200,8 +200,8 @@ def _bound_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> 
     groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
     if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
         return None
-    with _binding:  # replicas may be threads
-        outside_graph(lambda: replica_step.bind(optimizer, strategy))
+    with _taking_over:  # replicas may be threads
+        outside_graph(lambda: reducing_optimizer.take_over(optimizer, strategy))
     return optimizer.apply
 
 

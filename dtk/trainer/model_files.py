@@ -107,14 +107,16 @@ def _check_whole(model: keras.Model) -> None:
 
 def _tell_of_window(model: keras.Model, how: str) -> None:
     """Print once that a file has one rank's part of an accumulation window."""
-    for record, variables in () if how.startswith("export") else shared_optimizer.windows_of(model):
-        several = record.strategy.num_replicas_in_sync > 1
-        if not several or not record.divided or record.told:
+    if how.startswith("export"):
+        return
+    for exchange, variables in shared_optimizer.windows_of(model):
+        several = exchange.strategy.num_replicas_in_sync > 1
+        if not several or not exchange.divided or exchange.told_of_window:
             continue
         if any(np.any(keras.ops.convert_to_numpy(v)) for v in variables):
-            record.told = True
+            exchange.told_of_window = True
             tell(
-                record.strategy,
+                exchange.strategy,
                 f"model {model.name!r} is saved in the middle of an accumulation window, and the "
                 "file holds only one rank's part of it: save at the end of an epoch, or use "
                 "dtk.callbacks.Checkpoint",

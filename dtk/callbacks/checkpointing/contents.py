@@ -424,8 +424,8 @@ def restore(
     if parts is not None:
         parts.scatter(strategy.world)
     shared_weights.start_from(0, trainer)
-    for record, _ in shared_optimizer.windows_of(trainer.model):
-        record.divided = False  # until the next epoch begins
+    for exchange, _ in shared_optimizer.windows_of(trainer.model):
+        exchange.divided = False  # until the next epoch begins
     restore_exchange(trainer, state.get("exchange", {}))
     if parts is None:
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):

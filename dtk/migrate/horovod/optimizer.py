@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
-from dtk.compat.keras_optimizers import Apply
 from dtk.errors import ReplacedError
 from dtk.migrate.horovod import job
 from dtk.migrate.horovod.collectives import (
@@ -21,7 +20,7 @@ from dtk.migrate.horovod.collectives import (
     global_process_set,
 )
 from dtk.migrate.horovod.replaced import replaced
-from dtk.nests import Function, Gradients, Tree
+from dtk.nests import Gradients, Tree
 from dtk.trainer.model_scope import trainer_of
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
@@ -124,24 +123,28 @@ def DistributedOptimizer(  # noqa: N802
         inner.gradient_accumulation_steps = passes  # Keras applies the mean of a window
         factor *= 1 if average_aggregated_gradients else passes
     if factor != 1:
-        keras_optimizers.patch_apply(optimizer, _times(float(factor)))
+        keras_optimizers.make_subclass(optimizer, MultipliedGradients)
+        vars(optimizer)["_dtk_factor"] = float(factor)
     job.mark(optimizer, check_compression(compression))
     return optimizer
 
 
-def _times(factor: float) -> Function[Tree]:
-    """Return an `apply` that multiplies gradients; see `keras_optimizers.patch_apply`."""
+class MultipliedGradients(keras.Optimizer):
+    """An optimizer that multiplies gradients before it applies them."""
 
-    def scaled(values: tf.Tensor) -> tf.Tensor:
-        return values * tf.cast(factor, values.dtype)
+    _dtk_factor: float
 
-    def apply_scaled(
-        grads: Gradients, variables: Sequence[keras.Variable] | None, apply: Apply
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        self, grads: Gradients, trainable_variables: Sequence[keras.Variable] | None = None
     ) -> Tree:
-        found = [None if g is None else tf_replicas.on_values(g, scaled) for g in grads]
-        return apply(found, variables)
+        """Multiply gradients, then apply them."""
 
-    return apply_scaled
+        def multiplied(values: tf.Tensor) -> tf.Tensor:
+            return values * tf.cast(self._dtk_factor, values.dtype)
+
+        found = [None if g is None else tf_replicas.on_values(g, multiplied) for g in grads]
+        return super().apply(found, trainable_variables)
 
 
 PartialDistributedOptimizer = replaced(

@@ -38,16 +38,18 @@ class GradientExchange:
     def __init__(
         self,
         outer: keras.Optimizer,
-        inner: keras.Optimizer,
         strategy: Strategy,
         sharded: ShardedOptimizer | None = None,
     ):
-        self._outer = outer
-        self._sharded = sharded
-        self._inner = inner
-        self._strategy = strategy
+        self.outer, self.inner = outer, keras_optimizers.chain(outer)[-1]
+        self.strategy, self.sharded = strategy, sharded
         alone = strategy.communicator.size == 1
         self.exchange: Exchange = (None if alone else strategy.exchange) or Dense()
+        # The moving statistics that steps of a script's own loop assign.
+        self.statistics: dict[int, keras.Variable] = {}
+        # Whether each replica holds its own part of an accumulation window, and not the whole.
+        self.divided = False
+        self.told_of_window = False  # that a file was written while it did
         self._ops: dict[tuple[int, ...], ExchangeOp] = {}
         self._of_step: list[ExchangeOp] = []  # those of the last traced update
         self._notes: NonFiniteNotes | None = None
@@ -60,11 +62,27 @@ class GradientExchange:
     @property
     def window(self) -> int:
         """Number of steps per exchange of gradients."""
-        return self._inner.gradient_accumulation_steps or 1
+        return self.inner.gradient_accumulation_steps or 1
 
-    def is_between_windows(self) -> tf.Tensor:
-        """Return whether no window of accumulated gradients is open."""
-        return keras_optimizers.is_between_windows(self._inner)
+    @property
+    def sums_windows(self) -> bool:
+        """Whether windows of accumulated gradients are exchanged, not each step's gradients.
+
+        The windows of a sharded optimizer are divided over ranks, so each step is exchanged.
+        """
+        return self.window > 1 and self.sharded is None
+
+    @property
+    def in_window(self) -> bool:
+        """Whether an accumulation window is open, by the number of steps: alike on all ranks."""
+        return not bool(keras_optimizers.is_between_windows(self.inner))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables that the optimizer was built for."""
+        if self.sharded is not None:
+            return self.sharded.variables
+        return keras_optimizers.trained_variables(self.inner)
 
     @property
     def local(self) -> bool:
@@ -106,7 +124,7 @@ class GradientExchange:
         if not flags:
             return updated, None
         # A step is applied only if every group of variables applies it.
-        everywhere = self._strategy.model_communicator
+        everywhere = self.strategy.model_communicator
         return updated, everywhere.allreduce(tf.reduce_all(tf.stack(flags)), "min")
 
     def _update(
@@ -126,19 +144,19 @@ class GradientExchange:
         # A replica that computed only a padding row counts as zero.
         found = tf_replicas.if_present(found)
         if self._notes is not None and found:
-            replica = self._strategy.local_index()
-            self._notes.note(self._inner.iterations, replica, paths, found)
+            replica = self.strategy.local_index()
+            self._notes.note(self.inner.iterations, replica, paths, found)
         scale = self._scale()
         if scale is not None:  # divided, since 1 / scale may be too small a number
             found = [_scaled(tf.divide, gradient, scale) for gradient in found]
-        join, sums = None, not self.local and self._strategy.num_replicas_in_sync > 1
+        join, sums = None, not self.local and self.strategy.num_replicas_in_sync > 1
         if sums and any(isinstance(g, tf.IndexedSlices) for g in found):
-            linear = keras_optimizers.is_linear(self._outer)
-            found, join = lookups.divided(found, paths, self._strategy.rank, linear)
+            linear = keras_optimizers.is_linear(self.outer)
+            found, join = lookups.divided(found, paths, self.strategy.rank, linear)
         found, applied = op.update(found, part)
         found = found if join is None else join(found)
-        if self._sharded is not None:
-            found = self._sharded.parts_of_slices(found, trained)
+        if self.sharded is not None:
+            found = self.sharded.parts_of_slices(found, trained)
         if scale is not None:
             found = [_scaled(tf.multiply, gradient, scale) for gradient in found]
         if applied is not None and self.window > 1:
@@ -161,7 +179,7 @@ class GradientExchange:
         would drift apart; parts may differ in size.
         """
         everything = list(range(len(variables)))
-        if self._strategy.model_communicator.size == 1:
+        if self.strategy.model_communicator.size == 1:
             return [everything]
         wholes = [i for i in everything if is_of_all(variables[i])]
         parts = [i for i in everything if not is_of_all(variables[i])]
@@ -174,20 +192,20 @@ class GradientExchange:
         return self._ops[key]
 
     def _make(self, trained: Sequence[keras.Variable]) -> ExchangeOp:
-        strategy = self._strategy
+        strategy = self.strategy
         if strategy.communicator.size == 1:
             return ReplicaSum(strategy, self.state)
         if self.local and not self._ops:
-            for i, slot in enumerate(_slots_of(self._outer)):
+            for i, slot in enumerate(_slots_of(self.outer)):
                 self.state.keep(f"slot_{i}", "mean", keras_variables.stored(slot))
-        if self._sharded is not None:
+        if self.sharded is not None:
             assert isinstance(self.exchange, Dense)
-            return ScatterOp(self._sharded, trained, self.state, self.exchange)
+            return ScatterOp(self.sharded, trained, self.state, self.exchange)
         # Each list of variables has its own state; unfreezing layers gives another list.
-        places = {id(v): i for i, v in enumerate(keras_optimizers.trained_variables(self._inner))}
+        places = {id(v): i for i, v in enumerate(keras_optimizers.trained_variables(self.inner))}
         key = str([places.get(id(v)) for v in trained])
         state = self.state.part(f"{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}/")
-        momenta = [v for v in self._inner.variables if v.path.endswith("_momentum")]
+        momenta = [v for v in self.inner.variables if v.path.endswith("_momentum")]
         return self.exchange.init(
             strategy.communicator,
             state,
@@ -207,21 +225,21 @@ class GradientExchange:
         The scale changes, so gradients that the exchange remembers must not depend on it. The sum
         of a window is divided by it already.
         """
-        scale = getattr(self._outer, "dynamic_scale", None)
-        if scale is None or not self.exchange.remembers or self._inner.gradient_accumulation_steps:
+        scale = getattr(self.outer, "dynamic_scale", None)
+        if scale is None or not self.exchange.remembers or self.inner.gradient_accumulation_steps:
             return None
         return tf.convert_to_tensor(scale)
 
     def watch(self, wanted: bool) -> None:
         """Start or stop noting gradients that are not finite, from the step's next trace."""
-        scaled = self._outer is not self._inner
-        self._notes = NonFiniteNotes(self._strategy.world.rank, scaled) if wanted else None
+        scaled = self.outer is not self.inner
+        self._notes = NonFiniteNotes(self.strategy.world.rank, scaled) if wanted else None
 
     def non_finite(self, loss_is_finite: bool) -> list[NonFinite]:
         """Return the gradients of this rank that were not finite since `watch` was called."""
         if self._notes is None:
             return []
-        return self._notes.found(int(self._inner.iterations.numpy()), loss_is_finite)
+        return self._notes.found(int(self.inner.iterations.numpy()), loss_is_finite)
 
 
 def _with_static_shape(

@@ -22,7 +22,6 @@ SC 2020; stage 1, and stage 2 for the sums of an accumulation window, which are 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import threading
@@ -63,7 +62,7 @@ _LATE = 15.0
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
-    if not _is_known(type(member).update_step):
+    if not _is_known(member.__class__.update_step):
         return "has an update_step of its own, which may compute with the whole variable"
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
@@ -89,7 +88,7 @@ def _is_known(method: object) -> bool:
 def _check_apply(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Refuse an `apply` that would see parts of gradients, and may take them for the whole."""
     for member in keras_optimizers.members(optimizer):
-        if not _is_known(type(member).apply):
+        if not _is_known(member.__class__.apply):
             message = (
                 f"optimizer {member.name!r} ({type(member).__name__}) has an apply of its own, "
                 "which with shard_optimizer=True would be given this rank's parts of gradients "
@@ -203,8 +202,6 @@ class ShardedOptimizer:
                 )
             )
         _check_apply(optimizer, strategy)
-        keras_optimizers.patch_build(optimizer, self._divided, self._built)
-        keras_optimizers.patch_finalize(optimizer, self.updated)
 
     def parts_of(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
         """Return this rank's parts; a variable that its gradient replaces is its own part."""
@@ -212,7 +209,7 @@ class ShardedOptimizer:
 
     # Building.
 
-    def _divided(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    def divided(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
         """Return the parts, which hold this rank's part of the weights until the build ends."""
         if not self.variables:
             self.variables = list(variables)
@@ -247,16 +244,13 @@ class ShardedOptimizer:
             set_shard(part, shard)
             self.parts[id(variable)] = part
 
-    def _built(self, variables: Sequence[keras.Variable]) -> None:
-        """Mark what has been built, and save and load it whole."""
+    def built(self) -> None:
+        """Mark what has been built."""
         self._release()
         members = keras_optimizers.members(self._optimizer)
         self._mark_others(members)
         for member in members:
             keras_optimizers.exclude_parts(member, self.parts.values())
-            keras_optimizers.patch_state(
-                member, functools.partial(self._save, member), functools.partial(self._load, member)
-            )
 
     def _mark_others(self, members: Sequence[keras.Optimizer]) -> None:
         """Mark slots of other shapes than their variable's, which only its owner has.
@@ -371,8 +365,8 @@ class ShardedOptimizer:
         """Free the whole slots."""
         self.gathered = self.loaded = None
 
-    def _save(self, member: keras.Optimizer, store: dict[str, Array]) -> None:
-        """Save whole variables, in place of Keras's `save_own_variables`."""
+    def save(self, member: keras.Optimizer, store: dict[str, Array]) -> None:
+        """Save an optimizer's variables whole."""
         message = (
             "the optimizer's state is gathered to be saved, and other ranks do not come: with "
             "shard_optimizer=True call model.save and its like on every rank"
@@ -391,13 +385,13 @@ class ShardedOptimizer:
         finally:
             late.cancel()
 
-    def _load(
+    def load(
         self,
         member: keras.Optimizer,
         store: dict[str, Array],
         load: Callable[[dict[str, Array]], None],
     ) -> None:
-        """Load this rank's part of whole variables, in place of Keras's `load_own_variables`."""
+        """Load this rank's part of whole variables; what does not fit goes to `load`."""
         if len(store.keys()) != len(member.variables):
             load(store)  # Keras warns
             return

@@ -206,27 +206,27 @@ def agree_on_weights(trainer: ModelState) -> None:
 def join_windows(trainer: ModelState) -> None:
     """Give every replica the sums of all replicas. All ranks call it together."""
     strategy = trainer.strategy
-    for record, variables in shared_optimizer.windows_of(trainer.model):
-        if record.divided and record.in_window:
+    for exchange, variables in shared_optimizer.windows_of(trainer.model):
+        if exchange.divided and exchange.in_window:
             sums = [tf.add_n(copies_of(v, strategy)) for v in variables]
             totals = strategy.communicator.allreduce(sums)
             for variable, total in zip(variables, totals, strict=True):
                 strategy.set_per_replica(variable, [total for _ in strategy.local_ranks()])
-            record.divided = False
+            exchange.divided = False
 
 
 def divide_windows(trainer: ModelState) -> None:
     """Let rank 0 go on with the whole and the others with zeros, before steps."""
     strategy = trainer.strategy
-    for record, variables in shared_optimizer.windows_of(trainer.model):
-        for variable in () if record.divided else variables:
+    for exchange, variables in shared_optimizer.windows_of(trainer.model):
+        for variable in () if exchange.divided else variables:
             strategy.set_sum(variable, copies_of(variable, strategy)[0])
-        record.divided = True
+        exchange.divided = True
 
 
 def fold_windows(trainer: ModelState) -> None:
     """Give rank 0 the whole, as files hold it, wherever training is. All ranks call it together."""
-    divided = any(record.divided for record, _ in shared_optimizer.windows_of(trainer.model))
+    divided = any(exchange.divided for exchange, _ in shared_optimizer.windows_of(trainer.model))
     join_windows(trainer)
     if divided:
         divide_windows(trainer)

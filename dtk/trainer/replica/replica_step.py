@@ -20,21 +20,14 @@ from dtk.cluster import progress
 from dtk.compat import (
     keras_data,
     keras_models,
-    keras_optimizers,
     keras_steps,
     keras_variables,
     tf_replicas,
 )
-from dtk.compat.keras_optimizers import Apply, Clip
 from dtk.errors import NotDistributedError, UncompilableError, at_rank
-from dtk.exchange.contract import BatchPart, run_if
 from dtk.input import slicing
-from dtk.kernels import optimizer_updates
-from dtk.nests import Array, Gradients, Leaf, Tree
+from dtk.nests import Leaf, Tree
 from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.gradients.gradient_exchange import GradientExchange
-from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
-from dtk.trainer.gradients.shared_optimizer import Variables
 from dtk.trainer.replica import compiled_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction, Strategy
 from dtk.trainer.tracing import lookups, traced_step
@@ -164,121 +157,6 @@ def without_optionals(data: Tree) -> Tree:
     return keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
     )
-
-
-# Gradients.
-
-
-def bind(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Make an optimizer exchange its gradients once, before it checks, accumulates or clips them.
-
-    With accumulation, it exchanges the sum of a window at the window's end.
-    """
-    record = shared_optimizer.take_over_optimizer(optimizer, strategy)
-    for member in keras_optimizers.members(optimizer):
-        keras_optimizers.index_variables(member)
-    if record.exchange is not None:
-        return
-    outer, inner = optimizer, keras_optimizers.chain(optimizer)[-1]
-    sharded = ShardedOptimizer(outer, strategy) if strategy.shard_optimizer else None
-    record.sharded = sharded
-    record.exchange = exchange = GradientExchange(outer, inner, strategy, sharded)
-    # The sums of a window are divided over ranks as well, so each step is exchanged.
-    accumulates = bool(inner.gradient_accumulation_steps) and sharded is None
-    alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
-
-    @optimizer_updates.patch_row_sums(placement.host() if alone else placement.computing(strategy))
-    @step_metrics.averaged_in_loop(record.statistics)
-    def apply_gradients(grads: Gradients, variables: Variables | None, apply: Apply) -> Tree:
-        """Exchange gradients, then apply them; in place of the optimizer's `apply`."""
-        if not outer.built and variables is not None:
-            shared_optimizer.build_outside_step(outer, variables, strategy)
-        known = keras_optimizers.trained_variables(inner) if sharded is None else sharded.variables
-        trained = list(variables or known)
-        step = traced_step.current()
-        if step is not None:
-            grads = step.handed_over(grads)
-            step.reductions += 1
-            if step.noted is not None:  # applied behind a cluster of XLA, or never, in a trial
-                step.noted.note(outer, grads, trained)
-                return None
-        if not _in_replica(strategy):
-            return apply(grads, variables)
-        if not alone:
-            tf_replicas.refuse_under_xla()
-        replacing = _replacements(grads, trained, strategy)
-        found = [None if i in replacing else g for i, g in enumerate(grads)]
-        if accumulates:  # `clip_window` exchanges them later
-            record.divided = True
-            found, applied = tf_replicas.if_present(found), None
-            trained = [v for g, v in zip(found, trained, strict=True) if g is not None]
-        else:
-            found, applied = exchange.update(found, trained, _part_of(step))
-        found = [replacing.get(i, g) for i, g in enumerate(found)]
-        if sharded is not None:
-            parts = sharded.parts_of(trained)
-            result = sharded.updated(lambda: apply(found, parts), in_step=True)
-        else:
-            own = functools.partial(apply, found, variables)
-            result = own() if applied is None else run_if(applied, own)
-        exchange.count(_part_of(step))
-        return result
-
-    def clip_window(grads: Gradients, variables: Variables, clip: Clip) -> Gradients:
-        """Exchange the sum of a window, then clip it."""
-        if _in_replica(strategy):
-            # The sums of earlier steps of the window count even if this step has no rows.
-            with tf_replicas.counted_if(None):
-                part = _part_of(traced_step.current())
-                grads, _ = exchange.update(list(grads), variables, part)
-        return clip(grads)
-
-    def load(store: dict[str, Array], own_load: Callable[[dict[str, Array]], None]) -> None:
-        own_load(store)
-        record.divided = False  # files hold whole windows
-
-    keras_optimizers.patch_scale_loss(outer, shared_optimizer.weighed_in_scale)
-    keras_optimizers.patch_apply(outer, apply_gradients)
-    if accumulates:
-        keras_optimizers.patch_clip(inner, clip_window)
-        keras_optimizers.patch_state(inner, inner.save_own_variables, load)
-        if outer is not inner:
-            keras_optimizers.patch_check_finite(outer, _everywhere)
-
-
-def _part_of(step: traced_step.Step | None) -> BatchPart | None:
-    return None if step is None else BatchPart(step.rows, step.share)
-
-
-def _in_replica(strategy: Strategy) -> bool:
-    replica = tf.distribute.get_replica_context()
-    return replica is not None and replica.strategy is strategy
-
-
-def _replacements(
-    grads: Gradients, variables: Variables, strategy: Strategy
-) -> dict[int, tf.Tensor]:
-    """Compute the values that replace variables: the largest "gradients" over the replicas.
-
-    Each replica has seen its own rows only. Keras, too, takes the largest over the steps of an
-    accumulation window.
-    """
-    mine = {
-        i: g
-        for i, (g, v) in enumerate(zip(grads, variables, strict=True))
-        if g is not None and keras_optimizers.is_replaced(v)
-    }
-    # Replicas with local steps send nothing here and average their weights later.
-    if not mine or (strategy.exchange is not None and strategy.exchange.local):
-        return mine
-    given = tf_replicas.if_present(list(mine.values()))
-    largest = strategy.extended.reduce_over_replicas(given, "max")
-    return dict(zip(mine, largest, strict=True))
-
-
-def _everywhere(flag: tf.Tensor) -> tf.Tensor:
-    """True where `flag` is true on every replica."""
-    return whole_batch.sum_over_replicas(tf.cast(tf.logical_not(flag), tf.int32)) == 0
 
 
 # Prediction: every rank gets every row, in order.

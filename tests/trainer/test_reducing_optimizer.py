@@ -1,0 +1,202 @@
+"""Optimizers that a strategy has taken over: still the script's, for Python, Keras and files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+from support import bodies, cases
+from support.once import once
+
+TWO = pytest.mark.worlds(("collective", 2))
+
+
+class Counting(type):
+    """A class of classes, such as a registry of plugins has."""
+
+
+@keras.saving.register_keras_serializable("tests")
+class Halved(keras.optimizers.SGD, metaclass=Counting):
+    """A script's own: half of each step."""
+
+    def __init__(self, learning_rate=0.1, halves=1, **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self.halves = halves
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * 0.5**self.halves, variable, learning_rate)
+
+    def get_config(self):
+        return {**super().get_config(), "halves": self.halves}
+
+
+def by_path():
+    found = {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+    return keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), found)
+
+
+def scaled(inner):
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+
+
+MAKES = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, clipnorm=1.0, use_ema=True),
+    "schedule": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.CosineDecay(0.01, decay_steps=20)
+    ),
+    "windows in a loss scale": lambda: scaled(
+        keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    ),
+    "of one's own": lambda: Halved(0.1, halves=2, momentum=0.5),
+}
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    MAKES["divided among two"] = lambda: keras.optimizers.MultiOptimizer(by_path())
+
+
+def trained(strategy, optimizer):
+    x, y = cases.rows(16)
+    with bodies.scope_of(strategy):
+        model = cases.compiled(strategy, optimizer=optimizer)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return model
+
+
+def described(model):
+    """What Keras writes of an optimizer, and of those made again from it in every way."""
+    optimizer, given = model.optimizer, model.optimizer.__class__
+    again = {
+        "from_config": optimizer.from_config(optimizer.get_config()),
+        "from_config of its type": type(optimizer).from_config(optimizer.get_config()),
+        "pickle": pickle.loads(pickle.dumps(model)).optimizer,
+        "deepcopy": copy.deepcopy(model).optimizer,
+        "deserialize": keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+        "get": keras.optimizers.get(keras.saving.serialize_keras_object(optimizer)),
+    }
+    # Keras cannot read a pickled optimizer that has state. It is written, all the same.
+    assert pickle.dumps(optimizer)
+    for way, one in again.items():
+        assert type(one) is given, (way, type(one))
+        assert not hasattr(one, "_dtk_exchange"), way
+    written = {way: keras.saving.serialize_keras_object(one) for way, one in again.items()}
+    written["itself"] = keras.saving.serialize_keras_object(optimizer)
+    return json.dumps(written, sort_keys=True)
+
+
+def saved(model, path):
+    """What a file says of a model's compilation; the file stays."""
+    model.save(path)
+    with zipfile.ZipFile(path) as file:
+        return json.loads(file.read("config.json"))["compile_config"]
+
+
+def in_every_way(name, path, strategy=None):
+    keras.utils.clear_session()
+    optimizer = MAKES[name]()
+    model = trained(strategy, optimizer)
+    assert isinstance(optimizer, optimizer.__class__) and isinstance(optimizer, keras.Optimizer)
+    assert (type(optimizer) is optimizer.__class__) == (strategy is None)
+    assert repr(optimizer.__class__) == repr(type(optimizer))
+    state = [v.numpy() for v in optimizer.variables]
+    return described(model), saved(model, path), state
+
+
+def under_a_strategy(name, path):
+    strategy = bodies.strategy()
+    return in_every_way(name, path.format(strategy.rank), strategy)
+
+
+READ = """
+import sys, keras, numpy as np
+keras.saving.register_keras_serializable("tests")
+model = keras.saving.load_model(sys.argv[1])
+assert "dtk" not in sys.modules
+np.savez(sys.argv[2], *[v.numpy() for v in model.optimizer.variables])
+"""
+
+
+@TWO
+@pytest.mark.parametrize("name", MAKES)
+def test_copies_and_files_are_of_the_class_that_the_script_chose(pool, tmp_path, name):
+    path = str(tmp_path / "rank{}.keras")
+    found = pool.run(under_a_strategy, name, path, timeout=120)
+    plain = in_every_way(name, path.format("plain"))
+    for written, file, state in found:
+        assert written == plain[0]
+        assert file == plain[1]
+        for mine, theirs in zip(state, plain[2], strict=True):
+            np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
+    if name == "of one's own":
+        return  # its class is here
+    state = tmp_path / "state.npz"
+    command = [sys.executable, "-c", READ, path.format(0), str(state)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    with np.load(state) as read:
+        for mine, theirs in zip(found[0][2], read.values(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+# What scripts do with optimizers.
+
+
+def compiled_again(strategy=None):
+    """The same optimizer in a second `compile`, with windows, in a new loss scale."""
+    keras.utils.set_random_seed(3)
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    x, y = cases.rows(16)
+    with bodies.scope_of(strategy):
+        model = cases.compiled(strategy, optimizer=scaled(inner))
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        model.compile(scaled(inner), model.loss)
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights())
+
+
+def outside_its_scale(strategy=None):
+    """An optimizer that was compiled alone, then in a loss scale: summed once all the same."""
+    keras.utils.set_random_seed(3)
+    inner = keras.optimizers.SGD(0.1)
+    x, y = cases.rows(16)
+    with bodies.scope_of(strategy):
+        model = cases.compiled(strategy, optimizer=inner)
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        model.compile(scaled(inner), model.loss)
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights())
+
+
+def with_an_apply_of_the_scripts(strategy=None):
+    """A script that replaces `apply` of the object, before it compiles: it gets the sums."""
+    keras.utils.set_random_seed(3)
+    optimizer = keras.optimizers.SGD(0.1)
+    own = optimizer.apply
+
+    def apply(grads, trainable_variables=None):
+        return own([keras.ops.sign(g) for g in grads], trainable_variables)
+
+    optimizer.apply = apply
+    return bodies.flat(trained(strategy, optimizer).get_weights())
+
+
+SCRIPTS = (compiled_again, outside_its_scale, with_an_apply_of_the_scripts)
+
+
+def under_the_strategy(script):
+    return script(bodies.strategy())
+
+
+@TWO
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_equal_to_one_process(pool, script):
+    found = pool.run(under_the_strategy, script, timeout=120)
+    for weights in found:
+        np.testing.assert_allclose(weights, once(script), 1e-5, 1e-6)
+        np.testing.assert_array_equal(weights, found[0])
