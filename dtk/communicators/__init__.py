@@ -186,8 +186,8 @@ def choose(place: Place) -> Choice:
         if offered == "pmix":
             why = f"neither Horovod nor mpi4py is here. Next: {pip_install('mpi')}"
             return Choice("collective", why)
-        found = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
-        return Choice("collective", f"srun offers {found}. Faster: {SRUN}")
+        interfaces = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
+        return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
     if kind == "address":
         return Choice("collective", "rank 0's address is given")
     return Choice("collective", f"{kind} gives every rank an address")

@@ -76,8 +76,8 @@ def digits_of(slices: Sequence[tf.IndexedSlices]) -> tf.Tensor:
         indices = tf.concat([tf.cast(tf.reshape(one.indices, [-1]), tf.int64) for one in slices], 0)
         sizes = tf.stack([tf.size(one.indices, tf.int64) for one in slices])
         bytes_ = tf.bitcast(tf.concat([sizes, indices], 0), tf.uint8)
-        found = tf.fingerprint(tf.reshape(bytes_, [1, -1]))[0]
-        digits = tf.cast(tf.concat([found % 16, found // 16], 0), tf.float32)
+        fingerprint = tf.fingerprint(tf.reshape(bytes_, [1, -1]))[0]
+        digits = tf.cast(tf.concat([fingerprint % 16, fingerprint // 16], 0), tf.float32)
         return tf.concat([digits, digits * digits], 0)
 
 

@@ -76,8 +76,8 @@ def _beside_its_messages(method: Callable[_Given, Value]) -> Callable[_Given, Va
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> Value:
         own = cast(Communicator, args[0])
         if not tf.executing_eagerly():
-            given = tf.nest.flatten([args[1:], kwargs])
-            dtypes = [tf.as_dtype(one.dtype) for one in given if hasattr(one, "dtype")]
+            values = tf.nest.flatten([args[1:], kwargs])
+            dtypes = [tf.as_dtype(one.dtype) for one in values if hasattr(one, "dtype")]
             if own.gpu_transport is None or any(map(placement.is_on_card, dtypes)):
                 return method(*args, **kwargs)
         with tf.device(own.device):
@@ -294,8 +294,8 @@ class Communicator(abc.ABC):
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
         digits = [aligned_slices.digits_of(list(aligned.values()))] if aligned else []
         messages = [self._reduction([*whole, *digits], op)] if dense else []
-        given = [*map(shape_of, whole), op]
-        reduced = self._sequencer.run_together([*messages, *summed], given=given)
+        signature = [*map(shape_of, whole), op]
+        reduced = self._sequencer.run_together([*messages, *summed], signature=signature)
         combined = reduced.pop(0) if dense else []
         for i, tensor in zip(dense, combined, strict=False):  # digits come last
             results[i] = tensor
@@ -421,17 +421,17 @@ class Communicator(abc.ABC):
         tensors = [tf.convert_to_tensor(one) for one in value]
         dtype_casts.check(tensor.dtype for tensor in tensors)
         tensors = [tf.reshape(t, [1]) if t.shape.rank == 0 else t for t in tensors]
-        given = list(rows or [None] * len(tensors))
+        row_counts = list(rows or [None] * len(tensors))
         known = [
             None if of_one is None else checked_counts(tensor, of_one, self.rank, self.size)
-            for tensor, of_one in zip(tensors, given, strict=True)
+            for tensor, of_one in zip(tensors, row_counts, strict=True)
         ]
         if self.size == 1:
             return tensors
         routed = self._routed(
             tensors,
             lambda group, places: group.allgather(
-                [tensors[i] for i in places], [given[i] for i in places]
+                [tensors[i] for i in places], [row_counts[i] for i in places]
             ),
         )
         if routed is not None:
@@ -442,7 +442,7 @@ class Communicator(abc.ABC):
         ]
         messages = list(map(self._gathering, tensors, counts))
         return self._sequencer.run_together(
-            messages, name="all-gather", given=list(map(rows_of, tensors))
+            messages, name="all-gather", signature=list(map(rows_of, tensors))
         )
 
     def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
@@ -455,29 +455,31 @@ class Communicator(abc.ABC):
             lambda parts: rows.joined(parts, counts),
         )
 
-    def _count_rows(self, tensor: tf.Tensor, given: Sequence[str]) -> tf.Tensor:
-        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather", given)[:, 0]
+    def _count_rows(self, tensor: tf.Tensor, signature: Sequence[str]) -> tf.Tensor:
+        return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather", signature)[:, 0]
 
     @_beside_its_messages
-    def sizes_of_ranks(self, mine: tf.Tensor, kind: str, given: Sequence[str] = ()) -> tf.Tensor:
+    def sizes_of_ranks(
+        self, mine: tf.Tensor, kind: str, signature: Sequence[str] = ()
+    ) -> tf.Tensor:
         """Return every rank's small vector of counts.
 
         Args:
             mine: This rank's counts, int64, shape [n].
             kind: What is counted, for the message's name.
-            given: What all ranks must have given alike, see `meet`.
+            signature: What all ranks must have given alike, see `meet`.
 
         Returns:
             The counts of all ranks, int64, shape [size, n].
         """
         if self.host is not None:
-            return self.host.sizes_of_ranks(mine, kind, given)
+            return self.host.sizes_of_ranks(mine, kind, signature)
         label = self._label(f"{kind}/sizes")
         rows = self._sequencer.run(
             [mine],
             lambda flat: self._gather_sizes(flat[0], label),
             name=f"count of rows to {kind}",
-            given=given,
+            signature=signature,
         )
         return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
 
@@ -530,17 +532,17 @@ class Communicator(abc.ABC):
         dtype_casts.check((tensor.dtype for tensor in tensors), op)
         if any(tensor.shape.rank == 0 for tensor in tensors):
             raise ValueError(at_rank(self.rank, "reduce_scatter needs rows, got a scalar"))
-        given = cast("list[Sequence[int] | None]", list(rows or [None] * len(tensors)))
+        block_sizes = cast("list[Sequence[int] | None]", list(rows or [None] * len(tensors)))
         blocks = [
             None if of_one is None else self._checked_blocks(tensor, of_one)
-            for tensor, of_one in zip(tensors, given, strict=True)
+            for tensor, of_one in zip(tensors, block_sizes, strict=True)
         ]
         if self.size == 1:
             return tensors
         routed = self._routed(
             tensors,
             lambda group, places: group.reduce_scatter(
-                [tensors[i] for i in places], op, [given[i] for i in places]
+                [tensors[i] for i in places], op, [block_sizes[i] for i in places]
             ),
         )
         if routed is not None:
@@ -548,7 +550,7 @@ class Communicator(abc.ABC):
         return self._sequencer.run_together(
             [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)],
             name="reduce-scatter",
-            given=[*map(shape_of, tensors), op],
+            signature=[*map(shape_of, tensors), op],
         )
 
     def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
@@ -625,7 +627,7 @@ class Communicator(abc.ABC):
             [rows.blocks(matrix[self.rank], self.size)],
             lambda flat: self._alltoall(flat[0], words, label),
             name="all-to-all",
-            given=[rows_of(value)],
+            signature=[rows_of(value)],
         )
         return rows.joined(parts, received), tf.cast(received, tf.int32)
 
@@ -672,7 +674,7 @@ class Communicator(abc.ABC):
             [item for item, _ in encoded],
             lambda flat: self._broadcast(flat, root, label),
             name="broadcast",
-            given=[*map(shape_of, tensors), f"root {root}"],
+            signature=[*map(shape_of, tensors), f"root {root}"],
         )
         decoded = [
             back(output)[: tf.size(bucket)]
@@ -806,21 +808,21 @@ class Communicator(abc.ABC):
         """
         self._thread = threading.current_thread()
 
-    def meet(self, name: str, given: Sequence[str] = ()) -> None:
+    def meet(self, name: str, signature: Sequence[str] = ()) -> None:
         """Raise on all ranks if some are in another collective, before any waits in one.
 
         All collectives outside of graphs begin with it. Afterwards all ranks may call another one.
 
         Args:
             name: The kind of the collective.
-            given: What all ranks must give alike: shapes and types, then the op or root.
+            signature: What all ranks must give alike: shapes and types, then the op or root.
 
         Raises:
             CommunicatorError: Some ranks are in another collective or give something else; or this
                 thread has no part in the communicator's collectives.
         """
         if self.host is not None:
-            return self.host.meet(name, given)
+            return self.host.meet(name, signature)
         thread = threading.current_thread()
         if self._thread not in (None, thread):
             message = (
@@ -834,7 +836,9 @@ class Communicator(abc.ABC):
         number = self._met
         try:
             with tf.device(self.device):
-                mine = tf.constant([number, zlib.crc32(repr([name, *given]).encode())], tf.int64)
+                mine = tf.constant(
+                    [number, zlib.crc32(repr([name, *signature]).encode())], tf.int64
+                )
                 told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
         except (CommunicatorError, tf.errors.OpError) as error:
             error.add_note(
@@ -846,7 +850,7 @@ class Communicator(abc.ABC):
             progress.refused()
             self._met = int(told_by_ranks[:, 0].max())  # which is the same on all ranks
             where = f"number {number} outside of steps, at {script_line()}"
-            places = self.allgather_object(Call(name, list(given), where))
+            places = self.allgather_object(Call(name, list(signature), where))
             raise CommunicatorError(at_rank(self.rank, differing(places)))
         return None
 
@@ -966,8 +970,8 @@ class Communicator(abc.ABC):
         self._check_written(lengths.tolist(), failure)
         rows = self.allgather(tf.constant(payload), lengths.tolist()).numpy()
         ends = np.cumsum(lengths)
-        found = [_read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
-        return cast(list[Value], found)
+        values = [_read(rows[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+        return cast(list[Value], values)
 
     def _check_written(
         self, lengths: Sequence[int], failure: Exception | None, first: int = 0

@@ -46,11 +46,11 @@ def differing(places: Sequence[Call]) -> str:
     ]
     shown = (differ or range(longest))[:_FEW]
     ranks: dict[str, list[str]] = {}
-    for rank, (name, given, where) in enumerate(places):
+    for rank, (name, signature, where) in enumerate(places):
         values = [
-            f"value {i + 1}: {given[i]}" if longest > _FEW else given[i]
+            f"value {i + 1}: {signature[i]}" if longest > _FEW else signature[i]
             for i in shown
-            if i < len(given)
+            if i < len(signature)
         ]
         message = f" ({', '.join(values)})" if values else ""
         ranks.setdefault(f"in {a(name)}{message}, {where}", []).append(str(rank))

@@ -112,9 +112,9 @@ def _together(entry: Mapping[str, object]) -> object:
 
 
 def _kind_of(value: object) -> Kind:
-    found = _BY_CLASS.get(type(value))
-    if found is not None:
-        return found
+    class_kind = _BY_CLASS.get(type(value))
+    if class_kind is not None:
+        return class_kind
     if isinstance(value, np.generic) and value.dtype.type is type(value):
         return _SCALAR
     if _class(*_place(value)) is type(value) and _fields(type(value)) is not None:
@@ -208,12 +208,12 @@ def _class(module: str, name: str) -> type | None:
         error = vars(tf.errors).get(name)
         return error if isinstance(error, type) else None
     known = module.partition(".")[0] in ("builtins", "dtk")
-    found: object = sys.modules.get(module) if known else None
+    member: object = sys.modules.get(module) if known else None
     for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if not isinstance(found, type):
+        member = getattr(member, "__dict__", {}).get(part)
+    if not isinstance(member, type):
         return None
-    return found if (found.__module__, found.__qualname__) == (module, name) else None
+    return member if (member.__module__, member.__qualname__) == (module, name) else None
 
 
 def _fields(kind: type | None) -> tuple[str, ...] | None:

@@ -64,10 +64,12 @@ def checked_counts(
             f"for each of {size} ranks"
         )
         raise ValueError(at_rank(rank, message))
-    given = tf.constant(counts, tf.int64)
+    row_counts = tf.constant(counts, tf.int64)
     message = f"allgather got rows={counts}, which says other rows of this rank"
     return (
-        given if rows is not None else _asserted(given, given[rank], tensor, at_rank(rank, message))
+        row_counts
+        if rows is not None
+        else _asserted(row_counts, row_counts[rank], tensor, at_rank(rank, message))
     )
 
 
@@ -84,26 +86,26 @@ def checked_splits(
             raise ValueError(at_rank(rank, f"{message} for each rank"))
         even = tf.repeat(tf.shape(tensor, tf.int64)[0] // size, size)
         message = f"alltoall of rows that {size} does not divide: pass splits"
-        mine, given = even, even
+        mine, sent_rows = even, even
     else:
-        given = tf.cast(tf.convert_to_tensor(splits), tf.int64)
-        if given.shape not in ([size], [size, size]):
+        sent_rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+        if sent_rows.shape not in ([size], [size, size]):
             message = (
-                f"alltoall got splits of shape {tuple(given.shape)}, expected ({size},), "
+                f"alltoall got splits of shape {tuple(sent_rows.shape)}, expected ({size},), "
                 f"or ({size}, {size}) for what every rank sends"
             )
             raise ValueError(at_rank(rank, message))
-        mine = given if given.shape.rank == 1 else given[rank]
+        mine = sent_rows if sent_rows.shape.rank == 1 else sent_rows[rank]
         message = "alltoall got splits that do not add up to the rows"
     known = tf.get_static_value(mine)
     if rows is None or (splits is not None and known is None):
-        return _asserted(given, tf.reduce_sum(mine), tensor, at_rank(rank, message))
+        return _asserted(sent_rows, tf.reduce_sum(mine), tensor, at_rank(rank, message))
     if known is not None and known.sum() != rows:
         message = (
             f"alltoall got splits {known.tolist()} for {rows} rows: they must add up to the rows"
         )
         raise ValueError(at_rank(rank, message))
-    return given
+    return sent_rows
 
 
 def _asserted(counts: tf.Tensor, mine: tf.Tensor, tensor: tf.Tensor, told: str) -> tf.Tensor:

@@ -57,7 +57,7 @@ class CollectiveSequencer:
     """Runs a communicator's collectives in trace order; counts their bytes and microseconds.
 
     Sequencers that share an `order` run theirs in one order. Outside of graphs, `meet` is called
-    with the name of each collective that all ranks take part in, and what it is `given`.
+    with the name of each collective that all ranks take part in, and its `signature`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CollectiveSequencer:
         device: str | None = None,
         timed: bool = True,
         order: tf.Tensor | None = None,
-        meet: Callable[[str, Sequence[str]], None] = lambda name, given: None,
+        meet: Callable[[str, Sequence[str]], None] = lambda name, signature: None,
     ) -> None:
         self._timed = timed
         self._meet = meet
@@ -93,12 +93,12 @@ class CollectiveSequencer:
 
     def spans(self) -> list[Span]:
         """Return the messages of all graphs, where the launcher asked for each step."""
-        found = []
+        spans = []
         for names, handle in self._noted:
             with tf.init_scope():
                 times = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
-            found += [Span(name, *both) for name, both in zip(names, times.tolist(), strict=True)]
-        return found
+            spans += [Span(name, *both) for name, both in zip(names, times.tolist(), strict=True)]
+        return spans
 
     def lane(self, number: int) -> tf.Tensor:
         """Return a resource that orders the parts of one lane; other lanes run beside it."""
@@ -124,7 +124,7 @@ class CollectiveSequencer:
         sends: bool = True,
         name: str = "all-reduce",
         of_pair: bool = False,
-        given: Sequence[str] = (),
+        signature: Sequence[str] = (),
     ) -> list[tf.Tensor]:
         """Run a collective, or a message `of_pair`, after every one before it."""
         if tf.executing_eagerly():
@@ -133,7 +133,7 @@ class CollectiveSequencer:
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
                 if not of_pair:
-                    self._meet(name, given)
+                    self._meet(name, signature)
                 outputs = collective(list(inputs))
             self.eager_seconds += time.perf_counter() - start
             return outputs
@@ -194,7 +194,7 @@ class CollectiveSequencer:
         self,
         messages: Sequence[CollectiveMessage],
         name: str = "all-reduce",
-        given: Sequence[str] = (),
+        signature: Sequence[str] = (),
     ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
         """Send messages side by side, each once its own values are ready.
 
@@ -216,7 +216,7 @@ class CollectiveSequencer:
             return outputs
 
         received = iter(
-            self.run([t for m in messages for t in m.inputs], send, name=name, given=given)
+            self.run([t for m in messages for t in m.inputs], send, name=name, signature=signature)
         )
         return [
             message.finish(list(itertools.islice(received, length)))

@@ -109,8 +109,8 @@ def exchange_addresses(rank: int, size: int, meeting: str, timeout: float) -> tu
     with _reserved() as port:
         names = [f"rank {r}" for r in range(size)]
         hello = {"rank": rank, "world": size, "port": port}
-        found = _gather(hello, names, meeting, timeout, others)
-    return tuple(found)
+        addresses = _gather(hello, names, meeting, timeout, others)
+    return tuple(addresses)
 
 
 @contextlib.contextmanager

@@ -93,8 +93,8 @@ class PartitionedMinibatches:
         communicator = group_of(strategy_or_communicator)
         self._data = data
         self._rows = _checked_rows(data, sweeps)
-        given = {"rows of data": self._rows, "shuffle": shuffle, "seed": seed, "sweeps": sweeps}
-        rank_checks.compare(list(given.items()), communicator)
+        settings = {"rows of data": self._rows, "shuffle": shuffle, "seed": seed, "sweeps": sweeps}
+        rank_checks.compare(list(settings.items()), communicator)
         self._rank, self._size = communicator.rank, communicator.size
         self._sweeps = sweeps
         if shuffle and seed is None:

@@ -29,14 +29,14 @@ def group_of(strategy_or_communicator: DtkStrategy | Communicator | None = None)
         >>> group_of(create("local")).size
         1
     """
-    given = strategy_or_communicator
-    if given is None and tf.distribute.has_strategy():
-        given = tf.distribute.get_strategy()
-    if isinstance(given, DtkStrategy):
-        return given.communicator
-    if isinstance(given, Communicator):
-        return given
-    what = "nothing outside a strategy's scope" if given is None else f"a {type(given).__name__}"
+    group = strategy_or_communicator
+    if group is None and tf.distribute.has_strategy():
+        group = tf.distribute.get_strategy()
+    if isinstance(group, DtkStrategy):
+        return group.communicator
+    if isinstance(group, Communicator):
+        return group
+    what = "nothing outside a strategy's scope" if group is None else f"a {type(group).__name__}"
     raise ValueError(
         f"which ranks share the data? got {what}; give one of dtk's strategies or communicators, "
         "or call this inside strategy.scope()"

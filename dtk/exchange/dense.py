@@ -39,14 +39,14 @@ class DenseOp(ExchangeOp):
         results: list[Gradient] = list(gradients)
         with self.communicator.concurrent("rest") if products else contextlib.nullcontext():
             totals = self._sums(others, [gradients[i] for i in others])
-        found = reduce_products(
+        product_totals = reduce_products(
             {i: gradients[i] for i in products},
             self.communicator,
             self._sums,
             self._product,
             self.in_parts,
         )
-        for i, total in (*zip(others, totals, strict=True), *found.items()):
+        for i, total in (*zip(others, totals, strict=True), *product_totals.items()):
             results[i] = total
         return results, None
 

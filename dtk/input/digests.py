@@ -50,12 +50,12 @@ def digest(batch: Tree, whole: bool | tf.Tensor = True) -> tf.Tensor:
         >>> bool(digest(one) == digest(tf.identity(one))), bool(digest(one) == digest(other))
         (True, False)
     """
-    found = tf.constant(0, tf.int64)
+    number = tf.constant(0, tf.int64)
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.variant, tf.resource):
             shape = tf.shape(leaf, out_type=tf.int64)
-            found = add(add(found, _digest_of(_entries(leaf, whole))), _digest_of(shape))
-    return found
+            number = add(add(number, _digest_of(_entries(leaf, whole))), _digest_of(shape))
+    return number
 
 
 def add(before: tf.Tensor, digest: tf.Tensor) -> tf.Tensor:
@@ -120,9 +120,9 @@ def hash_of(array: Array) -> int:
     known = _hashes.get(key)
     if known is not None and known[0]() is array and known[1] == sample:
         return known[2]
-    found = _hash(array)
-    _hashes[key] = weakref.ref(array, lambda _: _hashes.pop(key, None)), sample, found
-    return found
+    full_hash = _hash(array)
+    _hashes[key] = weakref.ref(array, lambda _: _hashes.pop(key, None)), sample, full_hash
+    return full_hash
 
 
 def _hash(array: Array) -> int:

@@ -131,8 +131,8 @@ class ChannelParallel(keras.layers.Layer):
         if self.activity_regularizer is not None:
             self._refuse("activity_regularizer with gather_output=False", "gather_output=True")
 
-    def _refuse(self, given: str, expected: str) -> None:
-        raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
+    def _refuse(self, setting: str, expected: str) -> None:
+        raise ValueError(f"layer {self.name!r}: {setting}; use {expected}")
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
         """Raise: a divided layer has no LoRA."""

@@ -365,13 +365,13 @@ def recv(
     Returns:
         The tensor.
     """
-    given = watched(tf.zeros([]) if token is None else token, communicator)
+    anchor = watched(tf.zeros([]) if token is None else token, communicator)
 
     def backward(dy: tf.Tensor) -> tf.Tensor:
         communicator.send(dy, source, tag + _GRADIENT_TAG)
-        return tf.zeros_like(given)
+        return tf.zeros_like(anchor)
 
-    return with_gradient(given, lambda _: communicator.recv(shape, dtype, source, tag), backward)
+    return with_gradient(anchor, lambda _: communicator.recv(shape, dtype, source, tag), backward)
 
 
 def _counts(value: tf.Tensor, communicator: Communicator) -> tf.Tensor:
@@ -388,9 +388,12 @@ def _with_rows(
     value = tf.convert_to_tensor(value)
     size = communicator.size
     if value.shape.rank == 0 or (rows is not None and len(rows) != size):
-        given = f"a scalar and rows={rows}" if value.shape.rank == 0 else f"rows={list(rows or ())}"
+        arguments = (
+            f"a scalar and rows={rows}" if value.shape.rank == 0 else f"rows={list(rows or ())}"
+        )
         message = (
-            f"{called} got {given}, expected rows, and a number of them for each of {size} ranks"
+            f"{called} got {arguments}, expected rows, and a number of them for each of {size} "
+            "ranks"
         )
         raise ValueError(at_rank(communicator.rank, message))
     return value

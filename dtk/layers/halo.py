@@ -109,8 +109,8 @@ class Halo:
     def sent(self, source: int, dest: int) -> Range:
         """Return which of its rows a rank sends to another, counted from its own first row."""
         own = ranges_of(self.sizes)[source]
-        found = self.needs[dest].within(own)
-        return Range(found.start - own.start, found.stop - own.start)
+        rows = self.needs[dest].within(own)
+        return Range(rows.start - own.start, rows.stop - own.start)
 
     @property
     def matrix(self) -> list[list[int]]:
@@ -185,17 +185,17 @@ def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]
         return [value]
 
     @tf.custom_gradient
-    def slices(given: tf.Tensor) -> tuple[list[tf.Tensor], Function[tf.Tensor]]:
+    def slices(tensor: tf.Tensor) -> tuple[list[tf.Tensor], Function[tf.Tensor]]:
         def gradient(first: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
-            beside = [[0, 0]] * given.shape.rank
+            beside = [[0, 0]] * tensor.shape.rank
             beside[axis] = [ranges[0].start, length - ranges[0].stop]
             whole = tf.pad(first, beside) if any(beside[axis]) else first
-            whole = tf.ensure_shape(whole, given.shape)
+            whole = tf.ensure_shape(whole, tensor.shape)
             for one, rows in zip(others, ranges[1:], strict=True):
                 whole = add_rows(whole, one, rows, axis) if rows.length else whole
             return whole
 
-        return [_rows(given, *rows, axis) for rows in ranges], gradient
+        return [_rows(tensor, *rows, axis) for rows in ranges], gradient
 
     return slices(value)
 

@@ -153,15 +153,15 @@ class _Rewriting:
 
     def _call(self, layer: keras.Layer, *args: object, **kwargs: object) -> object:
         how = self._spatial.get(id(layer))
-        given: tuple[Args, Kwargs] = (args, kwargs)
-        tensors = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
+        arguments: tuple[Args, Kwargs] = (args, kwargs)
+        tensors = [t for t in keras.tree.flatten(arguments) if isinstance(t, keras.KerasTensor)]
         states = {self._state(tensor) for tensor in tensors}
         if how is None and len(states) == 1 and keeps_parts(layer):
             how = states.pop()
         if how is None:
-            args, kwargs = keras.tree.map_structure(self._gathered, given)
+            args, kwargs = keras.tree.map_structure(self._gathered, arguments)
             return layer(*args, **kwargs)
-        args, kwargs = keras.tree.map_structure(lambda t: self._divided(t, how), given)
+        args, kwargs = keras.tree.map_structure(lambda t: self._divided(t, how), arguments)
         outputs = layer(*args, **kwargs)
         for tensor in keras.tree.flatten(outputs):
             self._parts[id(tensor)] = tensor, how
@@ -201,18 +201,18 @@ def _planned(model: keras.Model, plan: Plan) -> dict[str, str]:
                 f"plan[{pattern!r}] = {how!r}; use 'channels', 'output', 'input', 'rows' or "
                 "'columns'"
             )
-        found = [
+        names = [
             name
             for name, layer in known.items()
             if fnmatch.fnmatchcase(name, pattern) and not isinstance(layer, keras.layers.InputLayer)
         ]
-        if not found:
+        if not names:
             close = difflib.get_close_matches(pattern, known) or list(known)
             raise ValueError(
                 f"plan[{pattern!r}]: model {model.name!r} has no such layer; did you mean "
                 f"{', '.join(map(repr, close))}?"
             )
-        for name in found:
+        for name in names:
             if planned.setdefault(name, how) != how:
                 raise ValueError(
                     f"layer {name!r} is to be divided by {planned[name]!r} and, as of "
@@ -304,10 +304,10 @@ class ModelInParts:
             Entry(key, whole_shape(variable), variable.dtype, group.rank)
             for key, variable in self._mine.items()
         ]
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for entry in itertools.chain(*group.allgather_object(described)):
-            found.setdefault(entry.key, entry)
-        self._entries = list(found.values())
+            entries.setdefault(entry.key, entry)
+        self._entries = list(entries.values())
 
     def build(self) -> keras.Model:
         """Build the model of one device, with the optimizer of the model."""
@@ -363,8 +363,8 @@ class ModelInParts:
         Every rank of the world calls this. One variable is sent at a time.
         """
         for entry in self._entries:
-            given = self._of_whole.get(entry.key) if world.rank == 0 else None
-            value = world.broadcast(_value_or_room(given, entry), root=0)
+            source = self._of_whole.get(entry.key) if world.rank == 0 else None
+            value = world.broadcast(_value_or_room(source, entry), root=0)
             if (variable := self._mine.get(entry.key)) is not None:
                 shard = shard_of(variable)
                 variable.assign(value if shard is None else shard.part(value))
@@ -380,12 +380,12 @@ def _value_or_room(variable: keras.Variable | None, entry: Entry) -> tf.Tensor:
 def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
     """Return a model's weights, seeds and optimizer state by keys that are equal on all ranks."""
     stages = model.stages if isinstance(model, Pipeline) else {0: model}
-    found = {
+    variables = {
         f"stage {number} variable {index}": variable
         for number, stage in stages.items()
         for index, variable in enumerate([*stage.weights, *seed_states_of(stage)])
     }
-    names = {id(variable): key for key, variable in found.items()}
+    names = {id(variable): key for key, variable in variables.items()}
     outer = getattr(model, "optimizer", None)
     for depth, optimizer in enumerate(keras_optimizers.chain(outer) if outer else ()):
         about = {
@@ -393,9 +393,9 @@ def _keyed(model: keras.Model) -> dict[str, keras.Variable]:
             for slot, variable, start in keras_optimizers.slots_by_variable(optimizer)
         }
         plain = [v for v in keras_optimizers.own_variables(optimizer) if id(v) not in about]
-        found |= {f"optimizer {depth} variable {i}": v for i, v in enumerate(plain)}
-        found |= {f"optimizer {depth} {key}": slot for key, slot in about.values()}
-    return found
+        variables |= {f"optimizer {depth} variable {i}": v for i, v in enumerate(plain)}
+        variables |= {f"optimizer {depth} {key}": slot for key, slot in about.values()}
+    return variables
 
 
 @contextlib.contextmanager

@@ -91,9 +91,9 @@ def rows_of(inputs: Tree) -> tf.Tensor:
     return tf.shape(tf.nest.flatten(inputs)[0])[0]
 
 
-def inputs_of(received: list[tf.Tensor], given: Tree) -> Tree:
+def inputs_of(received: list[tf.Tensor], inputs: Tree) -> Tree:
     """Return what a stage takes: outputs of other stages, or else the model's inputs."""
-    return received if len(received) > 1 else (received or [given])[0]
+    return received if len(received) > 1 else (received or [inputs])[0]
 
 
 def _send(value: tf.Tensor, dest: int, group: Communicator, number: int) -> None:
@@ -112,8 +112,8 @@ def _receive(
 ) -> tf.Tensor:
     """Receive a tensor of a microbatch from another stage, whenever it comes."""
     with group.concurrent(f"pipeline {source}-{group.rank}/{number}"):
-        found = group.recv(shape, dtype, source, _FIRST_TAG + number)
-    return tf.ensure_shape(found, static)
+        tensor = group.recv(shape, dtype, source, _FIRST_TAG + number)
+    return tf.ensure_shape(tensor, static)
 
 
 class StageTransfer:
@@ -155,9 +155,9 @@ class StageTransfer:
     def send(self, value: tf.Tensor, dest: int, number: int) -> None:
         """Send a tensor to another rank, which receives it."""
 
-        def sent(given: tf.Tensor) -> tf.Tensor:
-            _send(given, dest, self._group, number)
-            return tf.zeros([], given.dtype)
+        def sent(tensor: tf.Tensor) -> tf.Tensor:
+            _send(tensor, dest, self._group, number)
+            return tf.zeros([], tensor.dtype)
 
         def gradient(_: tf.Tensor) -> tf.Tensor:
             return _receive(tf.shape(value), value.shape, value.dtype, dest, self._group, number)
@@ -190,13 +190,13 @@ class StageTransfer:
 
         @tf.custom_gradient
         def shared(
-            given: tf.Tensor, *tokens: tf.Tensor
+            tensor: tf.Tensor, *tokens: tf.Tensor
         ) -> tuple[tf.Tensor, Function[tuple[tf.Tensor, ...]]]:
             def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
                 return (upstream, *map(tf.zeros_like, tokens))
 
-            found = self._group.broadcast(given, self._group.size - 1)
-            return tf.ensure_shape(found, given.shape), gradient
+            result = self._group.broadcast(tensor, self._group.size - 1)
+            return tf.ensure_shape(result, tensor.shape), gradient
 
         return shared(value, *self._tokens)
 
@@ -250,17 +250,17 @@ class InterleavedStep:
                 self._backward(number)
 
     def _forward(
-        self, number: int, given: Tree, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
+        self, number: int, batch: Tree, gradient_of_loss: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> None:
         received = []
         for source in self._sources:
             row, dtype = self._specs[source].shape[1:], self._specs[source].dtype
-            shape = [rows_of(given), *row]
+            shape = [rows_of(batch), *row]
             received.append(_receive(shape, [None, *row], dtype, source, self._group, number))
         with tf.control_dependencies(self._before), tf.GradientTape() as tape:
             taken = [tf.identity(value) for value in received]
             tape.watch(taken)
-            own = tf.nest.map_structure(tf.identity, given)
+            own = tf.nest.map_structure(tf.identity, batch)
             outputs = dict(zip(self._sources, taken, strict=True))
             inputs = inputs_of([outputs[source] for source in self._inputs], own)
             output = self._stage(inputs, training=True)
@@ -279,18 +279,18 @@ class InterleavedStep:
         ] or [self._upstream.pop(number)]
         variables = self._stage.trainable_variables
         with tf.control_dependencies(self._before):
-            found = tape.gradient(
+            gradients = tape.gradient(
                 output,
                 [*(v.value for v in variables), *taken],
                 output_gradients=tf.add_n(upstream),
                 unconnected_gradients=tf.UnconnectedGradients.NONE,
             )
-        mine, of_taken = found[: len(variables)], found[len(variables) :]
+        mine, of_taken = gradients[: len(variables)], gradients[len(variables) :]
         self.gradients = [added(*pair) for pair in zip(self.gradients, mine, strict=True)]
         for source, value, gradient in zip(self._sources, taken, of_taken, strict=True):
             sent = tf.zeros_like(value) if gradient is None else gradient
             _send(sent, source, self._group, number)
-        self._before = [g for g in found if isinstance(g, tf.Tensor)][:1]
+        self._before = [g for g in gradients if isinstance(g, tf.Tensor)][:1]
 
 
 def added(one: Gradient, other: Gradient) -> Gradient:
@@ -400,8 +400,8 @@ class Pipeline(keras.Model):
         self._configs: list[dict[str, object]] = []
         self._is_regularized = False
         self._counts_penalties = True
-        for number, given in enumerate(stages):
-            self._take(number, given if isinstance(given, keras.Model) else given())
+        for number, stage in enumerate(stages):
+            self._take(number, stage if isinstance(stage, keras.Model) else stage())
         self.built = True
 
     @property
@@ -489,12 +489,13 @@ class Pipeline(keras.Model):
             )
         sources = self._sources[number]
         taken = [tuple(one.shape[1:]) for one in stage.inputs]
-        given = [tuple(self._outputs[source].shape[1:]) for source in sources]
-        fit = map(lambda a, b: tf.TensorShape(a).is_compatible_with(b), taken, given)
-        if sources and (len(taken) != len(given) or not all(fit)):
+        output_shapes = [tuple(self._outputs[source].shape[1:]) for source in sources]
+        fit = map(lambda a, b: tf.TensorShape(a).is_compatible_with(b), taken, output_shapes)
+        if sources and (len(taken) != len(output_shapes) or not all(fit)):
             self._refuse(
                 f"stage {number} ({stage.name!r}) takes inputs of the shapes {taken} of a row, and "
-                f"the stages {sources} that lead to it put out {given}; change an Input, or links="
+                f"the stages {sources} that lead to it put out {output_shapes}; "
+                "change an Input, or links="
             )
         self._outputs.append(outputs[0])
         self._configs.append(keras.saving.serialize_keras_object(stage))
@@ -515,13 +516,13 @@ class Pipeline(keras.Model):
         last = self._group.rank == self._group.size - 1
         outputs = []
         for part in range(self._microbatches):
-            given = microbatch(inputs, part, self._microbatches)
+            batch = microbatch(inputs, part, self._microbatches)
             sources = self._sources[self._group.rank]
             received = {
-                source: link.receive(rows_of(given), self._outputs[source], source, part)
+                source: link.receive(rows_of(batch), self._outputs[source], source, part)
                 for source in sorted(set(sources))
             }
-            taken = link.begin(inputs_of([received[source] for source in sources], given))
+            taken = link.begin(inputs_of([received[source] for source in sources], batch))
             output = link.end(self.stage(taken, training=training))
             self._check_losses(self.stage)
             for dest in self._dests[self._group.rank]:
@@ -557,12 +558,12 @@ class Pipeline(keras.Model):
         """Compute all stages in this process, with the same microbatches."""
         outputs = []
         for part in range(self._microbatches):
-            given = microbatch(inputs, part, self._microbatches)
-            found: list[tf.Tensor] = []
+            batch = microbatch(inputs, part, self._microbatches)
+            stage_outputs: list[tf.Tensor] = []
             for stage, sources in zip(self._all, self._sources, strict=True):
-                taken = inputs_of([found[source] for source in sources], given)
-                found.append(stage(taken, training=training))
-            outputs.append(found[-1])
+                taken = inputs_of([stage_outputs[source] for source in sources], batch)
+                stage_outputs.append(stage(taken, training=training))
+            outputs.append(stage_outputs[-1])
         return tf.concat(outputs, 0)
 
 
@@ -580,10 +581,12 @@ class InterleavedPipeline(Pipeline):
         rows, rank = rows_of(x), self._group.rank
 
         def gradient_of_loss(number: int, output: tf.Tensor) -> tf.Tensor:
-            given = [None if v is None else microbatch(v, number, count) for v in (y, weight)]
+            labels, weights = (
+                None if v is None else microbatch(v, number, count) for v in (y, weight)
+            )
             with tf.GradientTape() as tape:
                 tape.watch(output)
-                loss = self._loss_of_rows(parts[number], given[0], output, given[1])
+                loss = self._loss_of_rows(parts[number], labels, output, weights)
                 loss = self.optimizer.scale_loss(loss)
             # Weight the mean over a microbatch by the microbatch's share of the rows.
             share = tf.shape(output)[0] / rows
@@ -615,10 +618,10 @@ class InterleavedPipeline(Pipeline):
         """Add the gradients of the penalties on this stage's weights."""
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
-            found = [v.regularizer(v.value) for v in variables if v.regularizer is not None]
-            penalty = self.optimizer.scale_loss(tf.add_n([tf.zeros([]), *found]))
-        found = tape.gradient(penalty, [v.value for v in variables])
-        return [added(one, other) for one, other in zip(gradients, found, strict=True)]
+            penalties = [v.regularizer(v.value) for v in variables if v.regularizer is not None]
+            penalty = self.optimizer.scale_loss(tf.add_n([tf.zeros([]), *penalties]))
+        of_penalty = tape.gradient(penalty, [v.value for v in variables])
+        return [added(one, other) for one, other in zip(gradients, of_penalty, strict=True)]
 
     def _check_reduction(self) -> None:
         for loss in keras.tree.flatten(self.loss):

@@ -81,13 +81,13 @@ def scatter_to_group(value: tf.Tensor, shard: Shard) -> tf.Tensor:
     return with_gradient(value, shard.part, lambda dy: gather_from_group(dy, shard))
 
 
-def model_group(given: Communicator | None = None) -> Communicator:
+def model_group(communicator: Communicator | None = None) -> Communicator:
     """Return the communicator of the ranks that hold parts of one model."""
-    if given is not None:
-        return given
+    if communicator is not None:
+        return communicator
     strategy = tf.distribute.get_strategy()
-    found: Communicator | None = getattr(strategy, "model_communicator", None)
-    return found or LocalCommunicator()
+    group: Communicator | None = getattr(strategy, "model_communicator", None)
+    return group or LocalCommunicator()
 
 
 def agreed_lengths(length: int, communicator: Communicator) -> tuple[int, ...]:

@@ -82,9 +82,9 @@ class SpatiallyParallel(keras.layers.Layer):
     def _check_arguments(self) -> None:
         """Raise a ValueError for arguments that do not work in parts."""
 
-    def _refuse(self, given: str, expected: str) -> NoReturn:
+    def _refuse(self, setting: str, expected: str) -> NoReturn:
         """Raise a ValueError that names the layer, what it refuses, and what to use instead."""
-        raise ValueError(f"layer {self.name!r}: {given}; use {expected}")
+        raise ValueError(f"layer {self.name!r}: {setting}; use {expected}")
 
     def windows(self) -> tuple[Window, Window] | None:
         """Return the windows over rows and columns; None if outputs need no other rank's rows."""

@@ -39,10 +39,10 @@ def convert_sync_batchnorm(model: _Model) -> _Model:
     layers = layers_of(model)
     known = {id(layer) for layer in layers}
     for layer in (model, *layers):
-        for place, found in _kept_in(layer):
-            if id(found) not in known:
+        for place, norm in _kept_in(layer):
+            if id(norm) not in known:
                 raise ValueError(
-                    f"BatchNormalization {found.name!r} in {type(layer).__name__} {layer.name!r}, "
+                    f"BatchNormalization {norm.name!r} in {type(layer).__name__} {layer.name!r}, "
                     f"{place}: Keras does not count it among the model's layers, so its weights "
                     "would not be trained; make it an attribute, or part of a list or dict, of a "
                     "Keras layer"

@@ -206,8 +206,8 @@ def _steps_at(starts: list[int], sizes: Runs, epoch_size: int | None) -> list[in
 
 
 def _sizes(batch_size: int | Sequence[int | tuple[int, int]], epoch_size: int | None) -> Runs:
-    given = [batch_size] if isinstance(batch_size, int) else batch_size
-    sizes = parse_runs(given, "batch size", is_count, "an integer of at least 1")
+    runs = [batch_size] if isinstance(batch_size, int) else batch_size
+    sizes = parse_runs(runs, "batch size", is_count, "an integer of at least 1")
     if epoch_size is not None and not is_count(epoch_size):
         raise ValueError(f"epoch_size={epoch_size!r}; expected a number of samples, 1 or more")
     if epoch_size is None and len(sizes) > 1:

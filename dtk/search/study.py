@@ -309,11 +309,11 @@ class Results:
         storage.create_new_study(directions, self.name)
         made = optuna.load_study(study_name=self.name, storage=storage)
         for fields in self.trials:
-            found: Mapping[str, Distribution] = fields["distributions"]  # type: ignore[assignment]
+            space: Mapping[str, Distribution] = fields["distributions"]  # type: ignore[assignment]
             changed = {
                 "value": None,  # `values` holds it
                 "state": optuna.trial.TrialState(fields["state"]),
-                "distributions": {name: one.made() for name, one in found.items()},
+                "distributions": {name: one.made() for name, one in space.items()},
             }
             made.add_trial(optuna.trial.FrozenTrial(**{**fields, **changed}))
         return made

@@ -131,13 +131,13 @@ def find_devices(devices: int | Sequence[str] | None) -> list[str]:
             tf.config.set_logical_device_configuration(
                 cpus[0], [tf.config.LogicalDeviceConfiguration()] * devices
             )
-    found = tf.config.list_logical_devices("CPU")
-    if len(found) < devices:
+    logical_cpus = tf.config.list_logical_devices("CPU")
+    if len(logical_cpus) < devices:
         raise ValueError(
-            f"devices={devices}, but TensorFlow has already started with {len(found)} CPU "
+            f"devices={devices}, but TensorFlow has already started with {len(logical_cpus)} CPU "
             "device(s) and cannot add more; make the strategy before anything else uses TensorFlow"
         )
-    return [device.name for device in found[:devices]]
+    return [device.name for device in logical_cpus[:devices]]
 
 
 def _named(names: list[str]) -> list[str]:

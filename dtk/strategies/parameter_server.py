@@ -231,35 +231,38 @@ def _checked(
     if exchange is None:
         return None
     consistency_models.check_no_exchange(exchange)
-    given = parse(exchange) if isinstance(exchange, str) else exchange
-    if isinstance(given, Quantized):
-        if not given.codes:
+    exchange_op = parse(exchange) if isinstance(exchange, str) else exchange
+    if isinstance(exchange_op, Quantized):
+        if not exchange_op.codes:
             return None
-        given = Downpour(bits=given.bits)
-    if not isinstance(given, Downpour):
+        exchange_op = Downpour(bits=exchange_op.bits)
+    if not isinstance(exchange_op, Downpour):
         raise ValueError(
-            f"exchange={given!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or None "
-            "to send every gradient as it is"
+            f"exchange={exchange_op!r}; expected dtk.exchange.Downpour(...), Quantized(bits), or "
+            "None to send every gradient as it is"
         )
     if isinstance(consistency, consistency_models.Sync):
         raise ValueError(
-            f"exchange={given!r} with consistency={consistency!r}: workers with local steps "
+            f"exchange={exchange_op!r} with consistency={consistency!r}: workers with local steps "
             'are not synchronous; use "async" or BoundedDelay(tau)'
         )
-    if isinstance(consistency, consistency_models.BoundedDelay) and given.fetch > given.push_every:
+    if (
+        isinstance(consistency, consistency_models.BoundedDelay)
+        and exchange_op.fetch > exchange_op.push_every
+    ):
         raise ValueError(
-            f"exchange={given!r} with consistency={consistency!r}: weights kept after a push "
+            f"exchange={exchange_op!r} with consistency={consistency!r}: weights kept after a push "
             'may be later than the bound allows; use "async", or fetch with every push'
         )
-    return given
+    return exchange_op
 
 
 def _check(config: cluster.TFConfig, value: consistency_models.Consistency) -> None:
     for role, name in (("ps", "parameter server"), ("worker", "worker"), ("chief", "chief")):
         if not config.cluster.get(role):
-            found = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())
+            counts = ", ".join(f"{len(a)} {r}" for r, a in config.cluster.items())
             raise ClusterError(
-                f"{config.role} {config.index}: the job has no {name} (TF_CONFIG lists {found}); "
+                f"{config.role} {config.index}: the job has no {name} (TF_CONFIG lists {counts}); "
                 "start with `dtk run -n 2 --ps 1 train.py`, or give TF_CONFIG a chief, a worker "
                 "and a ps"
             )

@@ -59,10 +59,10 @@ def agree(
 @functools.cache  # once in a process
 def tell_untested_versions() -> None:
     """Print a warning if dtk was not tested with this TensorFlow or Keras."""
-    for package, found in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
-        if not is_tested(package, found):
+    for package, version in (("tensorflow", tf.__version__), ("keras", keras.__version__)):
+        if not is_tested(package, version):
             print(
-                f"dtk: was not tested with {package} {found}: pip install "
+                f"dtk: was not tested with {package} {version}: pip install "
                 f"'{requirement(package)}', or compare with one process by `dtk check`",
                 file=sys.stderr,
             )

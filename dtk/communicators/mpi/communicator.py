@@ -103,9 +103,9 @@ class MPICommunicator(Communicator):
         self._lanes = {("", 0): _Lane(comm)}
 
     def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
-        def post(comm: MPI.Intracomm, given: Array) -> Posted:
-            result = self._room(given.size, given.dtype)
-            return comm.Iallreduce(given, result, _OPS[op]), result, None
+        def post(comm: MPI.Intracomm, array: Array) -> Posted:
+            result = self._room(array.size, array.dtype)
+            return comm.Iallreduce(array, result, _OPS[op]), result, None
 
         return [
             self._reduce_halves(tensor, op, label, self._lane(i))
@@ -133,10 +133,10 @@ class MPICommunicator(Communicator):
         return tf.split(rows, sizes, num=self.size)
 
     def _gather_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, given: Array, counts: Array) -> Posted:
-            result = self._room(int(counts.sum()), given.dtype)
+        def post(comm: MPI.Intracomm, array: Array, counts: Array) -> Posted:
+            result = self._room(int(counts.sum()), array.dtype)
             received = [_plain(result), counts.tolist()]
-            return comm.Iallgatherv(_plain(given), received), result, None
+            return comm.Iallgatherv(_plain(array), received), result, None
 
         return self._call(lane, post, [flat, sizes], label)
 
@@ -145,24 +145,24 @@ class MPICommunicator(Communicator):
         return tf.split(rows, sizes[:, self.rank], num=self.size)
 
     def _exchange_in(self, lane: _Lane, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, given: Array, matrix: Array) -> Posted:
+        def post(comm: MPI.Intracomm, array: Array, matrix: Array) -> Posted:
             sent, received = matrix[self.rank], matrix[:, self.rank]
-            result = self._room(int(received.sum()), given.dtype)
+            result = self._room(int(received.sum()), array.dtype)
             request = comm.Ialltoallv(
-                [_plain(given), sent.tolist()], [_plain(result), received.tolist()]
+                [_plain(array), sent.tolist()], [_plain(result), received.tolist()]
             )
             return request, result, None
 
         return self._call(lane, post, [flat, sizes], label)
 
     def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
-        def post(comm: MPI.Intracomm, given: Array) -> Posted:
-            head = _HEAD // given.dtype.itemsize
-            sent = self._room(head + given.size, given.dtype)
+        def post(comm: MPI.Intracomm, array: Array) -> Posted:
+            head = _HEAD // array.dtype.itemsize
+            sent = self._room(head + array.size, array.dtype)
             length, result = sent[:head].view(np.int64), sent[head:]
             if comm.rank == root:
-                length[0] = given.size
-                np.copyto(result, given)
+                length[0] = array.size
+                np.copyto(result, array)
             return comm.Ibcast(_plain(sent), root), result, lambda _: int(length[0])
 
         return [
@@ -171,14 +171,14 @@ class MPICommunicator(Communicator):
         ]
 
     def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, given: Array) -> Posted:
-            return comm.Isend(_plain(given), dest, _tag(tag)), np.zeros(1, given.dtype), None
+        def post(comm: MPI.Intracomm, array: Array) -> Posted:
+            return comm.Isend(_plain(array), dest, _tag(tag)), np.zeros(1, array.dtype), None
 
         return self._call(self._pairs, post, [flat], f"to rank {dest}", dest)
 
     def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        def post(comm: MPI.Intracomm, given: Array) -> Posted:
-            result = self._room(given.size, given.dtype)
+        def post(comm: MPI.Intracomm, array: Array) -> Posted:
+            result = self._room(array.size, array.dtype)
             request = comm.Irecv(_plain(result), source, _tag(tag))
             return request, result, lambda status: status.Get_count(MPI.BYTE) // result.itemsize
 
@@ -219,18 +219,18 @@ class MPICommunicator(Communicator):
         members = frozenset(self._members[rank] for rank in ranks)
         what = f"the collective {label!r}" if peer is None else f"a message {label}"
 
-        def begin(given: Sequence[Array]) -> PendingRequest:
-            request, result, came = post(lane.comm, *given)
-            return PendingRequest(request, result, given, members, what, came)
+        def begin(arrays: Sequence[Array]) -> PendingRequest:
+            request, result, came = post(lane.comm, *arrays)
+            return PendingRequest(request, result, arrays, members, what, came)
 
         if tf.executing_eagerly():
             return _tensor(self._progress.wait(begin([_array(tensor) for tensor in inputs])))
         dtype = inputs[0].dtype
         site = _Site(dtype, self.device)
 
-        def start(*given: Array) -> tuple[np.bool_, Array]:
+        def start(*arrays: Array) -> tuple[np.bool_, Array]:
             turn = site.begin()
-            job = begin(given)
+            job = begin(arrays)
             if self._progress.soon(job):
                 return np.True_, job.result
             self._progress.later(job, functools.partial(site.deliver, turn))
@@ -243,8 +243,8 @@ class MPICommunicator(Communicator):
             # Stateful functions would run in trace order, whatever is ready. The sequencer's inputs
             # and outputs keep TensorFlow from leaving this one out, or running it too early. Stop
             # gradients, which `dtk.layers.collectives` defines: a tape would ask for the queue's.
-            given = [tf.stop_gradient(tensor) for tensor in inputs]
-            done, result = tf.numpy_function(start, given, [tf.bool, dtype], stateful=False)
+            tensors = [tf.stop_gradient(tensor) for tensor in inputs]
+            done, result = tf.numpy_function(start, tensors, [tf.bool, dtype], stateful=False)
             lane.posted = done.op
             done.set_shape([])
             result.set_shape([None])
