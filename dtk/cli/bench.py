@@ -157,28 +157,28 @@ def bench(
     places = bench_jobs.Places(count, where, remote_shell)
     run = BenchRun(setting, places, dict(map(_variable, tuned)))
     code = run.measure(communicators, chosen)
-    found = run.results
+    outcome = run.results
     if code:
-        found = found.ended_early(setting.tasks, f"ended with exit code {code}")
-        if not found.turns:
+        outcome = outcome.ended_early(setting.tasks, f"ended with exit code {code}")
+        if not outcome.turns:
             sys.exit(code)
     if json_file is not None:
-        found.save(json_file)
+        outcome.save(json_file)
     if plot_file is not None:
-        report.save_plot(found, plot_file)
-    page.show(report.tables(found, saved), report.notes(found, saved), markdown_file)
+        report.save_plot(outcome, plot_file)
+    page.show(report.tables(outcome, saved), report.notes(outcome, saved), markdown_file)
     sys.exit(code)
 
 
-def _once(given: tuple[_T, ...]) -> tuple[_T, ...]:
-    return tuple(dict.fromkeys(given))
+def _once(values: tuple[_T, ...]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(values))
 
 
-def _variable(given: str) -> tuple[str, str]:
-    name, sign, value = given.partition("=")
+def _variable(assignment: str) -> tuple[str, str]:
+    name, sign, value = assignment.partition("=")
     if not sign or not name.isidentifier():
         raise BenchError(
-            f"--tuned {given}: expected NAME=VALUE, for example TF_ENABLE_ONEDNN_OPTS=1"
+            f"--tuned {assignment}: expected NAME=VALUE, for example TF_ENABLE_ONEDNN_OPTS=1"
         )
     return name, value
 

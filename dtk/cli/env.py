@@ -63,15 +63,15 @@ def versions() -> list[doctor.Finding]:
 
 def settings() -> list[doctor.Finding]:
     """Return the variables that this process was started with, and what a pyproject.toml gives."""
-    found = [
+    findings = [
         doctor.Finding(name, f"{'hidden' if name == JOB_SECRET else value} (environment)")
         for name, value in sorted(psutil.Process().environ().items())
         if _VARIABLES.match(name)
     ]
     if os.path.exists(job_file.PYPROJECT):
-        given = job_file.read(job_file.PYPROJECT, run)
-        found += [
+        options = job_file.read(job_file.PYPROJECT, run)
+        findings += [
             doctor.Finding(f"run {name}", f"{value} ({job_file.PYPROJECT})")
-            for name, value in given.items()
+            for name, value in options.items()
         ]
-    return found
+    return findings

@@ -121,14 +121,14 @@ def install(wheel: pathlib.Path, verbose: bool) -> None:
 def check_installed(without_mpi: bool) -> None:
     """Let two processes reduce over each transport that the installed Horovod was built with."""
     with step("importing Horovod"):
-        found = reduction_check.installed()
-    click.echo(f"Horovod {found}")
-    if not (found.gloo or found.mpi):
+        horovod = reduction_check.installed()
+    click.echo(f"Horovod {horovod}")
+    if not (horovod.gloo or horovod.mpi):
         raise HorovodBuildError(
             "this Horovod can reduce over nothing. Next: dtk install-horovod --rebuild"
         )
-    gloo = "Gloo", found.gloo, reduction_check.check_gloo
-    for name, built, reduces in (gloo, ("MPI", found.mpi, reduction_check.check_mpi)):
+    gloo = "Gloo", horovod.gloo, reduction_check.check_gloo
+    for name, built, reduces in (gloo, ("MPI", horovod.mpi, reduction_check.check_mpi)):
         if name == "MPI" and without_mpi:
             click.echo("skipped: the check over MPI (--without-mpi)")
         elif not built:

@@ -134,28 +134,28 @@ def plan(
         if bench is None and name is not None:
             raise PlanError(f"{option} {name} chooses from a benchmark; give its file with --bench")
     within = Link(host_latency, host_bandwidth or math.inf)
-    given = None
+    training = None
     if step_time is not None and parameters is not None:
-        given = Training(step_time, parameters, batch_size or Training.rows)
+        training = Training(step_time, parameters, batch_size or Training.rows)
     if bench is None:
-        if given is None:
+        if training is None:
             raise PlanError(
                 "how long does a step take, of what? Give --bench and what `dtk bench --json` "
                 "wrote, or --step-time and --parameters"
             )
-        known = Calibration(given, Software(), per_host=1, hosts=1)
+        known = Calibration(training, Software(), per_host=1, hosts=1)
     else:
-        if given is None:
+        if training is None:
             _refuse(
                 "--step-time --parameters --batch-size",
                 f"was given, and {bench} says so already; leave it out, or give --step-time and "
                 "--parameters for another model over what sends there",
             )
         known = calibrated(read(bench), model, communicator)
-        if given is not None:
+        if training is not None:
             # The costs of sending, for a model that was not measured.
             software = dataclasses.replace(known.software, product=0.0, hidden=0.0)
-            known = dataclasses.replace(known, job=given, software=software)
+            known = dataclasses.replace(known, job=training, software=software)
     software, per_host = known.software, workers_per_host or known.per_host
     if coding is not None:
         coded = {**software.coding, "8bit": coding, "1bit": coding}
@@ -177,8 +177,8 @@ def _refuse(options: str, why: str) -> None:
     """Raise PlanError if one of these options was given."""
     context = click.get_current_context()
     for one in context.command.params:
-        given = context.get_parameter_source(one.name or "") is not ParameterSource.DEFAULT
-        if given and one.opts[0] in options.split():
+        is_given = context.get_parameter_source(one.name or "") is not ParameterSource.DEFAULT
+        if is_given and one.opts[0] in options.split():
             raise PlanError(f"{one.opts[0]} {why}")
 
 

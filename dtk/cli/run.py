@@ -195,8 +195,8 @@ def run(
     if max_restarts is None:
         max_restarts = _MAX_RESTARTS if ps or min_workers else 0
 
-    if given := job_file.told(ctx):
-        screen.say(given)
+    if message := job_file.told(ctx):
+        screen.say(message)
     spec = JobSpec(
         command=command,
         workers=workers,
@@ -246,13 +246,17 @@ def _of_another_library(script: str) -> str:
     return ""
 
 
-def _variable(given: str) -> tuple[str, str]:
+def _variable(assignment: str) -> tuple[str, str]:
     """Return name and value of a variable that is given as NAME=VALUE, or NAME if it is set."""
-    name, equals, value = given.partition("=")
+    name, equals, value = assignment.partition("=")
     if not name:
-        raise ClusterError(f"-x {given}: no name; give -x NAME=VALUE, or the NAME of a set one")
+        raise ClusterError(
+            f"-x {assignment}: no name; give -x NAME=VALUE, or the NAME of a set one"
+        )
     if not equals and name not in os.environ:
-        raise ClusterError(f"-x {given}: {name} is not set here; set it, or give -x {name}=VALUE")
+        raise ClusterError(
+            f"-x {assignment}: {name} is not set here; set it, or give -x {name}=VALUE"
+        )
     return name, value if equals else os.environ[name]
 
 
@@ -328,8 +332,8 @@ def _is_other_package(folder: Path, name: str) -> bool:
     if not package.is_file() or (folder / name / "launch" / "bootstrap").is_dir():
         return False  # such as a checkout of dtk itself
     others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
-    found = importlib.machinery.PathFinder.find_spec(name, others)
-    return found is not None and bool(found.origin) and not package.samefile(str(found.origin))
+    spec = importlib.machinery.PathFinder.find_spec(name, others)
+    return spec is not None and bool(spec.origin) and not package.samefile(str(spec.origin))
 
 
 def _module_exists(top: str) -> bool:

@@ -55,8 +55,8 @@ def top(job: int | None) -> None:
 
 
 def _shown(job: int | None) -> rich.console.Group | None:
-    found = [one for one in monitor.jobs() if job in (None, one["pid"])]
-    return rich.console.Group(*map(_of_job, found)) if found else None
+    jobs = [one for one in monitor.jobs() if job in (None, one["pid"])]
+    return rich.console.Group(*map(_of_job, jobs)) if jobs else None
 
 
 def _of_job(job: JobSnapshot) -> rich.console.Group:

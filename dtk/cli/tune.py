@@ -100,24 +100,24 @@ def tune(
         click.echo("forgotten" if known else "there was nothing to forget")
         return
     with rich.console.Console(stderr=True).status("starting ...") as status:
-        found = Tuning(
+        tuning = Tuning(
             ways(int(threads), os.environ, others),
             functools.partial(measure, spec),
             lambda name: status.update(f"measuring: {name}"),
             rounds,
         )
-        code = job_options.interruptible(lambda: _choose(found, file), "tune", ())
+        code = job_options.interruptible(lambda: _choose(tuning, file), "tune", ())
     if code:
         sys.exit(code)
 
 
-def _choose(found: Tuning, file: Path) -> int:
-    best = found.choose()
+def _choose(tuning: Tuning, file: Path) -> int:
+    best = tuning.choose()
     table = rich.table.Table("", "ms per step (least - most)", box=None, pad_edge=False)
-    for name, times in found.times.items():
+    for name, times in tuning.times.items():
         middle = statistics.median(times)
         table.add_row(name, f"{middle:.1f} ({min(times):.1f} - {max(times):.1f})")
-    for name in found.failed:
+    for name in tuning.failed:
         table.add_row(name, "the script fails with it")
     rich.console.Console(width=100).print(table)
     step_settings.save(file, best)
@@ -166,10 +166,10 @@ def measure(spec: JobSpec, variables: Variables) -> Timing:
     """Measure the script's step with some settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "steps.json")
-        given = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
-        communicator = given.pop(COMMUNICATOR, spec.communicator)
+        env = {**variables, TIME_STEPS: str(file), STEP_SETTINGS: "0"}
+        communicator = env.pop(COMMUNICATOR, spec.communicator)
         said = io.StringIO()
-        asked = dataclasses.replace(spec, communicator=communicator, variables=given)
+        asked = dataclasses.replace(spec, communicator=communicator, variables=env)
         if code := JobRun(asked, stdout=io.StringIO(), stderr=said).wait():
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
         return Timing(**json.loads(file.read_text()))

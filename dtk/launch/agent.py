@@ -335,11 +335,11 @@ def tell(host: str, ports: int) -> None:
     print(json.dumps([survey(host, ports), versions(), time.time()]))
 
 
-def main(task: str, given: Mapping[str, object]) -> int:
+def main(task: str, arguments: Mapping[str, object]) -> int:
     """Do what the launcher asks for; return the exit code."""
     if task == "rank":
-        return run_rank(**given)  # type: ignore[arg-type]
+        return run_rank(**arguments)  # type: ignore[arg-type]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    (guard if task == "guard" else tell)(**given)  # type: ignore[arg-type]
+    (guard if task == "guard" else tell)(**arguments)  # type: ignore[arg-type]
     return 0

@@ -180,5 +180,5 @@ class Attempts:
     def _answering(self, hosts: Iterable[str]) -> set[str]:
         names = list(hosts)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = zip(names, pool.map(self.answers, names), strict=True)
-            return {name for name, is_there in found if is_there}
+            answers = zip(names, pool.map(self.answers, names), strict=True)
+            return {name for name, is_there in answers if is_there}

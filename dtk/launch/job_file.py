@@ -58,12 +58,12 @@ def read(file: str, command: click.Command) -> dict[str, object]:
         for name in ("tool", "dtk"):
             table = table.get(name, {}) if isinstance(table, dict) else {}
         table = _known(table, ("run",), file).get("run", {})
-    found = _known(table, options, file)
-    for name, value in found.items():
+    values = _known(table, options, file)
+    for name, value in values.items():
         types, wanted = _KINDS[options[name].type.name]
         if type(value) not in types:
             raise click.UsageError(f"{file}: {name} = {value!r}: expected {wanted}")
-    return found
+    return values
 
 
 def _known(table: object, names: Collection[str], file: str) -> dict[str, object]:
@@ -86,10 +86,10 @@ def apply(ctx: click.Context, parameter: click.Parameter, file: str | None) -> s
     for one in (PYPROJECT if os.path.exists(PYPROJECT) else None, file):
         if one is None or ctx.resilient_parsing:
             continue
-        given = read(one, ctx.command)
-        for name in _PLACES if given.keys() & set(_PLACES) else ():
+        values = read(one, ctx.command)
+        for name in _PLACES if values.keys() & set(_PLACES) else ():
             defaults.pop(name, None)
-        for name, value in given.items():
+        for name, value in values.items():
             option = str(options_of(ctx.command)[name].name)
             defaults[option], files[option] = value, one
     if os.environ.get(COMMUNICATOR):
@@ -141,13 +141,13 @@ def sources(ctx: click.Context) -> dict[str, str]:
 
 def told(ctx: click.Context) -> str:
     """Return which options are from which file, as a part of a sentence; "" if none is."""
-    found = sources(ctx)
+    files = sources(ctx)
     return "; ".join(
         f"{file} gives "
         + ", ".join(
             f"{name.replace('_', '-')} = {ctx.params[name]}"
-            for name in found
-            if found[name] == file
+            for name in files
+            if files[name] == file
         )
-        for file in dict.fromkeys(found.values())
+        for file in dict.fromkeys(files.values())
     )

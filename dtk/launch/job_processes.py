@@ -44,14 +44,14 @@ class _Search:
 
         Once seen, a process is found again though its parents and its session's leader have ended.
         """
-        found: set[int] = set()
+        pids: set[int] = set()
         stats: dict[int, list[str]] = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
                     value = (b"\0" + file.read()).partition(self._mark)
                     if value[1] and value[2][:1] in (b"\0", b"/", b""):
-                        found.add(int(entry))
+                        pids.add(int(entry))
                 with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
                     # From "state" on, which is the third of proc(5).
                     stat = file.read().rpartition(")")[2].split()
@@ -60,19 +60,19 @@ class _Search:
         parents = {pid: int(stat[1]) for pid, stat in stats.items()}
         sessions = {pid: int(stat[3]) for pid, stat in stats.items()}
         seen = {(pid, stat[19]) for pid, stat in stats.items()}  # with the time of its start
-        found &= stats.keys()
-        found |= {pid for pid, _ in self._seen & seen}
-        self._sessions |= {one for one in found if sessions[one] == one}
+        pids &= stats.keys()
+        pids |= {pid for pid, _ in self._seen & seen}
+        self._sessions |= {one for one in pids if sessions[one] == one}
         # While its session lives, the number of an ended rank is given to no other process.
-        ours = {one for one in self._sessions if one in found or one not in stats}
-        found |= {pid for pid, session in sessions.items() if session in ours}
+        ours = {one for one in self._sessions if one in pids or one not in stats}
+        pids |= {pid for pid, session in sessions.items() if session in ours}
         before = 0
-        while len(found) > before:
-            before = len(found)
-            found |= {pid for pid, parent in parents.items() if parent in found}
-        found.discard(os.getpid())
-        self._seen = {(pid, when) for pid, when in seen if pid in found}
-        return found
+        while len(pids) > before:
+            before = len(pids)
+            pids |= {pid for pid, parent in parents.items() if parent in pids}
+        pids.discard(os.getpid())
+        self._seen = {(pid, when) for pid, when in seen if pid in pids}
+        return pids
 
 
 def end(
@@ -130,8 +130,8 @@ def bootstrapped(environ: Mapping[str, str]) -> dict[str, str]:
 
     Unchanged where dtk cannot be found: there, what it does begins with the strategy.
     """
-    found = importlib.util.find_spec("dtk")
-    for folder in (found and found.submodule_search_locations) or ():
+    spec = importlib.util.find_spec("dtk")
+    for folder in (spec and spec.submodule_search_locations) or ():
         bootstrap = os.path.join(folder, "launch", "bootstrap")
         if os.path.isfile(os.path.join(bootstrap, "sitecustomize.py")):
             paths = [bootstrap, *filter(None, [environ.get("PYTHONPATH")])]

@@ -31,8 +31,8 @@ class JobSnapshot(TypedDict):
 def folders() -> list[Path]:
     """Return where sockets may be, the best place first; a shell by ssh may lack the variable."""
     user = os.getuid()
-    given, system = os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"
-    own = [Path(given, "dtk")] if os.path.isabs(given) else []
+    runtime, system = os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"
+    own = [Path(runtime, "dtk")] if os.path.isabs(runtime) else []
     return [*own, Path(system, "dtk"), Path(f"/tmp/dtk-{user}")]
 
 
@@ -83,7 +83,7 @@ def serving(snapshot: Callable[[], JobSnapshot]) -> Iterator[None]:
 
 def jobs() -> list[JobSnapshot]:
     """Ask all launchers of this user's on this machine; remove the sockets of dead ones."""
-    found = []
+    snapshots = []
     mine = filter(_is_mine, dict.fromkeys(folders()))
     for path in (path for folder in mine for path in sorted(folder.glob("*.sock"))):
         with socket.socket(socket.AF_UNIX) as end, contextlib.suppress(OSError, ValueError):
@@ -94,5 +94,5 @@ def jobs() -> list[JobSnapshot]:
                 path.unlink(missing_ok=True)
                 continue
             with end.makefile("rb") as reading:
-                found.append(json.loads(reading.read()))
-    return found
+                snapshots.append(json.loads(reading.read()))
+    return snapshots

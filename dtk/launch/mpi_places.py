@@ -141,25 +141,25 @@ class MPIPlaces:
 
         late = threading.Timer(START_SECONDS, give_up)
         late.start()
-        found: dict[int, dict[str, str]] = {}
+        envs: dict[int, dict[str, str]] = {}
         try:
             with self._process.stdout as lines:
-                while len(found) < len(self._hosts):
+                while len(envs) < len(self._hosts):
                     line = lines.readline()
                     if not line:
                         raise CommunicatorError(self._why(held_up))
                     env = _variables(line)
                     if "PMIX_RANK" in env:  # else it is a line of MPI's own, about what is wrong
-                        found[int(env["PMIX_RANK"])] = env
+                        envs[int(env["PMIX_RANK"])] = env
         finally:
             late.cancel()
         if self._alone:  # no port for messages that no other host sends
             extra = {"OMPI_MCA_btl": "self,sm"}
             if self._memory is not None:
                 extra["OMPI_MCA_btl_sm_backing_directory"] = str(self._memory)
-            for env in found.values():
+            for env in envs.values():
                 env.update({name: os.environ.get(name, value) for name, value in extra.items()})
-        return [{**found[rank], MPI_LEASE: str(self._lease)} for rank in range(len(self._hosts))]
+        return [{**envs[rank], MPI_LEASE: str(self._lease)} for rank in range(len(self._hosts))]
 
     def held_up(self) -> str:
         """Return who may keep the server from answering the ranks, for a sentence; "" if nobody.

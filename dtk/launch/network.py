@@ -84,11 +84,11 @@ def rules(hosts: Sequence[str]) -> str:
         >>> print(rules(["192.0.2.1", "192.0.2.2"]).splitlines()[9])
             ip saddr { 192.0.2.1, 192.0.2.2 } accept
     """
-    found = sorted({address for host in hosts for address in _addresses(host)}, key=str)
+    addresses = sorted({address for host in hosts for address in _addresses(host)}, key=str)
     accepted = [
         f"    {family} saddr {{ {', '.join(str(one) for one in chosen)} }} accept"
         for family, version in (("ip", 4), ("ip6", 6))
-        if (chosen := [one for one in found if one.version == version])
+        if (chosen := [one for one in addresses if one.version == version])
     ]
     low, high = _RANGE.read_text().split()
     return _TABLE.format(
@@ -103,10 +103,10 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
         told = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(f"host {host!r} means no address ({error}); give its address") from error
-    found = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in told]
-    if any(one.is_loopback for one in found):
+    addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in told]
+    if any(one.is_loopback for one in addresses):
         raise ClusterError(
-            f"host {host!r} means {found[0]} here, on which no other host is reached; give the "
+            f"host {host!r} means {addresses[0]} here, on which no other host is reached; give the "
             "address by which the others know it"
         )
-    return found
+    return addresses

@@ -73,10 +73,10 @@ def headline(log: EventLog) -> str:
     told = [one for one in log.kept if one["kind"] in ("failure", "stall")]
     if log.kept[-1]["code"] != 0:
         return _why(told[-1]) if told else ""
-    found = _shares(log)
-    if not found:
+    shares = _shares(log)
+    if not shares:
         return ""
-    mean = {name: sum(parts[name] for parts in found.values()) / len(found) for name in _PARTS}
+    mean = {name: sum(parts[name] for parts in shares.values()) / len(shares) for name in _PARTS}
     most = max(mean, key=lambda name: mean[name])
     return f"{mean[most]:.0%} of the time of training is {most}: {_CURES[most]}."
 
@@ -165,11 +165,11 @@ def _parts(told: Sequence[Steps], waiting: float) -> dict[str, float]:
         "reading input": sum(one.input or 0.0 for one in told) / elapsed,
         "outside of steps": 1.0 - inside - between,
     }
-    left, found = 1.0, {}
+    left, shares = 1.0, {}
     for name, part in parts.items():
-        found[name] = min(left, max(0.0, part))
-        left -= found[name]
-    return {name: found.get(name, left) for name in _PARTS}
+        shares[name] = min(left, max(0.0, part))
+        left -= shares[name]
+    return {name: shares.get(name, left) for name in _PARTS}
 
 
 def _charts(log: EventLog, begun: float) -> Iterator[str]:
@@ -178,8 +178,8 @@ def _charts(log: EventLog, begun: float) -> Iterator[str]:
     attempts = [line for (_, rank), line in log.steps.items() if rank == 0]
 
     def lines(value: str) -> list[Line]:
-        found = [[(one.until - begun, getattr(one, value)) for one in line] for line in attempts]
-        return [[(x, float(y)) for x, y in line if y is not None] for line in found]
+        points = [[(one.until - begun, getattr(one, value)) for one in line] for line in attempts]
+        return [[(x, float(y)) for x, y in line if y is not None] for line in points]
 
     metrics: dict[str, dict[str, list[Line]]] = {"loss": {"after epochs": [[]]}}
     for event in log.kept:
@@ -290,8 +290,8 @@ def _card(title: str, inner: str, wide: bool = True) -> str:
 
 
 def _table(facts: object) -> str:
-    given = facts.items() if isinstance(facts, Mapping) else ()
-    named = ((name, html.escape(_short(value))) for name, value in given)
+    items = facts.items() if isinstance(facts, Mapping) else ()
+    named = ((name, html.escape(_short(value))) for name, value in items)
     cells = (f"<th>{name}</th><td>{value}</td>" for name, value in named if value)
     return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 

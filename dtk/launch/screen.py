@@ -369,14 +369,14 @@ def clipped(text: str, width: int) -> str:
     """
     if len(text) <= width and text.isascii() and "\x1b" not in text:
         return text
-    found, used = "", 0
+    row, used = "", 0
     for piece in re.findall(rf"(?s){_STYLE.pattern}|.", text):
         is_style = len(piece) > 1
         used += 0 if is_style else _width(piece)
         if is_style or used <= width:
-            found += piece
-    is_styled = "\x1b" in found and not found.endswith("\x1b[0m")
-    return found + "\x1b[0m" if is_styled else found
+            row += piece
+    is_styled = "\x1b" in row and not row.endswith("\x1b[0m")
+    return row + "\x1b[0m" if is_styled else row
 
 
 def _width(character: str) -> int:

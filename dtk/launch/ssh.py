@@ -98,11 +98,11 @@ def is_local(host: str) -> bool:
     return bool(addresses & own)
 
 
-def first_line(task: str, **given: object) -> str:
+def first_line(task: str, **arguments: object) -> str:
     """Return what `BOOTSTRAP` reads: the agent, and what it is to do, see `agent.main`."""
     sent = (usage, report_channel, job_processes, agent)
     modules = {one.__name__: inspect.getsource(one) for one in sent}
-    return json.dumps({"modules": modules, "task": task, "given": given}) + "\n"
+    return json.dumps({"modules": modules, "task": task, "given": arguments}) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)

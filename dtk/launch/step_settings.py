@@ -44,19 +44,19 @@ def file_of(command: Sequence[str], threads: str) -> Path:
     return folder() / "step-settings" / f"{key}.json"
 
 
-def save(file: Path, found: StepSettings) -> None:
+def save(file: Path, settings: StepSettings) -> None:
     """Keep settings."""
     with replacing(file) as draft:
-        draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}, indent=1))
+        draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(settings)}, indent=1))
 
 
 def read(file: Path) -> StepSettings | None:
     """Return what was kept."""
     try:
-        found = json.loads(file.read_text())
-        if found.pop("format") != _FORMAT:
+        fields = json.loads(file.read_text())
+        if fields.pop("format") != _FORMAT:
             return None
-        return StepSettings(**found)
+        return StepSettings(**fields)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None  # as good as none: `dtk tune` makes it again
 
@@ -73,15 +73,15 @@ def apply(
 ) -> tuple[dict[str, str], StepSettings | None]:
     """Add the settings of a script to the variables of a rank."""
     is_off = environ.get(STEP_SETTINGS) == "0" or TIME_STEPS in environ
-    if is_off or (found := _kept(command, env)) is None:
+    if is_off or (kept := _kept(command, env)) is None:
         return dict(env), None
-    used = {name: value for name, value in found.variables.items() if name not in environ}
+    used = {name: value for name, value in kept.variables.items() if name not in environ}
     if used.get(COMMUNICATOR) != env.get(COMMUNICATOR):
         used.pop(COMMUNICATOR, None)  # another was asked for, or there are other hosts
     if not used:
         return dict(env), None
-    settings = dataclasses.replace(found, variables=used)
-    return {**env, **used, STEP_SETTINGS: found.model}, settings
+    settings = dataclasses.replace(kept, variables=used)
+    return {**env, **used, STEP_SETTINGS: kept.model}, settings
 
 
 def communicator(
@@ -90,8 +90,8 @@ def communicator(
     """Return the communicator that was found fastest between processes of one machine, if any."""
     if COMMUNICATOR in environ or environ.get(STEP_SETTINGS) == "0":
         return None
-    found = _kept(command, env)
-    return None if found is None else found.variables.get(COMMUNICATOR)
+    settings = _kept(command, env)
+    return None if settings is None else settings.variables.get(COMMUNICATOR)
 
 
 def written(variables: Mapping[str, str]) -> str:

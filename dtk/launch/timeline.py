@@ -24,19 +24,19 @@ def trace(log: EventLog) -> str:
     ranks = dict.fromkeys(rank for _, rank in log.steps)
     numbers = {rank: _LAUNCHER + 1 + place for place, rank in enumerate(sorted(ranks, key=_order))}
     names = {_LAUNCHER: "dtk run", **{pid: f"rank {rank}" for rank, pid in numbers.items()}}
-    found: list[Event] = []
+    events: list[Event] = []
     for pid, process in names.items():
-        found.append(_name("process_name", pid, 1, process))
+        events.append(_name("process_name", pid, 1, process))
         tracks = ("events",) if pid == _LAUNCHER else _TRACKS
-        found += [_name("thread_name", pid, _TRACKS[track], track) for track in tracks]
-    found += [_mark(one, begun, numbers) for one in log.kept if one["kind"] in (*_MARKS, "save")]
+        events += [_name("thread_name", pid, _TRACKS[track], track) for track in tracks]
+    events += [_mark(one, begun, numbers) for one in log.kept if one["kind"] in (*_MARKS, "save")]
     for (_, rank), told in log.steps.items():
         for steps in told:
-            found += _slices(steps, begun, numbers[rank])
+            events += _slices(steps, begun, numbers[rank])
     for (attempt, rank), sent in log.messages.items():
         for one in sent:
-            found += _messages(one, begun, numbers[rank], attempt)
-    return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
+            events += _messages(one, begun, numbers[rank], attempt)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _name(what: str, pid: int, track: int, name: str) -> Event:
@@ -67,10 +67,10 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
         bars = [(f"step {n}", *one) for n, one in enumerate(numbered, int(steps.first))]
     own: Event = {"ph": "X", "cat": "step", "pid": pid, "tid": _TRACKS["steps"]}
     own["args"] = {"epoch": steps.epoch, "loss": steps.loss}
-    found = []
+    events = []
     for name, begin, took in bars:
         start = _micro(since + begin / 1000)
-        found.append({**own, "name": name, "ts": start, "dur": round(1000 * took)})
+        events.append({**own, "name": name, "ts": start, "dur": round(1000 * took)})
     counters = {
         "in collectives %": 100 * steps.communicating / steps.elapsed,
         "reading input %": 100 * (steps.input or 0.0) / steps.elapsed,
@@ -79,20 +79,20 @@ def _slices(steps: Steps, begun: float, pid: int) -> list[Event]:
     }
     for name, value in counters.items():
         counted: Event = {"value": round(value, 3)}
-        found.append({"ph": "C", "name": name, "pid": pid, "ts": _micro(since), "args": counted})
-    return found
+        events.append({"ph": "C", "name": name, "pid": pid, "ts": _micro(since), "args": counted})
+    return events
 
 
 def _messages(sent: Messages, begun: float, pid: int, attempt: int) -> list[Event]:
     """Return the messages of a step, which may overlap."""
-    found, track = [], _TRACKS["messages"]
+    events, track = [], _TRACKS["messages"]
     for place, (name, begin, took) in enumerate(sent.spans):
         start = _micro(sent.time - begun + begin / 1000)
         number = f"{attempt}-{pid}-{sent.step}-{place}"
         own: Event = {"cat": "collective", "pid": pid, "tid": track, "id": number}
-        found.append({**own, "ph": "b", "name": name, "ts": start, "args": {"step": sent.step}})
-        found.append({**own, "ph": "e", "name": name, "ts": start + round(1000 * took)})
-    return found
+        events.append({**own, "ph": "b", "name": name, "ts": start, "args": {"step": sent.step}})
+        events.append({**own, "ph": "e", "name": name, "ts": start + round(1000 * took)})
+    return events
 
 
 def _micro(seconds: float) -> int:

@@ -100,10 +100,10 @@ def of_dtk(module: str, name: str) -> Callable[[], AbstractContextManager[None]]
     def context() -> AbstractContextManager[None]:
         if importlib.util.find_spec("dtk") is None:
             return contextlib.nullcontext()
-        found: AbstractContextManager[None] = getattr(
+        manager: AbstractContextManager[None] = getattr(
             importlib.import_module(f"dtk.{module}"), name
         )()
-        return found
+        return manager
 
     return context
 
