@@ -102,8 +102,8 @@ def place(launcher: str, argv: Sequence[str], places: Places) -> list[Process]:
     if launcher == MPI:
         # Ranks bind themselves, to the parts that `dtk run` would give them.
         shared[worker.CORES] = json.dumps([one.cores for one in planned])
-        given = planned[0].env.items()
-        shared |= {n: v for n, v in given if not n.startswith(("HOROVOD_", "DTK_"))}
+        variables = planned[0].env.items()
+        shared |= {n: v for n, v in variables if not n.startswith(("HOROVOD_", "DTK_"))}
         return [mpirun(argv, places.workers, shared)]
     hosts = [one.host for one in planned]
     # PyTorch's own launcher sets these, by which its processes find each other.
@@ -128,11 +128,11 @@ def mpirun(
     binding: Sequence[str] = ("--bind-to", "none"),
 ) -> Process:
     """Return one process that starts all ranks, on this machine."""
-    found = mpi_installs.find_other("mpirun") or "mpirun"
+    path = mpi_installs.find_other("mpirun") or "mpirun"
     as_root = ["--allow-run-as-root"] * (os.geteuid() == 0)
     # A rank that waits must not keep the others from computing.
     patient = ["--mca", "mpi_yield_when_idle", "1", "-np", str(workers)]
-    started = (found, "--oversubscribe", *binding, *as_root, *patient, *argv)
+    started = (path, "--oversubscribe", *binding, *as_root, *patient, *argv)
     return Process("mpirun", "worker", 0, "localhost", started, env)
 
 

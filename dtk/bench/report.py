@@ -121,8 +121,8 @@ def _milliseconds(turns: Turns) -> tuple[float, ...]:
     return quartiles([1000 * seconds for seconds in means(turns, "seconds")])
 
 
-def _with_quartiles(found: Sequence[float]) -> str:
-    low, middle, high = (f"{value:.{digits(found[1])}f}" for value in found)
+def _with_quartiles(values: Sequence[float]) -> str:
+    low, middle, high = (f"{value:.{digits(values[1])}f}" for value in values)
     return f"{middle} ({low} - {high})"
 
 
@@ -227,11 +227,11 @@ def progress(results: BenchResults, tasks: int) -> tuple[str, int, int]:
 
 def setting(results: BenchResults) -> str:
     """Return where and how it was measured, in a sentence."""
-    found = results.setting
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    facts = results.setting
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
-        f"{found['workers']} workers on {_hosts(found['ranks'])}; batch {found['batch_size']} per "
-        f"worker, {found['rounds']} turns of {found['steps']} steps; {versions}"
+        f"{facts['workers']} workers on {_hosts(facts['ranks'])}; batch {facts['batch_size']} per "
+        f"worker, {facts['rounds']} turns of {facts['steps']} steps; {versions}"
     )
 
 

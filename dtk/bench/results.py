@@ -113,10 +113,10 @@ def parse_size(text: str) -> int:
         >>> parse_size("4kB"), parse_size("1.5 MB"), parse_size("4096")
         (4000, 1500000, 4096)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMG]?)B?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMG]?)B?", text.strip())
+    if match is None:
         raise BenchError(f"--allreduce {text}: expected a size, such as 4kB or 100MB")
-    return round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]])
+    return round(float(match[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[match[2]])
 
 
 def task_of(size: int) -> str:
@@ -147,11 +147,11 @@ def block_of(exchange: str) -> int:
         >>> block_of("block:512"), block_of("1bit")
         (512, 0)
     """
-    found = re.fullmatch(r"block:([1-9][0-9]*)", exchange)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"block:([1-9][0-9]*)", exchange)
+    return int(match[1]) if match else 0
 
 
-def check_names(option: str, given: Iterable[str], known: Iterable[str], *more: str) -> None:
+def check_names(option: str, names: Iterable[str], known: Iterable[str], *more: str) -> None:
     """Refuse a name that is unknown.
 
     Example:
@@ -159,7 +159,7 @@ def check_names(option: str, given: Iterable[str], known: Iterable[str], *more: 
         Traceback (most recent call last):
         dtk.bench.results.BenchError: --model vgg: unknown, expected mlp or resnet20
     """
-    for name in given:
+    for name in names:
         if name not in known:
             *others, last = (*known, *more)
             raise BenchError(f"{option} {name}: unknown, expected {', '.join(others)} or {last}")
@@ -237,19 +237,19 @@ class BenchResults:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a file, as JSON."""
-        found = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(found, indent=1) + "\n")
+        fields = {"dtk bench": _FORMAT, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(fields, indent=1) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> BenchResults:
     """Read what `BenchResults.save` wrote."""
     try:
-        found = json.loads(Path(path).read_text())
+        fields = json.loads(Path(path).read_text())
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):  # not JSON, or nested without end
-        found = None
-    saved = found.pop("dtk bench", None) if isinstance(found, dict) else None
+        fields = None
+    saved = fields.pop("dtk bench", None) if isinstance(fields, dict) else None
     if saved in range(1, _FORMAT):
         raise BenchError(f"{path} was saved by an older dtk; measure anew with `dtk bench --json`")
     if saved != _FORMAT:
@@ -257,11 +257,11 @@ def read(path: str | os.PathLike[str]) -> BenchResults:
             f"{path} is not a saved benchmark; expected what `dtk bench --json FILE` writes"
         )
     try:
-        for variants in found["turns"].values():
+        for variants in fields["turns"].values():
             for turns in variants.values():
                 for turn in turns:
                     turn[:] = [Reading(**{**one, "steps": tuple(one["steps"])}) for one in turn]
-        return BenchResults(**found)
+        return BenchResults(**fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BenchError(
             f"{path} is damaged ({type(error).__name__}: {error}); measure anew with "

@@ -150,7 +150,7 @@ class BenchRun:
         """Note what is measured, by whom, on what and with which versions."""
         # Each rank's place, and the versions that it measures; pickled by `dtk.bench.worker`.
         said = [cast(list[tuple[RankHost, dict[str, str]]], job.hello) for job in self.jobs]
-        found: dict[str, object] = {
+        measured: dict[str, object] = {
             **dataclasses.asdict(self.setting),
             "communicators": communicators,
             "tuned": tuple(f"{name}={value}" for name, value in self.tuned.items()),
@@ -159,7 +159,7 @@ class BenchRun:
             "ranks": [host for host, _ in said[0]],
             "versions": {name: of for hello in said for name, of in hello[0][1].items()},
         }
-        self.results.setting = cast(Measured, found)
+        self.results.setting = cast(Measured, measured)
 
     # --- taking turns ---
 

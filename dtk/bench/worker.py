@@ -83,15 +83,15 @@ def serve(make: Callable[[dict[str, object]], BenchWorker], setting: str, line: 
         "threads": int(os.environ["OMP_NUM_THREADS"]),
     }
     line.send((worker.rank, (here, worker.versions)))
-    found: dict[str, Measure | str] = {}
+    measures: dict[str, Measure | str] = {}
     while (request := _next(line)) is not None:
         task, name = request
         if task == "build":
-            found.clear()  # frees the model before
-            parameters, found = worker.build(name)
-            absent = {key: why for key, why in found.items() if isinstance(why, str)}
-            line.send((parameters, [key for key in found if key not in absent], absent))
-        elif callable(measure := found[name]):
+            measures.clear()  # frees the model before
+            parameters, measures = worker.build(name)
+            absent = {key: why for key, why in measures.items() if isinstance(why, str)}
+            line.send((parameters, [key for key in measures if key not in absent], absent))
+        elif callable(measure := measures[name]):
             line.send(clock(measure))
 
 

@@ -417,9 +417,9 @@ class AutoBatchSize(_SetsSizeAndRate, SavedCallback):
         lower, upper = bounds(self._initial, self._size, ratio, self.max_batch_size)
         # Rounding may go beyond the bounds, as in CNTK; not beyond the user's.
         sizes = [min(n, self.max_batch_size) for n in trial_sizes(lower, upper, self.multiple)]
-        found, self.trials = last_good(dict.fromkeys(sizes), self._trial, self.margin)
+        best, self.trials = last_good(dict.fromkeys(sizes), self._trial, self.margin)
         told = ", ".join(f"{loss:.4g} at {size}" for size, loss in self.trials.items())
-        size = self._size if found is None else found
+        size = self._size if best is None else best
         self.say(f"epoch {epoch + 1}: batch size {self._size} -> {size} (loss {told})")
         self._scale_rate(size)
         self._size = size

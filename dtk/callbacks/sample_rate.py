@@ -171,9 +171,9 @@ class MomentumSchedule(SavedCallback):
         super().__init__()
         check_count("every_samples", every_samples, none="an epoch of fit")
         check_count("batch_size", batch_size, none="fit's")
-        given = [time_constants] if isinstance(time_constants, int | float) else time_constants
+        runs = [time_constants] if isinstance(time_constants, int | float) else time_constants
         self.time_constants = parse_runs(
-            given, "time constant", is_rate, "a finite number, 0 or more"
+            runs, "time constant", is_rate, "a finite number, 0 or more"
         )
         self.every_samples, self.batch_size = every_samples, batch_size
         self._momentum: Momentum | None = None
@@ -341,8 +341,8 @@ class SampleRate(MomentumSchedule):
         batch_size: int | None = None,
     ):
         super().__init__(0 if time_constant is None else time_constant, every_samples, batch_size)
-        given = [rate] if isinstance(rate, int | float) else rate
-        self.rates = parse_runs(given, "rate per sample", is_positive, "a finite number above 0")
+        runs = [rate] if isinstance(rate, int | float) else rate
+        self.rates = parse_runs(runs, "rate per sample", is_positive, "a finite number above 0")
         self.momentum_correction = momentum_correction
         self._told = time_constant is not None
         self._optimizer: keras.Optimizer | None = None

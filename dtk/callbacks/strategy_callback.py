@@ -46,14 +46,14 @@ class StrategyCallback(keras.callbacks.Callback):
             NotDistributedError: The model was not compiled under a dtk strategy, so this `fit`
                 trains in one process alone.
         """
-        found = trainer_of(self.model)
-        if found is None:
+        trainer = trainer_of(self.model)
+        if trainer is None:
             raise NotDistributedError(
                 f"{type(self).__name__}: model {self.model.name!r} was compiled outside a dtk "
                 "strategy, so this fit is not distributed; call model.compile(...) inside "
                 "`with strategy.scope():`"
             )
-        return found
+        return trainer
 
     @property
     def strategy(self) -> DtkStrategy:
@@ -91,11 +91,11 @@ class StrategyCallback(keras.callbacks.Callback):
         """
         return [one for one in self.trainer.callbacks.callbacks if isinstance(one, kind)]
 
-    def batch_size_or_fits(self, given: int | None) -> int:
+    def batch_size_or_fits(self, batch_size: int | None) -> int:
         """Return the given global batch size, or else the running `fit`'s.
 
         Args:
-            given: The size in rows, or None.
+            batch_size: The size in rows, or None.
 
         Returns:
             The global batch size, in rows.
@@ -103,7 +103,7 @@ class StrategyCallback(keras.callbacks.Callback):
         Raises:
             ValueError: Neither is known.
         """
-        size = given or self.trainer.feed.batch_size()
+        size = batch_size or self.trainer.feed.batch_size()
         if size is None:
             raise ValueError(
                 f"{type(self).__name__}: fit's data does not tell its batch size; give batch_size="

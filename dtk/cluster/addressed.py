@@ -96,7 +96,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     return None if row is None else _environment(row, environ)
 
 
-def add_to(found: Place, environ: Mapping[str, str]) -> Place:
+def add_to(here: Place, environ: Mapping[str, str]) -> Place:
     """Add rank 0's address to what another launcher has told.
 
     Raises:
@@ -104,18 +104,18 @@ def add_to(found: Place, environ: Mapping[str, str]) -> Place:
     """
     told = [environ.get(name, "") for name in (_TORCH.rank, _TORCH.size)]
     if all(map(_is_number, told)) and int(told[1]) > 1:
-        if found.kind == "slurm" and found.size == 1:
-            return read(environ) or found  # srun is also how one process is started
-        if (int(told[0]), int(told[1])) != (found.rank, found.size):
+        if here.kind == "slurm" and here.size == 1:
+            return read(environ) or here  # srun is also how one process is started
+        if (int(told[0]), int(told[1])) != (here.rank, here.size):
             raise ClusterError(
-                f"{found.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
+                f"{here.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
                 "them; unset RANK and WORLD_SIZE, or give each rank its own"
             )
-    if found.size == 1 or found.addresses:
-        return found
+    if here.size == 1 or here.addresses:
+        return here
     with contextlib.suppress(ClusterError):  # it may do without
-        return dataclasses.replace(found, meeting=meeting(environ))
-    return found
+        return dataclasses.replace(here, meeting=meeting(environ))
+    return here
 
 
 def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:

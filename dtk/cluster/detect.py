@@ -92,12 +92,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
 def check_not_launched(environ: Mapping[str, str]) -> None:
     """Raise where another launcher has started several of this process, which is to start a job."""
     # Of rank 0's address alone, `dtk run` on one of the hosts may make use.
-    found = addressed.read(environ) if addressed.is_of_torchrun(environ) else _numbers(environ)
-    if found is not None and found.size > 1:
+    here = addressed.read(environ) if addressed.is_of_torchrun(environ) else _numbers(environ)
+    if here is not None and here.size > 1:
         raise ClusterError(
-            f"{found.reason}: each of {found.size} processes would start a job of its own. Start "
+            f"{here.reason}: each of {here.size} processes would start a job of its own. Start "
             "`dtk run` once, or the script itself by that launcher, as in `mpirun -n "
-            f"{found.size} python train.py`"
+            f"{here.size} python train.py`"
         )
 
 
@@ -109,27 +109,27 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Place:
-    found = _horovod(environ) or tf_config.read(environ)
-    if found is None:
+    here = _horovod(environ) or tf_config.read(environ)
+    if here is None:
         raise ClusterError(
             "DTK_RUN=1 is set, but neither HOROVOD_RANK nor TF_CONFIG; unset DTK_RUN, or start "
             "again with `dtk run`"
         )
-    hosts = tuple(filter(None, environ.get("DTK_HOSTS", "").split(","))) or found.hosts
-    return dataclasses.replace(found, hosts=hosts, reason=f"started by dtk run: {found.reason}")
+    hosts = tuple(filter(None, environ.get("DTK_HOSTS", "").split(","))) or here.hosts
+    return dataclasses.replace(here, hosts=hosts, reason=f"started by dtk run: {here.reason}")
 
 
 def _launched(environ: Mapping[str, str]) -> Place | None:
-    found = None if addressed.is_of_torchrun(environ) else _numbers(environ)
-    return addressed.read(environ) if found is None else addressed.add_to(found, environ)
+    here = None if addressed.is_of_torchrun(environ) else _numbers(environ)
+    return addressed.read(environ) if here is None else addressed.add_to(here, environ)
 
 
 def _numbers(environ: Mapping[str, str]) -> Place | None:
     """Read what launchers set that start MPI, or their own library."""
-    found = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
-    found = found or _numbered("MVAPICH2", "mpi", "MV2_COMM_WORLD_", environ)
-    if found is not None:
-        return found
+    here = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
+    here = here or _numbered("MVAPICH2", "mpi", "MV2_COMM_WORLD_", environ)
+    if here is not None:
+        return here
     by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", environ, _HYDRA)
     by_slurm = slurm.read(environ)
     if by_pmi and by_slurm:
@@ -161,11 +161,11 @@ def _numbered(
 
 
 def _horovod(environ: Mapping[str, str]) -> Place | None:
-    found = _numbered("Horovod's launcher", "horovod", "HOROVOD_", environ)
+    here = _numbered("Horovod's launcher", "horovod", "HOROVOD_", environ)
     host = environ.get("HOROVOD_HOSTNAME")
-    if found is not None and host and found.local_size == found.size:
-        return dataclasses.replace(found, hosts=(host,) * found.size)
-    return found
+    if here is not None and host and here.local_size == here.size:
+        return dataclasses.replace(here, hosts=(host,) * here.size)
+    return here
 
 
 def _pmix(environ: Mapping[str, str]) -> Place | None:

@@ -34,12 +34,12 @@ def mpirun() -> Path | None:
 
 def required_mpirun() -> Path:
     """Return the mpirun beside this Python, or say what installs it."""
-    if (found := mpirun()) is None:
+    if (path := mpirun()) is None:
         raise CommunicatorError(
             f"communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
             f"`{pip_install('mpi')}`"
         )
-    return found
+    return path
 
 
 def unasked() -> Path | None:

@@ -37,9 +37,9 @@ def is_gone(process: Mapping[str, object]) -> bool | None:
     if process.get("host") != _host():
         return None
     try:
-        found = psutil.Process(int(str(process["pid"])))
+        owner = psutil.Process(int(str(process["pid"])))
         # An id alone may be used again.
-        same = abs(found.create_time() - float(str(process["since"]))) < 1
-        return not same or found.status() == psutil.STATUS_ZOMBIE
+        same = abs(owner.create_time() - float(str(process["since"]))) < 1
+        return not same or owner.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

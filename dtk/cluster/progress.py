@@ -418,8 +418,8 @@ def stack_of_main_thread(lines: Sequence[str]) -> str:
 
 def _shortened(threads: Sequence[str]) -> str:
     """Return the stacks of a thread, and of those that it waits for."""
-    found = [_calls(one.splitlines(), len(threads)) for one in threads]
-    return f"\n{_ANOTHER}\n".join("\n".join(calls) for calls in found)[:_LONGEST]
+    stacks = [_calls(one.splitlines(), len(threads)) for one in threads]
+    return f"\n{_ANOTHER}\n".join("\n".join(calls) for calls in stacks)[:_LONGEST]
 
 
 def _calls(lines: Sequence[str], shared_by: int) -> list[str]:

@@ -57,14 +57,14 @@ def read(environ: Mapping[str, str]) -> Place | None:
     told = {name: integer(environ, name) for name in names if name in environ}
     local_rank = told.get("SLURM_LOCALID", 0)
     tells_local_rank = "SLURM_LOCALID" in told or size == 1
-    found = Place("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
+    here = Place("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
 
     tasks_text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     nodes_text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not tasks_text or not nodes_text:
         local_size = 1 if size == 1 else local_rank + 1
         reason += "; it names no hosts"
-        return dataclasses.replace(found, local_size=local_size, reason=reason)
+        return dataclasses.replace(here, local_size=local_size, reason=reason)
 
     tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
     if len(tasks) != len(nodes) or sum(tasks) != size:
@@ -78,7 +78,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     if layout is None:
         local_size = tasks[min(told.get("SLURM_NODEID", 0), len(tasks) - 1)]
         reason += f"; which host has which rank is not known with SLURM_DISTRIBUTION={distribution}"
-        return dataclasses.replace(found, local_size=local_size, reason=reason)
+        return dataclasses.replace(here, local_size=local_size, reason=reason)
     for name, derived in zip(names, layout[rank], strict=True):
         if told.get(name, derived) != derived:
             raise ClusterError(
@@ -88,7 +88,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     node, local_rank = layout[rank]
     base = port_base(environ)
     return dataclasses.replace(
-        found,
+        here,
         local_rank=local_rank,
         local_size=tasks[node],
         tells_local_rank=True,

@@ -143,10 +143,10 @@ def find_mpi() -> Mpi:
         if mpi_installs.find_other(tool) is None:
             raise HorovodBuildError(f"{tool}, which {purpose}, is not on PATH{beside}. {cure}")
     probe = ask([str(mpi_installs.find_other("mpicxx")), "-E", "-P", "-x", "c++", "-"], _MPI_PROBE)
-    found = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
-    if probe.returncode or found is None:
+    match = re.search(r'^dtk (\w+) ([\d" .]+)$', probe.stdout, re.MULTILINE)
+    if probe.returncode or match is None:
         raise HorovodBuildError(f"mpicxx cannot read mpi.h ({reason_of(probe, 0)}). {cure}")
-    return Mpi(found[1], ".".join(re.findall(r"\d+", found[2])))
+    return Mpi(match[1], ".".join(re.findall(r"\d+", match[2])))
 
 
 def check_compiler() -> str:
@@ -174,8 +174,8 @@ def usable_cmake() -> str | None:
 
 def numbers_in(version: str) -> tuple[int, ...]:
     """Return the first dotted number in a text."""
-    found = re.search(r"\d+(\.\d+)+", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.search(r"\d+(\.\d+)+", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 # --- where wheels are kept ------------------------------------------------------------------------
@@ -442,8 +442,8 @@ def check_sdist(sdist: pathlib.Path) -> None:
     except (OSError, tarfile.TarError) as error:
         raise HorovodBuildError(f"{sdist} is not a source archive ({error}). {cure}") from error
     fields = dict(re.findall(r"^(Name|Version): (.*)$", text, re.MULTILINE))
-    given = f"{fields.get('Name', 'no name')} {fields.get('Version', 'no version')}"
-    if given != f"horovod {HOROVOD_VERSION}":
+    release = f"{fields.get('Name', 'no name')} {fields.get('Version', 'no version')}"
+    if release != f"horovod {HOROVOD_VERSION}":
         raise HorovodBuildError(
-            f"{sdist} holds {given}, expected horovod {HOROVOD_VERSION}. {cure}"
+            f"{sdist} holds {release}, expected horovod {HOROVOD_VERSION}. {cure}"
         )

@@ -80,13 +80,13 @@ def installed() -> Horovod:
             raise HorovodBuildError("Horovod is not installed. Next: dtk install-horovod")
         message = f"Horovod cannot be imported ({reason})"
         raise HorovodBuildError(f"{message}. Next: dtk install-horovod --rebuild")
-    found = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
-    if found.built_for and found.built_for != found.tensorflow:
+    horovod = Horovod(**json.loads(probe.stdout.strip().splitlines()[-1]))
+    if horovod.built_for and horovod.built_for != horovod.tensorflow:
         raise HorovodBuildError(
-            f"Horovod was built for TensorFlow {found.built_for}, but {found.tensorflow} is "
+            f"Horovod was built for TensorFlow {horovod.built_for}, but {horovod.tensorflow} is "
             "installed. Next: dtk install-horovod"
         )
-    return found
+    return horovod
 
 
 def check_gloo(timeout: float = TIMEOUT) -> float:
@@ -99,12 +99,12 @@ def check_gloo(timeout: float = TIMEOUT) -> float:
 
 def check_mpi(timeout: float = TIMEOUT) -> float:
     """Let two processes reduce under a real `mpirun -np 2`."""
-    found = mpi_installs.find_other("mpirun")
-    if found is None:
+    path = mpi_installs.find_other("mpirun")
+    if path is None:
         raise HorovodBuildError("mpirun is not on PATH. Next: apt-get install openmpi-bin")
     with tempfile.TemporaryDirectory(prefix="dtk-") as folder:
-        command = [found, "-np", "2"]
-        if "Open MPI" in ask([found, "--version"]).stdout:
+        command = [path, "-np", "2"]
+        if "Open MPI" in ask([path, "--version"]).stdout:
             command += ["--host", "localhost:2", "--oversubscribe", "--bind-to", "none"]
             command += ["--allow-run-as-root"] * (os.geteuid() == 0)
         command += [sys.executable, "-c", _RANK, folder]

@@ -213,12 +213,12 @@ def _verify(
         # These files know the inputs of a list by their names.
         x = {each.name: leaf for each, leaf in zip(inputs, leaves, strict=True)}
     try:
-        found = load(place)(x)
+        outputs = load(place)(x)
     except Exception as error:
         raise _failed(
             f"what was exported as {format} cannot be run: {_gist(error)}; nothing was written"
         ) from error
-    pairs = zip(keras.tree.flatten(wanted), keras.tree.flatten(found), strict=False)
+    pairs = zip(keras.tree.flatten(wanted), keras.tree.flatten(outputs), strict=False)
     for number, (ours, theirs) in enumerate(pairs):
         ours = np.asarray(ours)
         if ours.shape != theirs.shape:

@@ -314,13 +314,13 @@ class Rows:
             asked = np.flatnonzero(asked) if asked.dtype == bool else asked.astype(int) % len(self)
         wanted = asked.reshape(-1)
         parts = np.searchsorted(self._ends, wanted, "right")
-        found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        values = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         # Runs of rows that are in one file.
         for run in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(parts)) + 1):
             if len(run):
                 rows = self._opened(part := int(parts[run[0]]))
-                found[run] = rows[wanted[run] - (self._ends[part] - len(rows))]
-        return found.reshape(*asked.shape, *self.shape[1:])[()]
+                values[run] = rows[wanted[run] - (self._ends[part] - len(rows))]
+        return values.reshape(*asked.shape, *self.shape[1:])[()]
 
     def __array__(self, dtype: tf.DType = None, copy: bool | None = None) -> Array:
         everything = self[:]

@@ -73,10 +73,10 @@ class IndexedSource:
 
     def digest(self) -> int:
         """Return a digest of the first batch, one in the middle, and the last."""
-        found = tf.constant(0, tf.int64)
+        number = tf.constant(0, tf.int64)
         for index in sorted({0, self.steps // 2, self.steps - 1}):
-            found = digests.add(found, digests.digest(_inputs(self.batch(index))))
-        return int(found)
+            number = digests.add(number, digests.digest(_inputs(self.batch(index))))
+        return int(number)
 
     def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
         """Read a block of the parts that are left: neighbours, so that a disk reads on."""
@@ -120,8 +120,8 @@ class StreamSource:
         digest, rows = tf.constant(0, tf.int64), 0
         for number, batch in enumerate(self._dataset):
             inputs = _inputs(batch)
-            found = digests.digest_of(tf.constant(number, tf.int64), inputs)
-            digest = digests.add(digest, found)
+            batch_digest = digests.digest_of(tf.constant(number, tf.int64), inputs)
+            digest = digests.add(digest, batch_digest)
             rows += int(slicing.count_rows(inputs))
             self.read = number + 1, rows, int(digest)
             yield number, batch
@@ -433,16 +433,16 @@ def _predict_part(
 def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rows: int | None) -> None:
     """Say in the manifest that all is there, after all ranks have written; on rank 0."""
     assert steps is not None
-    found = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
-    missing = [part for part, rows in enumerate(found) if rows is None]
+    counts = [files.rows(manifest, part) for part in range(-(-steps // manifest.per_part))]
+    missing = [part for part, rows in enumerate(counts) if rows is None]
     if missing:
         message = (
-            f"{len(missing)} of {len(found)} parts are not in {files.directory}, the first is "
+            f"{len(missing)} of {len(counts)} parts are not in {files.directory}, the first is "
             f"{missing[0]}, though every rank has written its own; give a directory of a file "
             "system that all hosts share"
         )
         raise ValueError(at_rank(0, message))
-    parts = tuple(count for count in found if count is not None)
+    parts = tuple(count for count in counts if count is not None)
     if rows is not None and sum(parts) != rows:
         message = (
             f"{files.directory} holds {sum(parts)} rows that were predicted, and the data has "

@@ -141,16 +141,16 @@ def strategy_of(model: keras.Model) -> DtkStrategy | None:
     return owner if isinstance(owner, DtkStrategy) else None
 
 
-def ranks_of(model: keras.Model, given: DtkStrategy | Communicator | None) -> Communicator:
+def ranks_of(model: keras.Model, owner: DtkStrategy | Communicator | None) -> Communicator:
     """Return the ranks that share work on a model."""
-    given = strategy_of(model) if given is None else given
-    if isinstance(given, DtkStrategy):
-        return given.communicator
-    if isinstance(given, Communicator):
-        return given
-    if given is not None:
+    owner = strategy_of(model) if owner is None else owner
+    if isinstance(owner, DtkStrategy):
+        return owner.communicator
+    if isinstance(owner, Communicator):
+        return owner
+    if owner is not None:
         raise TypeError(
-            f"strategy={given!r} is none of dtk's; give what dtk.auto_strategy() returned"
+            f"strategy={owner!r} is none of dtk's; give what dtk.auto_strategy() returned"
         )
     place = detect()
     if place.size > 1 and place.role in ("worker", "chief"):
@@ -174,10 +174,10 @@ def check_ready(model: keras.Model, communicator: Communicator) -> str:
     trainer = model_scope.trainer_of(model)
     if trainer is not None:
         trainer.flush()
-    found = model_files.hash_of(model)
+    weights_hash = model_files.hash_of(model)
     compare(
-        [("model's weights (their hash)", found)],
+        [("model's weights (their hash)", weights_hash)],
         communicator,
         "load the same file on every rank, or train the model in strategy.scope()",
     )
-    return found
+    return weights_hash

@@ -66,7 +66,7 @@ def impure_nodes(
         if tensor.dtype not in (tf.resource, tf.variant) and tf.get_static_value(tensor) is None
     }
     of_nodes = {node.name: why(node) for node in graph.node if node.op != "Placeholder"}
-    return of_inputs | {name: found for name, found in of_nodes.items() if found is not None}
+    return of_inputs | {name: reason for name, reason in of_nodes.items() if reason is not None}
 
 
 def split(function: ConcreteFunction, impure: Mapping[str, str]) -> Halves | str:
@@ -104,9 +104,11 @@ def split(function: ConcreteFunction, impure: Mapping[str, str]) -> Halves | str
         return tuple(_imported(first, _captured(held), draws))
 
     def pure(row: Sequence[tf.Tensor], drawn: tuple[tf.Tensor, ...]) -> list[tf.Tensor]:
-        given = {_tensor(name): tensor for name, tensor in zip(rows, row, strict=True)}
+        row_inputs = {_tensor(name): tensor for name, tensor in zip(rows, row, strict=True)}
         return _imported(
-            second, {**_captured(held), **given, **dict(zip(draws, drawn, strict=True))}, outputs
+            second,
+            {**_captured(held), **row_inputs, **dict(zip(draws, drawn, strict=True))},
+            outputs,
         )
 
     return Halves(draw, pure)
@@ -126,14 +128,14 @@ def _data(node: _Node) -> list[str]:
 
 def _ancestors(nodes: Mapping[str, _Node], ends: Iterable[str], stop: Iterable[str]) -> set[str]:
     """Return operations and all whose results they need; none are looked for behind `stop`."""
-    found: set[str] = set()
+    ancestors: set[str] = set()
     waiting = list(ends)
     while waiting:
         name = waiting.pop()
-        if name not in found:
-            found.add(name)
+        if name not in ancestors:
+            ancestors.add(name)
             waiting += [] if name in stop else map(_name, _data(nodes[name]))
-    return found
+    return ancestors
 
 
 def _part(
@@ -160,13 +162,13 @@ def _captured(held: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def _imported(
-    part: tf.compat.v1.GraphDef, given: Mapping[str, tf.Tensor], wanted: Sequence[str]
+    part: tf.compat.v1.GraphDef, inputs: Mapping[str, tf.Tensor], wanted: Sequence[str]
 ) -> list[tf.Tensor]:
     """Add operations to the graph that is being traced, and return some of their results."""
     used = {_tensor(one) for node in part.node for one in _data(node)}
-    makes = [name for name in wanted if name not in given]
+    makes = [name for name in wanted if name not in inputs]
     made = tf.graph_util.import_graph_def(
-        part, {name: value for name, value in given.items() if name in used}, makes
+        part, {name: value for name, value in inputs.items() if name in used}, makes
     )
-    known = {**given, **dict(zip(makes, made, strict=True))}
+    known = {**inputs, **dict(zip(makes, made, strict=True))}
     return [known[name] for name in wanted]

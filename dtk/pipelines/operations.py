@@ -138,9 +138,9 @@ def take_apart(dataset: tf.data.Dataset) -> RowMaps | ArrayRows | str | None:
     return RowMaps(
         rows=drawn_in_order(rows),
         size=int(node._batch_size),
-        batch=lambda given, size: _batched(given, node, size),
-        apply=lambda given: _rebuilt(given, steps),
-        behind=lambda given: _as_behind(given, behind, dataset),
+        batch=lambda source, size: _batched(source, node, size),
+        apply=lambda source: _rebuilt(source, steps),
+        behind=lambda batches: _as_behind(batches, behind, dataset),
         salt=row_maps.salt_of(
             [
                 one._map_func.function
@@ -268,8 +268,8 @@ def _call_of(node: tf.data.Dataset, halves: drawn_maps.Halves | None = None) -> 
     if halves is None:
         return call
 
-    def call_with_draws(given: tuple[Tree, tuple[tf.Tensor, ...]]) -> Tree:
-        made = halves.rest(structure.to_tensor_list(spec, given[0]), given[1])
+    def call_with_draws(pair: tuple[Tree, tuple[tf.Tensor, ...]]) -> Tree:
+        made = halves.rest(structure.to_tensor_list(spec, pair[0]), pair[1])
         return structure.from_compatible_tensor_list(wrapped.output_structure, made)
 
     return call_with_draws
@@ -391,27 +391,27 @@ def _order(node: tf.data.Dataset) -> bool | None:
     return None if node._deterministic == "default" else True
 
 
-def _batched(given: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.data.Dataset:
+def _batched(rows: tf.data.Dataset, like: tf.data.Dataset, size: int) -> tf.data.Dataset:
     drop = bool(_number(like._drop_remainder))
     if kind_of(like) == "Batch":
-        return given.batch(size, drop, name=like._name)
+        return rows.batch(size, drop, name=like._name)
     calls = _number(like._num_parallel_calls)
-    return given.batch(size, drop, calls, _order(like), like._name)
+    return rows.batch(size, drop, calls, _order(like), like._name)
 
 
-def _rebuilt(given: tf.data.Dataset, steps: Sequence[_Step]) -> tf.data.Dataset:
+def _rebuilt(dataset: tf.data.Dataset, steps: Sequence[_Step]) -> tf.data.Dataset:
     """Do to the second part of pairs what is done to rows, by the functions already traced."""
     before: Function[Tree] | None = None
     for node, call in steps:
         if call is None:
             if node is not None and kind_of(node) == "Prefetch":
-                given = given.prefetch(_number(node._buffer_size), name=node._name)
+                dataset = dataset.prefetch(_number(node._buffer_size), name=node._name)
             continue
         call, before = _chained(before, call), None
         if node is None:
             before = call
         elif kind_of(node) == "ParallelMap":
-            given = given.map(
+            dataset = dataset.map(
                 _on_second(call),
                 num_parallel_calls=node._num_parallel_calls,
                 deterministic=_order(node),
@@ -420,8 +420,8 @@ def _rebuilt(given: tf.data.Dataset, steps: Sequence[_Step]) -> tf.data.Dataset:
             )
         else:
             synchronous = node._force_synchronous
-            given = given.map(_on_second(call), synchronous=synchronous, name=node._name)
-    return given if before is None else given.map(_on_second(before))
+            dataset = dataset.map(_on_second(call), synchronous=synchronous, name=node._name)
+    return dataset if before is None else dataset.map(_on_second(before))
 
 
 def _chained(first: Function[Tree] | None, second: Function[Tree]) -> Function[Tree]:
@@ -432,22 +432,22 @@ def _on_second(call: Function[Tree]) -> Function[tuple[tf.Tensor, Tree]]:
     return tf.autograph.experimental.do_not_convert(lambda first, second: (first, call(second)))
 
 
-def _counted(given: tf.data.Dataset, like: tf.data.Dataset) -> tf.data.Dataset:
-    return getattr(given, kind_of(like).lower())(like._count, name=like._name)
+def _counted(dataset: tf.data.Dataset, like: tf.data.Dataset) -> tf.data.Dataset:
+    return getattr(dataset, kind_of(like).lower())(like._count, name=like._name)
 
 
 def _as_behind(
-    given: tf.data.Dataset, behind: Sequence[tf.data.Dataset], dataset: tf.data.Dataset
+    batches: tf.data.Dataset, behind: Sequence[tf.data.Dataset], dataset: tf.data.Dataset
 ) -> tf.data.Dataset:
     """Repeat on other batches the operations after a pipeline's batch; keep count and options."""
     for node in behind:
         if kind_of(node) in _COUNTED:
-            given = _counted(given, node)
+            batches = _counted(batches, node)
         elif kind_of(node) in _TRANSPARENT:
-            given = _rebuilt(given, [_Step(node, None)])
+            batches = _rebuilt(batches, [_Step(node, None)])
         else:  # Keras's class weights
-            given = _rebuilt(given, [_Step(node, _call_of(node))])
+            batches = _rebuilt(batches, [_Step(node, _call_of(node))])
     count = int(dataset.cardinality())
     if count != tf.data.UNKNOWN_CARDINALITY:
-        given = given.apply(tf.data.experimental.assert_cardinality(count))
-    return given.with_options(tf.data.Options().merge(dataset.options()))
+        batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+    return batches.with_options(tf.data.Options().merge(dataset.options()))

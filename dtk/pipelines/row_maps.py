@@ -66,18 +66,18 @@ def cut_dataset(
     """Cut every global batch for a rank, before its rows are mapped."""
     if isinstance(maps, ArrayRows):
 
-        def take(number: tf.Tensor, given: tuple[tf.Tensor, Tree]) -> slicing.Slices:
-            numbers, arrays = given
+        def take(number: tf.Tensor, element: tuple[tf.Tensor, Tree]) -> slicing.Slices:
+            numbers, arrays = element
             slices = slicing.cut(numbers, (rank,), size)
             parts = tuple(_taken(arrays, part) for part in slices.parts)
-            found = digest(number, _to_digest(number, numbers, arrays))
-            return slices._replace(parts=parts, digest=found)
+            batch_digest = digest(number, _to_digest(number, numbers, arrays))
+            return slices._replace(parts=parts, digest=batch_digest)
 
         return slicing.mapped(maps.numbers.enumerate(), take, ahead)
 
     def as_slices(about: tf.Tensor, part: Tree) -> slicing.Slices:
-        rows, count, found = tf.unstack(about[0])
-        return slicing.Slices((part,), (count,), rows, found)
+        rows, count, batch_digest = tf.unstack(about[0])
+        return slicing.Slices((part,), (count,), rows, batch_digest)
 
     return slicing.mapped(_own_batches(maps, rank, size, digest), as_slices, ahead)
 
@@ -92,8 +92,8 @@ def cut_dataset_exactly(
     """Cut every global batch for a rank without padding rows, before its rows are mapped."""
     if isinstance(maps, ArrayRows):
 
-        def take(number: tf.Tensor, given: tuple[tf.Tensor, Tree]) -> Tree:
-            numbers, arrays = given
+        def take(number: tf.Tensor, element: tuple[tf.Tensor, Tree]) -> Tree:
+            numbers, arrays = element
             (part,) = slicing.cut_exactly(numbers, (rank,), size)
             own = _taken(arrays, part)
             if digest is None:
@@ -103,11 +103,11 @@ def cut_dataset_exactly(
         return slicing.mapped(maps.numbers.enumerate(), take, ahead)
 
     def without_padding(about: tf.Tensor, part: Tree) -> Tree:
-        _, count, found = tf.unstack(about[0])
+        _, count, batch_digest = tf.unstack(about[0])
         if about.shape[0] is not None:  # all batches have the same size
             count = even_sizes(maps.size, size)[rank]
         own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
-        return own if digest is None else (own, found)
+        return own if digest is None else (own, batch_digest)
 
     return slicing.mapped(_own_batches(maps, rank, size, digest), without_padding, ahead)
 
@@ -118,10 +118,10 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) ->
     @tf.autograph.experimental.do_not_convert
     def cut(number: tf.Tensor, batch: Tree) -> tuple[tf.Tensor, Tree]:
         parts, counts, rows, _ = slicing.cut(batch, (rank,), size)
-        found = tf.constant(maps.salt, tf.int64)
+        batch_digest = tf.constant(maps.salt, tf.int64)
         if digest is not None:
-            found += digest(number, batch)
-        about = tf.stack([rows, counts[0], found])
+            batch_digest += digest(number, batch)
+        about = tf.stack([rows, counts[0], batch_digest])
         return tf.repeat(about[None], slicing.count_rows(parts[0]), axis=0), parts[0]
 
     whole = maps.batch(maps.rows, maps.size)
@@ -164,9 +164,9 @@ def salt_of(functions: Sequence[tf.types.experimental.ConcreteFunction]) -> int:
 
 def _numbers_of(nodes: Iterable[tf.compat.v1.NodeDef]) -> bytes:
     """Hash the constants of a graph that are not strings."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for node in nodes:
         value = node.attr["value"].tensor
         if node.op == "Const" and value.dtype != tf.string.as_datatype_enum:
-            found.update(value.SerializeToString(deterministic=True))
-    return found.digest()
+            hasher.update(value.SerializeToString(deterministic=True))
+    return hasher.digest()

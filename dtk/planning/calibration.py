@@ -101,14 +101,14 @@ def _factors(sent: Mapping[str, float], parameters: int, rows: int) -> Factors |
     if sent[_DENSE] >= _WHOLE * _FLOAT * parameters:
         return None
     rest = 2 * (sent[_DENSE] - sent.get("fp16", sent[_DENSE]))
-    found = Factors(parameters - rest / _FLOAT, (sent[_DENSE] - rest) / (rows * _FLOAT))
+    factors = Factors(parameters - rest / _FLOAT, (sent[_DENSE] - rest) / (rows * _FLOAT))
     # A square matrix has the most entries of all with m + n = width.
-    if found.entries > (found.width / 2) ** 2:
+    if factors.entries > (factors.width / 2) ** 2:
         raise PlanError(
             f"{sent[_DENSE]:.0f} bytes are sent of {parameters} parameters: rows of tables, which "
             "nothing here describes; measure the model at the number of workers you want"
         )
-    return found
+    return factors
 
 
 def _software(results: BenchResults, communicator: str, workers: int) -> Software:
@@ -152,9 +152,9 @@ def _residuals(
     return replace(software, coding=coding)
 
 
-def _chosen(option: str, given: str | None, measured: Sequence[str]) -> str:
+def _chosen(option: str, name: str | None, measured: Sequence[str]) -> str:
     names = ", ".join(measured)
-    chosen = measured[0] if given is None and len(measured) == 1 else given
+    chosen = measured[0] if name is None and len(measured) == 1 else name
     if chosen is None:
         raise PlanError(f"the benchmark holds {names or 'no model'}; choose one with {option}")
     if chosen not in measured:

@@ -67,14 +67,14 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
         raise PlanError(f"{option} {text}: `...` has nothing to double; try 1,...,4096")
     if items[-1] == "...":
         raise PlanError(f"{option} {text}: `...` needs an end; try 1,...,4096")
-    found: list[int] = []
+    counts: list[int] = []
     for before, item in itertools.pairwise(["", *items]):
         if item != "...":
             value = parse_count(option, item)
-            while before == "..." and 2 * found[-1] < value:
-                found.append(2 * found[-1])
-            found.append(value)
-    return tuple(sorted(set(found)))
+            while before == "..." and 2 * counts[-1] < value:
+                counts.append(2 * counts[-1])
+            counts.append(value)
+    return tuple(sorted(set(counts)))
 
 
 def _parse(

@@ -56,11 +56,11 @@ def advise(predictions: Predictions, job: Training, cluster: Cluster, target: fl
 
 def _faster(candidates: Sequence[Prediction], than: Prediction) -> list[Prediction]:
     """Return a prediction, and what is faster than it, and than what is before it."""
-    found = [than]
+    faster = [than]
     for one in candidates:
-        if one.rows > GAIN * found[-1].rows:
-            found.append(one)
-    return found
+        if one.rows > GAIN * faster[-1].rows:
+            faster.append(one)
+    return faster
 
 
 def _furthest(of: Sequence[Prediction], target: float) -> Prediction:
@@ -129,13 +129,13 @@ _NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison.
 
 def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
     """Return tables of a header and a row for each method."""
-    found = {
+    tables = {
         "ms per step": _table(predictions, lambda one: _short(1000 * one.seconds)),
         "efficiency": _table(predictions, lambda one: f"{one.efficiency:.2f}"),
     }
     if any(one.price for of in predictions for one in of):
-        found["price of a million rows"] = _table(predictions, lambda one: _short(one.price))
-    return found
+        tables["price of a million rows"] = _table(predictions, lambda one: _short(one.price))
+    return tables
 
 
 def _table(predictions: Predictions, cell: Callable[[Prediction], str]) -> list[tuple[str, ...]]:
@@ -227,7 +227,7 @@ def _speed(bandwidth: float) -> str:
 
 def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Advice) -> str:
     """Return everything, as JSON: seconds, bytes, rows per second."""
-    found = {
+    fields = {
         "dtk plan": _FORMAT,
         "job": asdict(job),
         "cluster": asdict(cluster),
@@ -236,7 +236,7 @@ def dumps(predictions: Predictions, job: Training, cluster: Cluster, advice: Adv
         "predictions": [_record(one) for of in predictions for one in of],
     }
     # JSON has no infinities: a link without limit is null.
-    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)
+    finite = json.loads(json.dumps(fields), parse_constant=lambda name: None)
     return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 

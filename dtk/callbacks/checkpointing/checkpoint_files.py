@@ -83,8 +83,8 @@ class CheckpointFiles:
         """Return the names of the complete checkpoints, newest first."""
         if not self.directory.is_dir():
             return []
-        found = [entry.name for entry in self.directory.iterdir() if _NAME.fullmatch(entry.name)]
-        return sorted(found, key=_serial, reverse=True)
+        names = [entry.name for entry in self.directory.iterdir() if _NAME.fullmatch(entry.name)]
+        return sorted(names, key=_serial, reverse=True)
 
     def newest(self) -> str | None:
         """Return the name of the newest complete checkpoint."""
@@ -161,8 +161,8 @@ class CheckpointFiles:
             state = json.loads(_regular(folder / STATE).read_text())
             digests = state.pop("digests")
             # The first checkpoints had none of the state itself.
-            digests.setdefault(STATE, found := _digest_of(state))
-            if digests[STATE] != found or digests.keys() != {WEIGHTS, ARRAYS, STATE}:
+            digests.setdefault(STATE, digest_of_state := _digest_of(state))
+            if digests[STATE] != digest_of_state or digests.keys() != {WEIGHTS, ARRAYS, STATE}:
                 raise CorruptCheckpointError(f"{STATE} is not what was written")
             for file in (WEIGHTS, ARRAYS):
                 if digest(_regular(folder / file)) != digests[file]:
@@ -276,8 +276,8 @@ class _DiskFile(MemoryFile):
 
     def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer).cast("B")
-        found = os.pread(self._descriptor, len(view), self._at)
-        view[:] = found + bytes(len(view) - len(found))  # zeros for what could not be written
+        content = os.pread(self._descriptor, len(view), self._at)
+        view[:] = content + bytes(len(view) - len(content))  # zeros for what could not be written
         self._at += len(view)
         return len(view)
 

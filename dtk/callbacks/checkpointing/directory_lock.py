@@ -113,8 +113,8 @@ def _opened(path: Path) -> int:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
     else:
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink < 2:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
             return descriptor
         os.close(descriptor)
     raise OSError(
@@ -147,9 +147,9 @@ def _is_there(descriptor: int, path: Path) -> bool:
 def _read(descriptor: int) -> Holder | None:
     """Return who has written the file; None where nobody has, or not to its end."""
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        fields = json.loads(os.pread(descriptor, 4096, 0))
         kinds = {"host": str, "pid": int, "since": float}
-        return {name: kind(found[name]) for name, kind in kinds.items()}
+        return {name: kind(fields[name]) for name, kind in kinds.items()}
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -116,15 +116,15 @@ def _reduced(tensors: Sequence[tf.Tensor], op: ReduceOp) -> list[tf.Tensor]:
     def combined(*values: tf.Tensor) -> tuple[list[tf.Tensor], Function[list[tf.Tensor]]]:
         def backward(*gradients: tf.Tensor | None) -> list[tf.Tensor]:
             filled = [
-                tf.zeros_like(value) if given is None else tf.cast(given, value.dtype)
-                for given, value in zip(gradients, values, strict=True)
+                tf.zeros_like(value) if gradient is None else tf.cast(gradient, value.dtype)
+                for gradient, value in zip(gradients, values, strict=True)
             ]
             return _reduced(filled, op)
 
         return world.allreduce(list(values), op.value), unconverted(backward)
 
-    found: list[tf.Tensor] = combined(*tensors)
-    return found
+    reduced: list[tf.Tensor] = combined(*tensors)
+    return reduced
 
 
 def allreduce(

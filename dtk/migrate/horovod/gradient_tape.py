@@ -110,12 +110,12 @@ class DistributedGradientTape:
             output_gradients: As in `tf.GradientTape.gradient`.
             use_generic_names: Not needed.
         """
-        found = self._tape.gradient(target, sources, output_gradients)
-        leaves = tf.nest.flatten(found)
-        given = [tf.convert_to_tensor(g) if self._dense else g for g in leaves if g is not None]
-        combined = iter(grouped_allreduce(given, compression=self._compression, op=self._op))
+        structure = self._tape.gradient(target, sources, output_gradients)
+        leaves = tf.nest.flatten(structure)
+        tensors = [tf.convert_to_tensor(g) if self._dense else g for g in leaves if g is not None]
+        combined = iter(grouped_allreduce(tensors, compression=self._compression, op=self._op))
         kept = [None if leaf is None else next(combined) for leaf in leaves]
-        gradients: Tree = tf.nest.pack_sequence_as(found, kept)
+        gradients: Tree = tf.nest.pack_sequence_as(structure, kept)
         return gradients
 
 

@@ -44,9 +44,9 @@ def mark(optimizer: keras.Optimizer, exchange: str) -> None:
 
 def exchange_of(optimizer: keras.Optimizer | None) -> str | None:
     """Return the exchange of a `DistributedOptimizer`; None for an optimizer that is none."""
-    found: str | None = getattr(optimizer, _MARK, None)
+    exchange: str | None = getattr(optimizer, _MARK, None)
     inner = getattr(optimizer, "inner_optimizer", None)
-    return exchange_of(inner) if found is None and inner is not None else found
+    return exchange_of(inner) if exchange is None and inner is not None else exchange
 
 
 class RankTrainer(DistributedTrainer):

@@ -40,14 +40,14 @@ class Migration:
     def marks(self) -> list[tuple[int, str]]:
         """What is left to the user: the number of each marked line, and why."""
         lines = self.text.decode("utf-8", "replace").splitlines()
-        found, waiting = [], []
+        marks, waiting = [], []
         for number, line in enumerate(lines, 1):
             if line.strip().startswith(MARK):
                 waiting.append(line.strip().removeprefix(MARK))
             elif waiting and line.strip():
-                found += [(number, why) for why in waiting]
+                marks += [(number, why) for why in waiting]
                 waiting = []
-        return found
+        return marks
 
 
 def migrate(text: bytes) -> Migration:
@@ -97,10 +97,10 @@ def migrate(text: bytes) -> Migration:
 
 def _packages(source: Source) -> set[str]:
     """Return the packages that are imported anywhere in a script."""
-    found = set()
+    packages = set()
     for one in source.find(cst.Import):
-        found |= {alias.evaluated_name.split(".")[0] for alias in one.names}
+        packages |= {alias.evaluated_name.split(".")[0] for alias in one.names}
     for each in source.find(cst.ImportFrom):
         if not each.relative:
-            found.add(code(each.module).split(".")[0])
-    return found
+            packages.add(code(each.module).split(".")[0])
+    return packages

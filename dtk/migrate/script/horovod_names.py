@@ -99,8 +99,8 @@ class _Horovod:
 
     def name(self, call: cst.CSTNode | None) -> str:
         """Return the name within Horovod of what is called; empty if it is none of Horovod's."""
-        found = self.source.imported(call.func) if isinstance(call, cst.Call) else ""
-        return _PREFIX.sub("", found) if _PREFIX.match(found) else ""
+        full_name = self.source.imported(call.func) if isinstance(call, cst.Call) else ""
+        return _PREFIX.sub("", full_name) if _PREFIX.match(full_name) else ""
 
     def is_chief(self, test: cst.CSTNode) -> bool:
         """Whether an expression is `hvd.rank() == 0`."""
@@ -342,10 +342,10 @@ class _Horovod:
 
     def _warm_up(self, call: cst.Call) -> None:
         """Let LearningRateScaling multiply the rate, if the script shows which one it is."""
-        source, given = self.source, argument(call, "initial_lr", 0)
-        product = source.resolved(given)
+        source, rate = self.source, argument(call, "initial_lr", 0)
+        product = source.resolved(rate)
         same = [*source.find(cst.Name), *source.find(cst.BinaryOperation)]
-        uses = [one for one in same if code(one) == code(given)]
+        uses = [one for one in same if code(one) == code(rate)]
         uses = [one for one in uses if not isinstance(next(source.parents(one)), cst.AssignTarget)]
         taken = [one for one in uses if self._is_of_optimizer(one)]
         known = product is not None and self._kept(product, cst.Multiply)
@@ -416,7 +416,7 @@ class _Horovod:
             for one in divided if alike else ():
                 self._drop_size(one, cst.Divide, cst.FloorDivide)
                 self.divided = True
-            counted = sorted({found[0] for found in _EPOCHS.finditer(self.text)})
+            counted = sorted({match[0] for match in _EPOCHS.finditer(self.text)})
             if not divided or not alike or counted:
                 told = "where each rank read all rows, an epoch was that many passes; it is one now"
                 told += "".join(f", also for `{one}`" for one in counted)

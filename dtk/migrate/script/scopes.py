@@ -134,9 +134,9 @@ class _Scopes:
         if method(call) == "apply_gradients" and not {*self.steps, "train_step"} & set(ups):
             source.mark(call, f"a loop of your own: call its step by {self.strategy}.run", "loops")
         used = [text, *(code(one.value) for one in call.args)]
-        found = next(filter(None, map(_KERAS_2.search, used)), None)
-        if found and source.statement(call) not in source.deleted:
-            source.mark(call, f"Keras 3 has no `{found[0]}`", "keras-2")
+        match = next(filter(None, map(_KERAS_2.search, used)), None)
+        if match and source.statement(call) not in source.deleted:
+            source.mark(call, f"Keras 3 has no `{match[0]}`", "keras-2")
         if argument(call, "lr") and "optimizers." in f"{text} {source.imported(call.func)}":
             source.mark(call, "Keras 3 calls `lr` learning_rate", "keras-2")
         if method(call) == "set_memory_growth" and source.statement(call) not in source.deleted:

@@ -81,7 +81,7 @@ class Source:
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._places = wrapper.resolve(metadata.PositionProvider)
-        ends = [found.end() for found in re.finditer("\n", self.text)]
+        ends = [match.end() for match in re.finditer("\n", self.text)]
         self._starts = [0, *ends, len(self.text), len(self.text)]
         self._values: dict[str, list[cst.BaseExpression | None]] = {}
         spans = {node: self.span(node) for node in self._places}
@@ -102,10 +102,10 @@ class Source:
         """Return all nodes of a kind, in their order; those within another, and that itself."""
         first, last = self.span(within) if within is not None else (0, len(self.text))
         start, stop = bisect.bisect_left(self._begins, first), bisect.bisect(self._begins, last)
-        found = [one for one in self._nodes[start:stop] if isinstance(one, kind)]
+        nodes = [one for one in self._nodes[start:stop] if isinstance(one, kind)]
         if within is None:
-            return found
-        return [one for one in found if one is within or within in self.parents(one)]
+            return nodes
+        return [one for one in nodes if one is within or within in self.parents(one)]
 
     def code(self, node: cst.CSTNode) -> str:
         """Return the text of a node, as it stands in the script."""
@@ -114,8 +114,8 @@ class Source:
 
     def imported(self, node: cst.CSTNode) -> str:
         """Return the full name of what an expression names, if it was imported."""
-        found = self._names.get(node, ())
-        known = found() if callable(found) else found
+        names = self._names.get(node, ())
+        known = names() if callable(names) else names
         source = metadata.QualifiedNameSource.IMPORT
         return next((one.name for one in known if one.source is source), "")
 
@@ -153,16 +153,16 @@ class Source:
 
     def resolved(self, value: cst.BaseExpression | None) -> cst.BaseExpression | None:
         """Return the value of a name that is assigned once; other expressions as they are."""
-        found = self.values(value.value) if isinstance(value, cst.Name) else []
-        return self.resolved(found[0]) if len(found) == 1 else value
+        values = self.values(value.value) if isinstance(value, cst.Name) else []
+        return self.resolved(values[0]) if len(values) == 1 else value
 
     def dataset(self, value: cst.BaseExpression | None, seen: tuple[str, ...] = ()) -> set[str]:
         """Return the calls that make a `tf.data.Dataset`; none if the script shows none."""
         if isinstance(value, cst.Name):
             if value.value in seen:
                 return {value.value}
-            found = [self.dataset(one, (*seen, value.value)) for one in self.values(value.value)]
-            return set().union(*found) if all(found) else set()
+            calls = [self.dataset(one, (*seen, value.value)) for one in self.values(value.value)]
+            return set().union(*calls) if all(calls) else set()
         if not isinstance(value, cst.Call):
             return set()
         of = value.func.value if isinstance(value.func, cst.Attribute) else None

@@ -51,5 +51,5 @@ def rewrite(source: Source) -> None:
 
 def _in_tensorflow(name: str) -> str:
     """Return the name within `tf.distribute` of a full name; empty if it is not of it."""
-    found = re.match(r"tensorflow\.(compat\.v2\.)?distribute\.(.+)", name)
-    return found[2] if found else ""
+    match = re.match(r"tensorflow\.(compat\.v2\.)?distribute\.(.+)", name)
+    return match[2] if match else ""

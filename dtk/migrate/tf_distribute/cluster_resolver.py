@@ -34,9 +34,9 @@ def TFConfigClusterResolver(**arguments: object) -> JobResolver:  # noqa: N802
         True
     """
     if arguments:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ReplacedError(
-            f"a cluster resolver with {given}: the launcher tells who takes part; leave it out"
+            f"a cluster resolver with {settings}: the launcher tells who takes part; leave it out"
         )
     config = tf_config.parse(os.environ.get("TF_CONFIG", ""))
     if config is not None:
