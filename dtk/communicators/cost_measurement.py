@@ -38,7 +38,7 @@ from dtk.version import __version__
 VARIABLE = "DTK_CALIBRATE"
 # Settings of transports; Open MPI's other variables name ranks and places, and differ by job.
 _SETTINGS = ("HOROVOD_", "NCCL_", "GRPC_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mpi_")
-_PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY")
+_PLACES = ("RANK", "SIZE", "ADDR", "PORT", "HOSTNAME", "SECRET_KEY", "_directory")
 
 _FEW, _SOME, _MANY = 1 << 17, 1 << 20, 1 << 22  # bytes
 # Least seconds of the messages of an all-reduce.
