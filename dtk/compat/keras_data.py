@@ -90,8 +90,8 @@ def _padded(local: tf.data.Dataset, count: int) -> tf.data.Dataset:
     unconverted = tf.autograph.experimental.do_not_convert
 
     @unconverted
-    def own_or_last(last: Tree, given: tuple[Tree, tf.Tensor]) -> tuple[Tree, slicing.Slices]:
-        batch, is_there = given
+    def own_or_last(last: Tree, element: tuple[Tree, tf.Tensor]) -> tuple[Tree, slicing.Slices]:
+        batch, is_there = element
         rows = tf.cond(is_there, lambda: batch, lambda: last)
         rows_there = tf.where(is_there, slicing.count_rows(rows), 0)
         return slicing.last_row(rows), slicing.Slices((rows,), (rows_there,), slicing.UNKNOWN)
@@ -128,25 +128,25 @@ def as_tensors(batch: Tree) -> Tree:
 class EpochDataset:
     """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
 
-    def __init__(self, given: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
-        if tf_datasets.is_per_replica(given):
+    def __init__(self, dataset: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
+        if tf_datasets.is_per_replica(dataset):
             tf_datasets.refuse_per_replica_batches()
-        if not tf_datasets.is_of_this_rank(given):
-            slicing.check_rows(spec_of(given))
-        self.given, self._adapter, self._cut = given, adapter, cut
+        if not tf_datasets.is_of_this_rank(dataset):
+            slicing.check_rows(spec_of(dataset))
+        self.uncut, self._adapter, self._cut = dataset, adapter, cut
 
     @functools.cached_property
     def _pipeline(self) -> Dataset:
-        return _tuned_for(self._adapter, self._cut(self.given))
+        return _tuned_for(self._adapter, self._cut(self.uncut))
 
     def __iter__(self) -> Iterator[Tree]:
         return iter(self._pipeline)
 
 
-def spec_of(given: Dataset) -> Specs:
+def spec_of(dataset: Dataset) -> Specs:
     """Return the spec of a batch with any number of rows, from which Keras builds models."""
-    whole = getattr(given, "whole", None)
-    spec = slicing.spec_of((given if whole is None else whole).element_spec)
+    whole = getattr(dataset, "whole", None)
+    spec = slicing.spec_of((dataset if whole is None else whole).element_spec)
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
 
 
@@ -294,34 +294,34 @@ class Feed:
 
         `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
-        given, adapter = iterator._distributed_dataset, iterator.data_adapter
+        dataset, adapter = iterator._distributed_dataset, iterator.data_adapter
         if tf_replicas.computes_as_one_replica():  # this rank reads all of it, without the others
-            given = iterator._distributed_dataset = tf_datasets.read_alone(given)
-        elif isinstance(given, EpochDataset):
-            given = given.given
+            dataset = iterator._distributed_dataset = tf_datasets.read_alone(dataset)
+        elif isinstance(dataset, EpochDataset):
+            dataset = dataset.uncut
         elif self._cut is None:
-            iterator._distributed_dataset = _tuned_for(adapter, given)
+            iterator._distributed_dataset = _tuned_for(adapter, dataset)
         else:
-            own = isinstance(given, PerRankDataset) and given.whole is None
-            cut = self._as_long_as_any(iterator, given) if own else self._cut
+            own = isinstance(dataset, PerRankDataset) and dataset.whole is None
+            cut = self._as_long_as_any(iterator, dataset) if own else self._cut
             if iterator is getattr(self.model, "_eval_epoch_iterator", None):
                 cut = functools.partial(self._cut_validation, cut)
-            iterator._distributed_dataset = EpochDataset(given, adapter, cut)
+            iterator._distributed_dataset = EpochDataset(dataset, adapter, cut)
         if callbacks is not None and self.iterator is None:
-            self._begin(iterator, given, callbacks)
-        return spec_of(given)
+            self._begin(iterator, dataset, callbacks)
+        return spec_of(dataset)
 
-    def _cut_validation(self, cut: Callable[[Dataset], Dataset], given: Dataset) -> Dataset:
+    def _cut_validation(self, cut: Callable[[Dataset], Dataset], dataset: Dataset) -> Dataset:
         """Cut what `fit` validates on, which messages name."""
         with calling_data(self.strategy, "validation_data"):
-            return cut(given)
+            return cut(dataset)
 
     def _as_long_as_any(
-        self, iterator: CutEpochIterator, given: PerRankDataset
+        self, iterator: CutEpochIterator, dataset: PerRankDataset
     ) -> Callable[[Dataset], Dataset]:
         """Return how to read ranks' own batches, so that an epoch lasts while any rank has some."""
         assert self._cut is not None
-        local, endless = given.local, tf.data.INFINITE_CARDINALITY
+        local, endless = dataset.local, tf.data.INFINITE_CARDINALITY
         unknown = tf.data.UNKNOWN_CARDINALITY
         numbers = self.strategy.world.allgather_object(int(local.cardinality()))
         if len(set(numbers)) == 1 and (unknown not in numbers or len(numbers) == 1):
@@ -340,12 +340,12 @@ class Feed:
         return lambda own: _padded(own.local, most)
 
     def _begin(
-        self, iterator: CutEpochIterator, given: Dataset, callbacks: keras.callbacks.CallbackList
+        self, iterator: CutEpochIterator, dataset: Dataset, callbacks: keras.callbacks.CallbackList
     ) -> None:
         """Take the data of a `fit` that begins."""
         self.iterator, self._callbacks = iterator, callbacks
         self._given_adapter = iterator.data_adapter
-        self.rows_unknown = tf_datasets.is_of_this_rank(given)
+        self.rows_unknown = tf_datasets.is_of_this_rank(dataset)
         self._batch_size, self._openings, self._order, self._resuming = None, 0, None, None
         self._items = None
         iterator.feed = self
@@ -431,13 +431,13 @@ class Feed:
 
     def check_rebatch(self) -> None:
         """Check that `rebatch` is possible."""
-        given = self._given_adapter
-        if isinstance(given, ArrayDataAdapter) or (
-            isinstance(given, TFDatasetAdapter) and not self.rows_unknown
+        adapter = self._given_adapter
+        if isinstance(adapter, ArrayDataAdapter) or (
+            isinstance(adapter, TFDatasetAdapter) and not self.rows_unknown
         ):
             return
         raise ValueError(
-            f"the batch size of data from a {type(given).__name__} cannot be changed during fit; "
+            f"the batch size of data from a {type(adapter).__name__} cannot be changed during fit; "
             "give fit arrays or a tf.data.Dataset of global batches"
         )
 
@@ -460,11 +460,11 @@ class Feed:
     def _adapter(self, size: int) -> DataAdapter:
         """Make an adapter of the data given to `fit`, in global batches of `size` rows."""
         self.check_rebatch()
-        given = self._given_adapter
-        if isinstance(given, ArrayDataAdapter):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given._inputs)
-            return ArrayDataAdapter(x, y, sample_weight, batch_size=size, shuffle=given._shuffle)
-        data = given.get_tf_dataset()
+        adapter = self._given_adapter
+        if isinstance(adapter, ArrayDataAdapter):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(adapter._inputs)
+            return ArrayDataAdapter(x, y, sample_weight, batch_size=size, shuffle=adapter._shuffle)
+        data = adapter.get_tf_dataset()
         whole: tf.data.Dataset = data.whole if isinstance(data, PerRankDataset) else data
         return TFDatasetAdapter(whole.rebatch(size))
 

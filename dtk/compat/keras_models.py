@@ -82,24 +82,24 @@ def is_from_keras(function: object) -> bool:
     return str(module).partition(".")[0] == "keras"
 
 
-def _given(identifiers: object, get: Callable[[_Identifier], _Found]) -> list[_Found]:
+def _looked_up(identifiers: object, get: Callable[[_Identifier], _Found]) -> list[_Found]:
     """Return the losses or metrics given to `compile`, names looked up."""
-    given = [one for one in keras.tree.flatten(identifiers) if one is not None]
-    return [get(one) if isinstance(one, str | dict) else one for one in given]
+    flat = [one for one in keras.tree.flatten(identifiers) if one is not None]
+    return [get(one) if isinstance(one, str | dict) else one for one in flat]
 
 
-def _unwrapped(given: _Found) -> _Found:
+def _unwrapped(wrapper: _Found) -> _Found:
     """Return the function that Keras has wrapped in a loss or metric."""
     # A script's own class may call anything so, such as its count of false negatives.
-    wrapped = [getattr(given, name, None) for name in ("fn", "_fn") if is_from_keras(given)]
-    return next((function for function in wrapped if function is not None), given)
+    wrapped = [getattr(wrapper, name, None) for name in ("fn", "_fn") if is_from_keras(wrapper)]
+    return next((function for function in wrapped if function is not None), wrapper)
 
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     """Return the losses given to `compile` that are not Keras's own, or not means over rows."""
     compiled = model._compile_loss
-    given = [] if compiled is None else _given(compiled._user_loss, keras.losses.get)
-    return [_unwrapped(loss) for loss in given if is_foreign_loss(loss)]
+    losses = [] if compiled is None else _looked_up(compiled._user_loss, keras.losses.get)
+    return [_unwrapped(loss) for loss in losses if is_foreign_loss(loss)]
 
 
 def is_foreign_loss(loss: keras.Loss | Function[tf.Tensor]) -> bool:
@@ -113,10 +113,10 @@ def compares_rows(loss: keras.Loss | Function[tf.Tensor]) -> bool:
     return _unwrapped(loss) in _OF_PAIRS or is_along_batch(loss)
 
 
-def is_along_batch(given: object) -> bool:
+def is_along_batch(part: object) -> bool:
     """Return whether a layer, loss or metric of Keras's is told to compute along the batch."""
-    layer = given if isinstance(given, keras.Layer) else None
-    settings = getattr(given, "_fn_kwargs", {}) if layer is None else _settings_of(layer)
+    layer = part if isinstance(part, keras.Layer) else None
+    settings = getattr(part, "_fn_kwargs", {}) if layer is None else _settings_of(layer)
     named = [value for key, value in settings.items() if key.endswith(("axis", "axes"))]
     axes = [axis for value in named for axis in keras.tree.flatten(value)]
     # Outputs of losses and metrics nearly always have two axes.
@@ -138,10 +138,10 @@ def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tenso
     compiled = model._compile_metrics
     asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     # Strings are Keras's own; names such as "accuracy" stand for several metrics.
-    given = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
+    identifiers = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
     held = [metric for metric in metrics_of(model) if metric is not compiled]
-    found = [*_given(given, keras.metrics.get), *held]
-    return [_unwrapped(metric) for metric in found if _is_foreign_metric(metric)]
+    metrics = [*_looked_up(identifiers, keras.metrics.get), *held]
+    return [_unwrapped(metric) for metric in metrics if _is_foreign_metric(metric)]
 
 
 def _is_foreign_metric(metric: keras.Metric | Function[tf.Tensor]) -> bool:
@@ -272,12 +272,12 @@ def patch_compile(
 
     @functools.wraps(original)
     def compile_between(self: keras.Model, *args: object, **kwargs: object) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        jit_compile = given.arguments.get("jit_compile", "auto")
-        if jit_compile == "auto" and given.arguments.get("run_eagerly"):
+        bound = signature.bind(self, *args, **kwargs)
+        jit_compile = bound.arguments.get("jit_compile", "auto")
+        if jit_compile == "auto" and bound.arguments.get("run_eagerly"):
             jit_compile = False
-        given.arguments["jit_compile"] = before(self, jit_compile)
-        original(*given.args, **given.kwargs)
+        bound.arguments["jit_compile"] = before(self, jit_compile)
+        original(*bound.args, **bound.kwargs)
         after(self)
 
     compile_between._dtk_scope = True  # type: ignore[attr-defined]
@@ -324,8 +324,8 @@ def is_first_time(model: keras.Model, what: str) -> bool:
 
 def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
     """Return the trainer that `set_trainer` has set on a model, or None."""
-    found = getattr(model, "_dtk_trainer", None)
-    return found if isinstance(found, kind) else None
+    trainer = getattr(model, "_dtk_trainer", None)
+    return trainer if isinstance(trainer, kind) else None
 
 
 def set_trainer(model: keras.Model, trainer: object) -> None:
@@ -364,8 +364,8 @@ def counted_elsewhere(model: keras.Model) -> list[str]:
     compiled = model._compile_metrics
     if compiled is None or compiled.built:
         return []
-    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-    metrics = [one for one in given if isinstance(one, keras.metrics.Metric)]
+    flat = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    metrics = [one for one in flat if isinstance(one, keras.metrics.Metric)]
     return [one.name for one in metrics if any(np.any(np.asarray(v)) for v in one.variables)]
 
 
@@ -393,8 +393,8 @@ def _build(model: keras.Model, data_batch: Tree | Specs) -> None:
         model._symbolic_build(data_batch=data_batch)
     except _MISFITS as error:
         # Keras turns an error of the model into a RuntimeError.
-        given = error.__context__ if isinstance(error, RuntimeError) else None
-        if not isinstance(given or error, _MISFITS) or isinstance(given or error, DtkError):
+        cause = error.__context__ if isinstance(error, RuntimeError) else None
+        if not isinstance(cause or error, _MISFITS) or isinstance(cause or error, DtkError):
             raise
 
 
@@ -413,8 +413,8 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 
 def combining_operations(model: keras.Model) -> list[str]:
     """Return the names of a functional model's operations that may combine rows, as `mean` may."""
-    found = [o for one in model._flatten_layers() for o in getattr(one, "operations", ())]
-    names = {type(one).__name__ for one in found if not isinstance(one, keras.Layer)}
+    operations = [o for one in model._flatten_layers() for o in getattr(one, "operations", ())]
+    names = {type(one).__name__ for one in operations if not isinstance(one, keras.Layer)}
     return sorted(names - _BY_ELEMENT)
 
 

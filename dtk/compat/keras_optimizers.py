@@ -110,10 +110,10 @@ def _class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> ty
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and the optimizers it wraps, outermost first."""
-    found = [optimizer]
-    while hasattr(found[-1], "inner_optimizer"):
-        found.append(found[-1].inner_optimizer)
-    return found
+    optimizers = [optimizer]
+    while hasattr(optimizers[-1], "inner_optimizer"):
+        optimizers.append(optimizers[-1].inner_optimizer)
+    return optimizers
 
 
 def is_multi(optimizer: keras.Optimizer) -> bool:
@@ -123,11 +123,11 @@ def is_multi(optimizer: keras.Optimizer) -> bool:
 
 def members(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """Return an optimizer and all optimizers inside it, outermost first."""
-    found = chain(optimizer)
-    for one in found:  # it grows meanwhile
+    optimizers = chain(optimizer)
+    for one in optimizers:  # it grows meanwhile
         if is_multi(one):
-            found += [inside for member in one.optimizers for inside in chain(member)]
-    return found
+            optimizers += [inside for member in one.optimizers for inside in chain(member)]
+    return optimizers
 
 
 def steps_of(optimizer: keras.Optimizer) -> keras.Variable:

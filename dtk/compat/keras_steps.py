@@ -190,11 +190,11 @@ def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[Non
         package = (getattr(python, "__module__", None) or "").partition(".")[0]
         if not wanted() or package in _LIBRARIES:
             return original(self, *args, **kwargs)
-        given = _canonical(self, args, kwargs)
+        bound = _canonical(self, args, kwargs)
         if self._autograph:
             python = autograph_util.py_func_from_autograph(python, None)
         with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):  # even if the caller is not converted
-            return python(*given.args, **given.kwargs)
+            return python(*bound.args, **bound.kwargs)
 
     return patch_around(type(tf.function(lambda: None)), __call__=call)
 
@@ -203,16 +203,16 @@ def _canonical(
     function: tf.types.experimental.PolymorphicFunction, args: Args, kwargs: Kwargs
 ) -> inspect.BoundArguments:
     """Return the arguments with which TensorFlow would trace a function."""
-    given = function_type_utils.canonicalize_function_inputs(
+    bound = function_type_utils.canonicalize_function_inputs(
         args, kwargs, function.function_type, function._default_values, function._is_pure
     )
-    given.arguments = tf.nest.map_structure(
+    bound.arguments = tf.nest.map_structure(
         lambda leaf: (
             tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
         ),
-        given.arguments,
+        bound.arguments,
     )
-    return given
+    return bound
 
 
 def patch_take(take: Function[tf.Tensor]) -> AbstractContextManager[None]:

@@ -168,10 +168,10 @@ def in_wholes(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]
 
     They are in the order that an optimizer has them in for whole variables.
     """
-    found: dict[object, list[keras.Variable]] = {}
+    by_slot: dict[object, list[keras.Variable]] = {}
     for variable in variables:
-        found.setdefault(getattr(variable, _SLOT, id(variable)), []).append(variable)
-    return list(found.values())
+        by_slot.setdefault(getattr(variable, _SLOT, id(variable)), []).append(variable)
+    return list(by_slot.values())
 
 
 # TensorFlow variables of several replicas or servers.

@@ -201,8 +201,8 @@ def gone(name: str, purpose: str) -> VersionError:
     """Return the error for a missing name; it says what to install."""
     package = "keras" if name.startswith("keras") else "tensorflow"
     module = sys.modules.get(package)
-    found = getattr(module, "__version__", None)
-    if module is not None and found is None:
+    number = getattr(module, "__version__", None)
+    if module is not None and number is None:
         at = (module.__file__ or ", ".join(module.__path__)).removesuffix("/__init__.py")
         return VersionError(
             f"{at} is imported in place of {package}, as it stands beside the script or in "
@@ -210,7 +210,7 @@ def gone(name: str, purpose: str) -> VersionError:
         )
     (first, end), pip = version.TESTED[package], version.requirement(package)
     return VersionError(
-        f"{package} {found or 'of this version'} has no {name}, which dtk needs for {purpose}; it "
+        f"{package} {number or 'of this version'} has no {name}, which dtk needs for {purpose}; it "
         f"was tested with {package} {first} to below {end}. Next: pip install '{pip}'"
     )
 
@@ -227,7 +227,7 @@ def home_of(package: str, name: str) -> ModuleType:
 
 def _has(where: str, name: str) -> bool:
     try:
-        owner = home_of(where.removesuffix(".*"), name) if where.endswith("*") else _found(where)
+        owner = home_of(where.removesuffix(".*"), name) if where.endswith("*") else _resolved(where)
     except (ImportError, LookupError):
         return False
     *steps, last = name.split(".")
@@ -236,7 +236,7 @@ def _has(where: str, name: str) -> bool:
     return hasattr(owner, last) or last in _mentioned(owner)
 
 
-def _found(where: str) -> object:
+def _resolved(where: str) -> object:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError:
@@ -244,7 +244,7 @@ def _found(where: str) -> object:
         if not module:
             raise
     try:
-        return getattr(_found(module), attribute)
+        return getattr(_resolved(module), attribute)
     except AttributeError as error:
         raise LookupError(where) from error
 

@@ -159,10 +159,10 @@ def apart(rank: int) -> Iterator[None]:
 
     def drawn(*args: object, original: Function[tf.Tensor], **kwargs: object) -> tf.Tensor:
         if threading.get_ident() == thread and not tf.executing_eagerly():
-            given = inspect.signature(original).bind(*args, **kwargs)
-            if _is_of_batch(given.arguments):
-                _fold(given.arguments, rank)
-            args, kwargs = given.args, given.kwargs
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            if _is_of_batch(bound.arguments):
+                _fold(bound.arguments, rank)
+            args, kwargs = bound.args, bound.kwargs
         return original(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
@@ -178,8 +178,8 @@ def _is_of_batch(arguments: Mapping[str, object]) -> bool:
     """Return whether the size of a draw depends on the batch."""
     shape = arguments.get("shape")
     known = shape is None or None not in _sizes(tf.convert_to_tensor(shape))
-    given = [one.shape for one in arguments.values() if isinstance(one, tf.Tensor)]
-    return not known or not all(one.is_fully_defined() for one in given)
+    shapes = [one.shape for one in arguments.values() if isinstance(one, tf.Tensor)]
+    return not known or not all(one.is_fully_defined() for one in shapes)
 
 
 def _fold(arguments: dict[str, object], rank: int) -> None:
@@ -259,9 +259,9 @@ def _by_row(
     signature = inspect.signature(original)
 
     def drawn(*args: object, **kwargs: object) -> tf.Tensor:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments: dict[str, tf.Tensor] = given.arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments: dict[str, tf.Tensor] = bound.arguments
         shape = tf.convert_to_tensor(arguments["shape"])
         known: dict[str, tf.Tensor] = {
             name: arguments[name] for name in ("minval", "maxval") if name in arguments
@@ -275,8 +275,8 @@ def _by_row(
         of_rows.append(_drawn.count)
         size, mine = _places(shape[axis], layouts.get(_drawn.count, BLOCKS))
         of_all = tf.concat([shape[:axis], size[None], shape[axis + 1 :]], 0)
-        found = draw(shape=of_all, seed=[_drawn.count, 0], **known)
-        return tf.ensure_shape(tf.gather(found, mine, axis=axis), _sizes(shape))
+        numbers = draw(shape=of_all, seed=[_drawn.count, 0], **known)
+        return tf.ensure_shape(tf.gather(numbers, mine, axis=axis), _sizes(shape))
 
     return drawn
 

@@ -90,8 +90,8 @@ class _Collective(tf.distribute.StrategyExtended):
             with tf.init_scope(), tf.device(placement.host()):
                 self._given_rows = [tf.Variable(1, dtype=tf.int64) for _ in self.worker_devices]
         for i, count in enumerate(self._given_rows):
-            given = tf.nest.flatten(distribute_utils.select_replica(i, (args, kwargs)))
-            tensors = [v for v in given if tf.is_tensor(v) and not keras_variables.is_variable(v)]
+            flat = tf.nest.flatten(distribute_utils.select_replica(i, (args, kwargs)))
+            tensors = [v for v in flat if tf.is_tensor(v) and not keras_variables.is_variable(v)]
             batched = [v for v in tensors if v.shape.rank != 0]
             rows = [tf.shape(v, tf.int64)[0] for v in batched]
             count.assign(tf.reduce_max(rows) if rows else 1)
@@ -266,12 +266,12 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         rank, size = self._communicator.rank, self._communicator.size
         digest = None if self._observe is None else digests.digest_of
 
-        def cut(given: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
-            given = in_known_order(given)
-            maps = self.row_maps(given)
+        def cut(pipeline: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+            pipeline = in_known_order(pipeline)
+            maps = self.row_maps(pipeline)
             if maps is not None:
                 return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
-            return slicing.mapped(drawn_in_order(given).enumerate(), own, ahead)
+            return slicing.mapped(drawn_in_order(pipeline).enumerate(), own, ahead)
 
         def own(number: tf.Tensor, batch: Tree) -> Tree:
             (rows,) = slicing.cut_exactly(batch, (rank,), size)
@@ -287,12 +287,12 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         """
         if self._communicator.size == 1:  # a grid in which every rank reads all rows
             return None
-        found = take_apart(dataset)
-        why = found if isinstance(found, str) else found and found.why
+        parts = take_apart(dataset)
+        why = parts if isinstance(parts, str) else parts and parts.why
         if why is not None and why not in self._reasons and self.what_is_read:
             self._reasons.add(why)
             self._say_why_all_is_read(dataset, why)
-        return None if isinstance(found, str) else found
+        return None if isinstance(parts, str) else parts
 
     def _say_why_all_is_read(self, dataset: tf.data.Dataset, why: str) -> None:
         cure = "dtk.data.shard(files_or_dataset, strategy, batch_size) gives each its own part"
@@ -447,7 +447,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         def cut() -> tf.data.Dataset:
             return cut_in_order(
                 dataset,
-                lambda given, ahead: slicing.cut_dataset_exactly(given, range(size), size, ahead),
+                lambda data, ahead: slicing.cut_dataset_exactly(data, range(size), size, ahead),
             )
 
         return PerRankDataset(cut, whole=dataset, regrouped=True)
@@ -473,9 +473,9 @@ def variables_only_read() -> list[tf.Variable]:
     }
     read = {id(variable.handle): variable for variable in graph._watched_variables}
     return [
-        read[id(given)]
-        for given, inside in graph.captures
-        if id(given) in read and id(inside) not in assigned
+        read[id(outside)]
+        for outside, inside in graph.captures
+        if id(outside) in read and id(inside) not in assigned
     ]
 
 

@@ -79,19 +79,19 @@ def if_present(value: _Structure) -> _Structure:
     if present is None or not flat:
         return value
     # Indices stay out of the branch, which would hide their origin in the graph.
-    given = [
+    tensors = [
         v.values if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
         for v in flat
         if v is not None
     ]
-    elements = [v.shape.num_elements() for v in given]
+    elements = [v.shape.num_elements() for v in tensors]
     if None not in elements and sum(elements) < _FEW:
-        counted = [_times(v, present) for v in given]
+        counted = [_times(v, present) for v in tensors]
     else:
         counted = tf.cond(
             present,
-            lambda: [tf.identity(v) for v in given],
-            lambda: [tf.zeros_like(v) for v in given],
+            lambda: [tf.identity(v) for v in tensors],
+            lambda: [tf.zeros_like(v) for v in tensors],
         )
     remaining = iter(counted)
     flat = [None if v is None else on_values(v, lambda _: next(remaining)) for v in flat]
