@@ -254,7 +254,7 @@ class DistributedTrainer(ModelState):
             why = []  # the train step has computed all of it
         group = strategy.model_communicator
         if group.size > 1:  # a stage of a pipeline has layers of its own; all ranks try, or none
-            why = sorted({reason for found in group.allgather_object(why) for reason in found})
+            why = sorted({reason for of_rank in group.allgather_object(why) for reason in of_rank})
         self.kinds[name] = {}
         if why or asked in (True, "only"):
             why = why or ["asked for"]
@@ -312,8 +312,8 @@ class DistributedTrainer(ModelState):
         parts = [v for one in shared_optimizer.sharded_of(self.model) for v in one.parts.values()]
         known = map(keras_variables.stored, [*step_trial.changed_by_training(self.model), *parts])
         kept = {id(v) for one in known for v in keras_variables.components(one)}
-        found = [v for v in tf_extended.variables_only_read() if id(v) not in kept]
-        numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+        read = [v for v in tf_extended.variables_only_read() if id(v) not in kept]
+        numbers = [v for v in read if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
         self._only_read = [v for v in numbers if v.shape.is_fully_defined()]
 
     def check_same_reads(self, when: str, ask: bool = False) -> None:

@@ -68,14 +68,14 @@ def call(
         if name == "predict_on_batch" and trainer.takes_over:
             method = trainer.predict_on_batch
         return _on_batch(method, name, trainer, args, kwargs)
-    given, strategy = inspect.signature(method).bind(*args, **kwargs), trainer.strategy
-    _check_numbers(name, given.arguments, strategy)
-    _check_callbacks(name, given.arguments.get("callbacks"), strategy)
-    _tell_of_idle(given.arguments.get("batch_size"), strategy)
+    bound, strategy = inspect.signature(method).bind(*args, **kwargs), trainer.strategy
+    _check_numbers(name, bound.arguments, strategy)
+    _check_callbacks(name, bound.arguments.get("callbacks"), strategy)
+    _tell_of_idle(bound.arguments.get("batch_size"), strategy)
     strategy.meet(f"{name} begins")
     if name != "fit":
-        return _evaluate_or_predict(method, name, trainer, given)
-    return _fit(method, trainer, given)
+        return _evaluate_or_predict(method, name, trainer, bound)
+    return _fit(method, trainer, bound)
 
 
 def _tell_of_idle(rows: object, strategy: Strategy) -> None:
@@ -105,9 +105,9 @@ def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -
         check_number(told, asked["validation_split"], expected, lambda part: 0.0 <= part < 1.0)
 
 
-def _check_callbacks(name: str, given: object, strategy: Strategy) -> None:
+def _check_callbacks(name: str, callbacks: object, strategy: Strategy) -> None:
     """Refuse objects that are not callbacks, such as a class in place of an instance."""
-    for one in keras.tree.flatten(given or []):
+    for one in keras.tree.flatten(callbacks or []):
         if not hasattr(type(one), "set_model"):
             cure = f"; write {one.__name__}(...)" if isinstance(one, type) else ""
             message = (
@@ -125,11 +125,11 @@ def _whole(value: object) -> int | None:
 
 
 def _fit(
-    method: Function[object], trainer: DistributedTrainer, given: inspect.BoundArguments
+    method: Function[object], trainer: DistributedTrainer, bound: inspect.BoundArguments
 ) -> object:
     """Call Keras's `fit` with the checks between ranks around it."""
-    given.apply_defaults()
-    asked, strategy = given.arguments, trainer.strategy
+    bound.apply_defaults()
+    asked, strategy = bound.arguments, trainer.strategy
     trainer.before_fit(asked)
     if trainer.leaves_validation(asked):
         asked["validation_data"] = None
@@ -170,7 +170,7 @@ def _fit(
         )
     asked["callbacks"] = trainer.callbacks = callbacks
     try:
-        history = method(*given.args, **given.kwargs)
+        history = method(*bound.args, **bound.kwargs)
         _share_best(flat, strategy)
         return history
     finally:
@@ -183,9 +183,9 @@ def _fit(
 def _share_best(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Give every rank what rank 0's ModelCheckpoints have found; scripts decide by it."""
     mine = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
-    found = strategy.world.broadcast_object([one.best for one in mine])
-    if len(found) == len(mine):  # or this rank was given others
-        for one, best in zip(mine, found, strict=True):
+    of_chief = strategy.world.broadcast_object([one.best for one in mine])
+    if len(of_chief) == len(mine):  # or this rank was given others
+        for one, best in zip(mine, of_chief, strict=True):
             one.best = best
 
 
@@ -204,10 +204,10 @@ def _evaluate_or_predict(
     method: Function[object],
     name: str,
     trainer: DistributedTrainer,
-    given: inspect.BoundArguments,
+    bound: inspect.BoundArguments,
 ) -> object:
     """Call `evaluate` or `predict` with the checks between ranks around it."""
-    asked, strategy = given.arguments, trainer.strategy
+    asked, strategy = bound.arguments, trainer.strategy
     if not strategy.is_chief:
         asked["verbose"] = 0
     callbacks = asked.get("callbacks")
@@ -221,7 +221,7 @@ def _evaluate_or_predict(
             shared_weights.agree_on_weights(trainer)
     try:
         with trainer.reading_of(name):
-            return method(*given.args, **given.kwargs)
+            return method(*bound.args, **bound.kwargs)
     finally:
         trainer.end_call()
 

@@ -219,36 +219,36 @@ def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> 
 
 def _lines() -> str:
     """Return the lines to write around the script's step."""
-    found = _step(inspect.currentframe())
-    step, arguments = found or ("train_step", ["batch"])
-    name, given = step.rpartition(".")[2], ", ".join(arguments)
-    packed = f"({given})" if len(arguments) > 1 else f"({given},)"
+    signature = _step(inspect.currentframe())
+    step, arguments = signature or ("train_step", ["batch"])
+    name, names = step.rpartition(".")[2], ", ".join(arguments)
+    packed = f"({names})" if len(arguments) > 1 else f"({names},)"
     lines = f"""
         train_set = strategy.experimental_distribute_dataset(train_set)
 
         @tf.function
-        def distributed_{name}({given}):
+        def distributed_{name}({names}):
             return strategy.run({step}, args={packed})
 
-        for {given} in train_set:
-            distributed_{name}({given})
+        for {names} in train_set:
+            distributed_{name}({names})
         """
     lines = textwrap.dedent(lines).strip("\n")
-    return lines if found else f"def {step}({given}): ...  # from the tape to apply\n\n{lines}"
+    return lines if signature else f"def {step}({names}): ...  # from the tape to apply\n\n{lines}"
 
 
 def _step(frame: FrameType | None) -> tuple[str, list[str]] | None:
     """Return the outermost function of the script that was given a tensor, and its arguments."""
-    found = None
+    signature = None
     while frame is not None and frame.f_code.co_name != "<module>":
         code, values = frame.f_code, frame.f_locals
         arguments = list(code.co_varnames[: code.co_argcount])
         name = code.co_name.removeprefix(_CONVERTED)
         converted = "__autograph_generated_file" in code.co_filename
         own = name != code.co_name if converted else not code.co_filename.startswith(_LIBRARIES)
-        given = tf.nest.flatten([values.get(argument) for argument in arguments])
-        if own and name.isidentifier() and any(map(tf.is_tensor, given)):
+        leaves = tf.nest.flatten([values.get(argument) for argument in arguments])
+        if own and name.isidentifier() and any(map(tf.is_tensor, leaves)):
             method = arguments[0] == "self"
-            found = (f"self.{name}", arguments[1:]) if method else (name, arguments)
+            signature = (f"self.{name}", arguments[1:]) if method else (name, arguments)
         frame = frame.f_back
-    return found
+    return signature

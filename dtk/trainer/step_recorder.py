@@ -136,9 +136,9 @@ class StepRecorder:
 
     def _settings(self) -> dict[str, object]:
         """Return what of the training changes while it runs: rate, and rows of a batch."""
-        found: dict[str, object] = {}
+        settings: dict[str, object] = {}
         if (optimizer := getattr(self._model, "optimizer", None)) is not None:
-            found["rate"] = float(optimizer.learning_rate)
+            settings["rate"] = float(optimizer.learning_rate)
         if self._ended:
-            found["batch"] = self._feed.batch_size()
-        return found
+            settings["batch"] = self._feed.batch_size()
+        return settings

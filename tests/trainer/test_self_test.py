@@ -149,7 +149,8 @@ def changed_nothing():
 def test_it_changes_nothing(world, backend, size):
     for same, verdict in world(backend, size).run(changed_nothing):
         assert same
-        assert verdict.found.size < 1e-4 and verdict.found.wrong is None and verdict.notes == []
+        assert verdict.difference.size < 1e-4
+        assert verdict.difference.wrong is None and verdict.notes == []
 
 
 class Drawing(cases.Subclassed):
@@ -241,14 +242,14 @@ def tried(kind):
 def test_random_numbers_and_kinks_are_no_mistakes(pool, kind):
     """Breaks as a right script that is refused, the more so the wider its layers are."""
     for verdict in pool.run(tried, kind):
-        assert verdict.found.wrong is None and verdict.notes == []
-        assert verdict.found.size < 1e-4
+        assert verdict.difference.wrong is None and verdict.notes == []
+        assert verdict.difference.size < 1e-4
 
 
 @pytest.mark.worlds(("local", 1))
 def test_a_mistake_beside_random_numbers_is_refused(pool):
     for verdict in pool.run(tried, "spread"):
-        assert "differs by" in verdict.found.wrong
+        assert "differs by" in verdict.difference.wrong
         (note,) = (note for note in verdict.notes if "is not one number" in note)
         assert note.startswith("'last' in the logs") and "of shape (8, 8, 1)" in note
 
@@ -257,7 +258,7 @@ def test_a_mistake_beside_random_numbers_is_refused(pool):
 def test_what_cannot_be_told_from_rounding_is_said(pool):
     """Breaks as a right script that is refused; its losses are means."""
     for verdict in pool.run(tried, "rounding"):
-        assert verdict.found.wrong is None and verdict.found.size > 1e-4
+        assert verdict.difference.wrong is None and verdict.difference.size > 1e-4
         (note,) = (note for note in verdict.notes if "cannot tell" in note)
         assert "self_test=False" in note
 
@@ -266,7 +267,7 @@ def test_what_cannot_be_told_from_rounding_is_said(pool):
 def test_a_mistake_that_rounding_hides_at_the_first_weights_is_refused(pool):
     """Breaks as a warning: a published loss of exp(mean) trained to other weights."""
     for verdict in pool.run(tried, "hidden"):
-        assert "differs by" in verdict.found.wrong
+        assert "differs by" in verdict.difference.wrong
 
 
 def drawn_after_a_trial():

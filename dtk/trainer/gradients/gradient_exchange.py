@@ -117,8 +117,8 @@ class GradientExchange:
         self._of_step = []
         for group in self._groups(variables):
             of_group = [variables[i] for i in group]
-            found, applied = self._update([gradients[i] for i in group], of_group, part)
-            for i, gradient in zip(group, found, strict=True):
+            exchanged, applied = self._update([gradients[i] for i in group], of_group, part)
+            for i, gradient in zip(group, exchanged, strict=True):
                 updated[i] = gradient
             flags += [] if applied is None else [applied]
         if not flags:
@@ -137,34 +137,34 @@ class GradientExchange:
         trained = list(variables) if self.local else [variables[i] for i in places]
         op = self._op(trained)
         self._of_step.append(op)
-        found = [_with_static_shape(gradients[i], variables[i]) for i in places]
+        grads = [_with_static_shape(gradients[i], variables[i]) for i in places]
         if op.factors:
-            found = [factored(gradient) for gradient in found]
-        self._see(found)
+            grads = [factored(gradient) for gradient in grads]
+        self._see(grads)
         # A replica that computed only a padding row counts as zero.
-        found = tf_replicas.if_present(found)
-        if self._notes is not None and found:
+        grads = tf_replicas.if_present(grads)
+        if self._notes is not None and grads:
             replica = self.strategy.local_index()
-            self._notes.note(self.inner.iterations, replica, paths, found)
+            self._notes.note(self.inner.iterations, replica, paths, grads)
         scale = self._scale()
         if scale is not None:  # divided, since 1 / scale may be too small a number
-            found = [_scaled(tf.divide, gradient, scale) for gradient in found]
+            grads = [_scaled(tf.divide, gradient, scale) for gradient in grads]
         join, sums = None, not self.local and self.strategy.num_replicas_in_sync > 1
-        if sums and any(isinstance(g, tf.IndexedSlices) for g in found):
+        if sums and any(isinstance(g, tf.IndexedSlices) for g in grads):
             linear = keras_optimizers.is_linear(self.outer)
-            found, join = lookups.divided(found, paths, self.strategy.rank, linear)
-        found, applied = op.update(found, part)
-        found = found if join is None else join(found)
+            grads, join = lookups.divided(grads, paths, self.strategy.rank, linear)
+        grads, applied = op.update(grads, part)
+        grads = grads if join is None else join(grads)
         if self.sharded is not None:
-            found = self.sharded.parts_of_slices(found, trained)
+            grads = self.sharded.parts_of_slices(grads, trained)
         if scale is not None:
-            found = [_scaled(tf.multiply, gradient, scale) for gradient in found]
+            grads = [_scaled(tf.multiply, gradient, scale) for gradient in grads]
         if applied is not None and self.window > 1:
             raise ValueError(
                 f"exchange={self.exchange} does not go with gradient accumulation, whose windows "
                 "sum several steps already; use one of the two"
             )
-        by_place = dict(zip(places, found, strict=True))
+        by_place = dict(zip(places, grads, strict=True))
         return [by_place.get(i) for i in range(len(gradients))], applied
 
     def count(self, part: BatchPart | None) -> None:

@@ -118,7 +118,7 @@ def divide(
         sizes[i][owners[i]] = counts[i]
     # What is cut fills up what each rank lacks of an even share of everything.
     room = [max(0, -(-sum(counts) // ranks) - load) for load in loads]
-    found = []
+    plan = []
     for kind in (False, True):
         places = [i for i in range(len(variables))[::-1] if undivided[i] == kind]
         dtypes = [variables[i].dtype for i in places]
@@ -128,8 +128,8 @@ def divide(
                 bucket.sort(key=owners.__getitem__)
             else:
                 _cut([variables[i].shape for i in bucket], [sizes[i] for i in bucket], room)
-            found.append(bucket)
-    return Division(sizes, found)
+            plan.append(bucket)
+    return Division(sizes, plan)
 
 
 def _cut(shapes: Sequence[tf.TensorShape], sizes: Sequence[list[int]], room: Sequence[int]) -> None:
@@ -263,8 +263,8 @@ class ShardedOptimizer:
         ]
         if not any(v.shape.rank for v in others):
             return
-        found = self.communicator.allgather_object([tuple(v.shape) for v in others])
-        for variable, *shapes in zip(others, *found, strict=True):
+        gathered = self.communicator.allgather_object([tuple(v.shape) for v in others])
+        for variable, *shapes in zip(others, *gathered, strict=True):
             if len(set(shapes)) > 1:
                 sizes = tuple(math.prod(shape) for shape in shapes)
                 whole = max(shapes, key=math.prod)
@@ -353,12 +353,12 @@ class ShardedOptimizer:
         """Give all ranks their parts of the slots that rank 0 has loaded; all ranks call it."""
         loaded = self.loaded or {}
         for variable in self._optimizer.variables:
-            shard, given = flat_shard_of(variable), loaded.get(id(variable))
+            shard, whole = flat_shard_of(variable), loaded.get(id(variable))
             if shard is None:
                 variable.assign(self.communicator.broadcast(stored(variable), 0))
                 continue
-            given = tf.zeros(shard.shape, variable.dtype) if given is None else given
-            value = self.communicator.broadcast(tf.cast(given, variable.dtype), 0)
+            whole = tf.zeros(shard.shape, variable.dtype) if whole is None else whole
+            value = self.communicator.broadcast(tf.cast(whole, variable.dtype), 0)
             variable.assign(tf.reshape(shard.part(value), variable.shape))
 
     def forget(self) -> None:
@@ -477,16 +477,16 @@ class ScatterOp(DenseOp):
         """Return the sums of this rank's parts of gradients, and all slices of tables."""
         sharded, wire = self._sharded, self.exchange.dtype
         keys = [id(self._variables[i]) for i in places]
-        given = dict(zip(keys, gradients, strict=True))
-        tables = {key: g for key, g in given.items() if isinstance(g, tf.IndexedSlices)}
-        found = [[v for v in b if id(v) in given and id(v) not in tables] for b in sharded.buckets]
-        found = [bucket for bucket in found if bucket]
-        rows = [tf.concat([tf.reshape(given[id(v)], [-1]) for v in one], 0) for one in found]
+        grads = dict(zip(keys, gradients, strict=True))
+        tables = {key: g for key, g in grads.items() if isinstance(g, tf.IndexedSlices)}
+        dense = [[v for v in b if id(v) in grads and id(v) not in tables] for b in sharded.buckets]
+        dense = [bucket for bucket in dense if bucket]
+        rows = [tf.concat([tf.reshape(grads[id(v)], [-1]) for v in one], 0) for one in dense]
         narrow = [row if wire is None else tf.cast(row, wire) for row in rows]
-        sizes = [sharded.sizes_of(bucket) for bucket in found]
+        sizes = [sharded.sizes_of(bucket) for bucket in dense]
         summed = self.communicator.reduce_scatter(narrow, "sum", sizes)
         results = dict(zip(tables, self.communicator.allreduce(list(tables.values())), strict=True))
-        for bucket, row, total in zip(found, rows, summed, strict=True):
+        for bucket, row, total in zip(dense, rows, summed, strict=True):
             parts = sharded.parts_of(bucket)
             values = tf.split(tf.cast(total, row.dtype), [math.prod(p.shape) for p in parts])
             for variable, one, value in zip(bucket, parts, values, strict=True):

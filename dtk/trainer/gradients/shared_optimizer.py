@@ -46,9 +46,9 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     An optimizer inside another one is left out: an attribute may be a second name of it.
     """
     held = [value for attribute in vars(model).values() for value in _each(attribute)]
-    found = [value for value in held if isinstance(value, keras.optimizers.Optimizer)]
-    unique = {id(optimizer): optimizer for optimizer in found}
-    for optimizer in found:
+    optimizers = [value for value in held if isinstance(value, keras.optimizers.Optimizer)]
+    unique = {id(optimizer): optimizer for optimizer in optimizers}
+    for optimizer in optimizers:
         for member in keras_optimizers.members(optimizer)[1:]:
             unique.pop(id(member), None)
     return list(unique.values())
@@ -62,8 +62,8 @@ def _each(value: object) -> Collection[object]:
 
 def gradient_exchanges_of(model: keras.Model) -> list[GradientExchange]:
     """Return the gradient exchanges of a model's optimizers."""
-    found = [exchange_of(optimizer) for optimizer in optimizers_of(model)]
-    return [exchange for exchange in found if exchange is not None]
+    exchanges = [exchange_of(optimizer) for optimizer in optimizers_of(model)]
+    return [exchange for exchange in exchanges if exchange is not None]
 
 
 def exchange_of(optimizer: keras.Optimizer) -> GradientExchange | None:
@@ -78,8 +78,8 @@ def set_exchange(optimizer: keras.Optimizer, exchange: GradientExchange) -> None
 
 def sharded_of(model: keras.Model) -> list[ShardedOptimizer]:
     """Return what divides a model's optimizers over ranks."""
-    found = [exchange.sharded for exchange in gradient_exchanges_of(model)]
-    return [sharded for sharded in found if sharded is not None]
+    sharded = [exchange.sharded for exchange in gradient_exchanges_of(model)]
+    return [one for one in sharded if one is not None]
 
 
 def blocks_of(model: keras.Model) -> list[LocalOp]:
@@ -89,13 +89,13 @@ def blocks_of(model: keras.Model) -> list[LocalOp]:
 
 def windows_of(model: keras.Model) -> list[tuple[GradientExchange, list[keras.Variable]]]:
     """Return the exchanges of accumulating optimizers, and the variables they accumulate in."""
-    found = []
+    windows = []
     for exchange in gradient_exchanges_of(model):
         # A sharded optimizer accumulates sums over all ranks.
         variables = [v for v in accumulators_of(exchange.outer) if flat_shard_of(v) is None]
         if variables:
-            found.append((exchange, variables))
-    return found
+            windows.append((exchange, variables))
+    return windows
 
 
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:

@@ -147,7 +147,7 @@ def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
         for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_end", "on_batch_begin")
     )
     names = ((*code.co_names, *code.co_consts) for code in _codes_of(callback))
-    return has_hooks and any("stop_training" in found for found in names)
+    return has_hooks and any("stop_training" in of_code for of_code in names)
 
 
 def _codes_of(callback: keras.callbacks.Callback) -> Iterator[types.CodeType]:
@@ -277,9 +277,9 @@ def shapes_of(trainer: ModelState, variables: Sequence[keras.Variable]) -> list[
     of_model = f"of model {trainer.model.name!r}"
     # Only the last word of a path, such as "kernel" or "momentum": the rest depends on how many
     # layers of a kind a process has made, which may differ.
-    found: list[tuple[str, object]] = [(f"number of variables {of_model}", len(variables))]
+    pairs: list[tuple[str, object]] = [(f"number of variables {of_model}", len(variables))]
     for i, v in enumerate(variables):
         last_word = v.path.rpartition("/")[2].rpartition("_")[2]
         what = f"{last_word} {keras_variables.whole_shape(v)} {v.dtype}"
-        found.append((f"variable {i} {of_model}", what))
-    return found
+        pairs.append((f"variable {i} {of_model}", what))
+    return pairs

@@ -34,7 +34,7 @@ def settings_of(model: keras.Model) -> list[tuple[str, object]]:
     """Return pairs of a description and a value, in the same order on all ranks."""
     of_model = f"of model {model.name!r}"
     compiled = _told(model.get_compile_config) if model.compiled else None
-    found = [(f"{path} given to compile {of_model}", value) for path, value in _flat(compiled)]
+    pairs = [(f"{path} given to compile {of_model}", value) for path, value in _flat(compiled)]
     layers = [
         x for x in keras_models.layers_of(model) if not isinstance(x, keras.layers.InputLayer)
     ]
@@ -42,10 +42,10 @@ def settings_of(model: keras.Model) -> list[tuple[str, object]]:
         kind = f"layer {number} ({type(layer).__name__}) {of_model}"
         # A functional model's own configuration names its layers.
         config = None if isinstance(layer, keras.Model) else _told(layer.get_config)
-        found += [(f"{path} of {kind}", value) for path, value in _flat(config)]
+        pairs += [(f"{path} of {kind}", value) for path, value in _flat(config)]
         if keras_models.is_from_keras(type(layer)):
-            found += [(f"{name} of {kind}", value) for name, value in _adapted(layer)]
-    return found
+            pairs += [(f"{name} of {kind}", value) for name, value in _adapted(layer)]
+    return pairs
 
 
 def _told(describe: Callable[[], object]) -> object:

@@ -88,8 +88,8 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differ
     of_place = [
         _differing([of_part for _, of_part in everywhere[place::places]]) for place in range(places)
     ]
-    found = [shared[i] for i in of_all] + [own[i] for i in of_place[world.rank % places]]
-    return Differences(sorted(found), anywhere=bool(of_all) or any(of_place))
+    indices = [shared[i] for i in of_all] + [own[i] for i in of_place[world.rank % places]]
+    return Differences(sorted(indices), anywhere=bool(of_all) or any(of_place))
 
 
 def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
@@ -100,11 +100,11 @@ def _differing(prints: Sequence[Sequence[set[str]]]) -> list[int]:
 def check_same_weights(trainer: ModelState, when: str) -> None:
     """Raise on every rank when replicas hold different weights or optimizer state."""
     variables = trainer.equal_variables()
-    found = differing(variables, trainer.strategy)
-    if found.anywhere:
-        first = repr(variables[found.mine[0]].path) if found.mine else "on other ranks"
+    differences = differing(variables, trainer.strategy)
+    if differences.anywhere:
+        first = repr(variables[differences.mine[0]].path) if differences.mine else "on other ranks"
         message = (
-            f"{when}, {len(found.mine)} of {len(variables)} variables of model "
+            f"{when}, {len(differences.mine)} of {len(variables)} variables of model "
             f"{trainer.model.name!r} differ between workers, the first is {first}; "
             f"{_SAME_UPDATES}"
         )
@@ -125,12 +125,12 @@ def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when
         return bool(gathered[:, 1].any())
     everywhere = ranks.allgather_object(prints)
     differing = [name for name in prints if len({one.get(name) for one in everywhere}) > 1]
-    found = next((name for name in differing if all(name in one for one in everywhere)), None)
-    if found is None:  # ranks read other variables, as where a sharded optimizer divides them
+    first = next((name for name in differing if all(name in one for one in everywhere)), None)
+    if first is None:  # ranks read other variables, as where a sharded optimizer divides them
         return True
-    values = ranks.allgather_object(_shown(named[found]))
+    values = ranks.allgather_object(_shown(named[first]))
     message = (
-        f"{when}, variable {named[found].name!r}, which steps of model {trainer.model.name!r} "
+        f"{when}, variable {named[first].name!r}, which steps of model {trainer.model.name!r} "
         f"read, differs between workers: {'; '.join(values)} on ranks 0 to {ranks.size - 1}. A "
         "callback that sets it must run on every rank, not on rank 0 alone"
     )

@@ -177,8 +177,8 @@ class CompiledStep:
         def run() -> Tree:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
-            for applied, given in zip(self._noted.applied, gradients, strict=True):
-                applied.optimizer.apply(self._whole(given), applied.variables)
+            for applied, grads in zip(self._noted.applied, gradients, strict=True):
+                applied.optimizer.apply(self._whole(grads), applied.variables)
             return self._logged(logged)
 
         return run
@@ -212,10 +212,10 @@ class CompiledStep:
                 if not one.dtype.is_integer
             }
             self._logs = step_metrics.with_numbers(logs, numbers)
-        found = [list(map(self._divided, applied.gradients)) for applied in self._noted.applied]
+        divided = [list(map(self._divided, applied.gradients)) for applied in self._noted.applied]
         if self._factors:
-            found = [[factored(gradient) for gradient in gradients] for gradients in found]
-        return found, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
+            divided = [[factored(gradient) for gradient in gradients] for gradients in divided]
+        return divided, [value for value in keras.tree.flatten(self._logs) if tf.is_tensor(value)]
 
     def _divided(self, gradient: Tree) -> Tree:
         """Divide slices by their origin, which only the graph inside the cluster shows."""
@@ -251,11 +251,11 @@ class CompiledStep:
                 logged.append(value)
                 continue
             outside = next(remaining)
-            found = self._inside.results.get(value.ref())
-            if found is None:
+            origin = self._inside.results.get(value.ref())
+            if origin is None:
                 logged.append(self._step.terms.mark_mean(outside))
                 continue
-            metric, path = found
+            metric, path = origin
             if id(metric) not in results:
                 results[id(metric)] = dict(keras.tree.flatten_with_path(metric.result()))
             logged.append(results[id(metric)][path])

@@ -93,10 +93,10 @@ class Calls:
         calls = self._seen.values()
         return [[leaf for leaf in _leaves(call) if tf.is_tensor(leaf)] for call in calls]
 
-    def arrays(self, found: list[list[Array]]) -> list[Call]:
+    def arrays(self, values: list[list[Array]]) -> list[Call]:
         """Return the calls with arrays in the place of tensors."""
         calls = self._seen.values()
-        return [_with(call, iter(arrays)) for call, arrays in zip(calls, found, strict=True)]
+        return [_with(call, iter(arrays)) for call, arrays in zip(calls, values, strict=True)]
 
 
 def _leaves(call: Call) -> list[object]:
@@ -121,13 +121,13 @@ def doubts_of(
     calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
 ) -> list[Doubt]:
     """Return the metrics whose counts do not add up, or perhaps do not."""
-    found = []
+    doubts = []
     with traced_step.weighing_by_rows():
         for call in calls:
             known = [kind for term, kind in kinds.items() if repr(call.metric.name) in term]
             if RATIO not in known and all(_is_of_rows(leaf, rows) for leaf in _leaves(call)):
-                found.append(_doubt_of(call, rows * _TIMES, model, kinds, tolerance))
-    return [doubt for doubt in found if doubt is not None]
+                doubts.append(_doubt_of(call, rows * _TIMES, model, kinds, tolerance))
+    return [doubt for doubt in doubts if doubt is not None]
 
 
 def _is_of_rows(leaf: object, rows: int) -> bool:

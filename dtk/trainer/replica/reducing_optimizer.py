@@ -191,6 +191,6 @@ def _replacements(
     # Replicas with local steps send nothing here and average their weights later.
     if not mine or (strategy.exchange is not None and strategy.exchange.local):
         return mine
-    given = tf_replicas.if_present(list(mine.values()))
-    largest = strategy.extended.reduce_over_replicas(given, "max")
+    values = tf_replicas.if_present(list(mine.values()))
+    largest = strategy.extended.reduce_over_replicas(values, "max")
     return dict(zip(mine, largest, strict=True))

@@ -234,12 +234,12 @@ def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
             "predict cannot put sparse outputs of several workers together; end the model with "
             "tf.sparse.to_dense"
         )
-    given, made = tf.maximum(rows, 1), slicing.count_rows(output)
+    taken, made = tf.maximum(rows, 1), slicing.count_rows(output)
     fits = tf.debugging.Assert(
-        made % given == 0,
+        made % taken == 0,
         [
             "predict: a worker's",
-            given,
+            taken,
             "rows give an output of",
             made,
             "rows; they must give one "
@@ -247,4 +247,4 @@ def _rows_of(output: Leaf, rows: tf.Tensor) -> Leaf:
         ],
     )
     with tf.control_dependencies([] if fits is None else [fits]):
-        return output[: made // given * rows]  # none of a padding row
+        return output[: made // taken * rows]  # none of a padding row

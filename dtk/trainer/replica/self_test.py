@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
     """Result of comparing a step on a few rows as a whole and in parts."""
 
     kinds: dict[str, str]  # kinds of the terms that are not means
-    found: Difference
+    difference: Difference
     notes: list[str]  # which logged numbers would differ
     # metrics to count on the gathered rows of all replicas
     gathered: Sequence[keras.Metric] = ()
@@ -146,24 +146,24 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     name = trial.step_function.__name__
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial, _compute)
-    if verdict.found.wrong:
+    if verdict.difference.wrong:
         if trial.moves_weights:
-            verdict = verdict._replace(found=verdict.found._replace(cure=_MOVING))
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=_MOVING))
         if any(reason.endswith(_ALONG) for reason in reasons):
-            verdict = verdict._replace(found=verdict.found._replace(cure=_ALONG_BATCH))
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=_ALONG_BATCH))
         large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
         if large:
             sizes = ", ".join(f"{name}: {_amount(trial.losses[name])}" for name in large)
             too_large = (
                 f"Outputs and targets are gathered up to {_amount(MOST_GATHERED)} a step ({sizes})"
             )
-            cure = f"{too_large}. {verdict.found.cure}"
-            verdict = verdict._replace(found=verdict.found._replace(cure=cure))
+            cure = f"{too_large}. {verdict.difference.cure}"
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=cure))
         message = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
-            f"{verdict.found.wrong}. {verdict.found.cure}. Nothing was updated. "
+            f"{verdict.difference.wrong}. {verdict.difference.cure}. Nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(strategy.rank, message))
@@ -179,13 +179,13 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
         )
     if strategy.is_chief:
         kinds = {term: kind for term, kind in verdict.kinds.items() if kind != BATCH}
-        found = "".join(f"; {term} is a {kind}" for term, kind in kinds.items())
-        if name == "train_step" and not verdict.found.moves:
-            found += "; all gradients are zero, which shows nothing: later steps are tried again"
+        details = "".join(f"; {term} is a {kind}" for term, kind in kinds.items())
+        if name == "train_step" and not verdict.difference.moves:
+            details += "; all gradients are zero, which shows nothing: later steps are tried again"
         print(
             f"dtk: self-test of model {model.name!r} ({', '.join(reasons)}): {trial.rows} rows as "
             f"a whole and in {len(trial.parts)} parts agree to "
-            f"{verdict.found.size:.0e}{found} ({time.perf_counter() - began:.1f} s)"
+            f"{verdict.difference.size:.0e}{details} ({time.perf_counter() - began:.1f} s)"
         )
     return verdict
 
@@ -207,15 +207,16 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
         return _confirm(trial, kinds)
 
     verdict = trial.strategy.world.broadcast_object(compute(trial))
-    if verdict.found.wrong:
+    if verdict.difference.wrong:
         verdict = _at_other_weights(trial, verdict, compute)
-    if verdict.found.wrong:
+    if verdict.difference.wrong:
         since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
         message = (
             f"step {step} of the {name} of model {model.name!r} does not add up over "
             f"{len(trial.parts)} replicas, and {f'step {before}' if before else 'fewer rows'} did: "
             f"{trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
-            f"{verdict.found.wrong}. {verdict.found.cure}. The step was not applied{since}. "
+            f"{verdict.difference.wrong}. {verdict.difference.cure}. "
+            f"The step was not applied{since}. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(trial.strategy.rank, message))
@@ -242,15 +243,15 @@ def check_predict(model: keras.Model, data: Tree, strategy: Strategy) -> None:
         strategy: Of all ranks.
     """
     rows = min(int(slicing.count_rows(data)), 5)
-    found = None
+    difference = None
     if rows > 1:
         few = slicing.rows_of(replica_step.without_optionals(data), 0, rows)
         try:
-            found = _difference_of_predictions(model, few, rows, strategy)
+            difference = _difference_of_predictions(model, few, rows, strategy)
         except Exception as why:  # it may be made for other numbers of rows, or for graphs alone
             untried = f"the predict_step of model {model.name!r} could not be tried on {rows} rows"
             tell(strategy, f"warning: {untried}: {type(why).__name__}: {str(why)[:200]}")
-    shown = next(filter(None, strategy.world.allgather_object(found)), None)
+    shown = next(filter(None, strategy.world.allgather_object(difference)), None)
     if shown is not None:
         message = (
             f"what the predict_step of model {model.name!r} gives for a row depends on the other "
@@ -311,16 +312,16 @@ def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
     # All ranks follow rank 0's verdict, since rounding may differ by rank.
     agreed = trial.strategy.world.broadcast_object
     best, layouts = agreed(compute(trial)), trial.layouts
-    trial.of_python = trial.of_python or bool(best.found.wrong)
-    for others in _layouts(trial.draws) if best.found.wrong else ():
+    trial.of_python = trial.of_python or bool(best.difference.wrong)
+    for others in _layouts(trial.draws) if best.difference.wrong else ():
         trial.layouts = others
         verdict = agreed(compute(trial))
-        if not (best.found.size <= verdict.found.size):
+        if not (best.difference.size <= verdict.difference.size):
             best, layouts = verdict, others
-        if not best.found.wrong:
+        if not best.difference.wrong:
             break
     trial.layouts = layouts
-    return _at_other_weights(trial, best, compute) if best.found.wrong else best
+    return _at_other_weights(trial, best, compute) if best.difference.wrong else best
 
 
 def _at_other_weights(
@@ -331,7 +332,7 @@ def _at_other_weights(
     for seed in range(1, 1 + _OTHER_WEIGHTS):
         with trial.moved(seed):
             far.append(trial.strategy.world.broadcast_object(compute(trial)))
-        if not far[-1].found.wrong:
+        if not far[-1].difference.wrong:
             return far[-1]
     return _undecided(trial, verdict, far)
 
@@ -358,13 +359,13 @@ def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdic
     if 2 * explained <= len(far):
         return verdict
     note = (
-        f"the self-test cannot tell rounding from a mistake: {verdict.found.wrong} between all "
-        f"rows and the parts, and by {100 * spread:.3g} % if weights change by "
+        f"the self-test cannot tell rounding from a mistake: {verdict.difference.wrong} between "
+        f"all rows and the parts, and by {100 * spread:.3g} % if weights change by "
         f"{_tolerance(trial.model) / 100:.0e} of their size. If the losses are means or sums "
         "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
         "this test"
     )
-    return verdict._replace(found=Difference(verdict.found.size), notes=[note])
+    return verdict._replace(difference=Difference(verdict.difference.size), notes=[note])
 
 
 def _spread(trial: Trial) -> float:
@@ -378,7 +379,7 @@ def _spread(trial: Trial) -> float:
 
 
 def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
-    return _tolerance(trial.model) < verdict.found.size <= 3 * spread
+    return _tolerance(trial.model) < verdict.difference.size <= 3 * spread
 
 
 def _compute(trial: Trial) -> Verdict:
@@ -394,9 +395,9 @@ def _compute(trial: Trial) -> Verdict:
     # arguments; then it is what it adds up to.
     ways = [*dict.fromkeys(map(tuple, (doubtful, agreed(fitting), ())))]
     first = verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
-    while verdict.found.wrong and ways:
+    while verdict.difference.wrong and ways:
         verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
-    return first if verdict.found.wrong else verdict
+    return first if verdict.difference.wrong else verdict
 
 
 def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdict:
@@ -412,23 +413,23 @@ def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdi
     if kinds:
         parts = trial.replicas(kinds | batch)
     kinds |= batch
-    found = agreed(_compare(whole, parts, tolerance))
-    if found.wrong and unclear:
+    difference = agreed(_compare(whole, parts, tolerance))
+    if difference.wrong and unclear:
         guess = kinds | dict.fromkeys(unclear, SUM)
         again = trial.replicas(guess)
         of_guess = agreed(_compare(whole, again, tolerance))
         if not of_guess.wrong:
-            kinds, parts, found = guess, again, of_guess
-    if found.wrong and odd:
-        found = found._replace(wrong="; ".join([found.wrong, *odd]))
+            kinds, parts, difference = guess, again, of_guess
+    if difference.wrong and odd:
+        difference = difference._replace(wrong="; ".join([difference.wrong, *odd]))
     own = traced_step.takes_own_step(trial.step_function, trial.model)
-    if not found.wrong and trial.step_function.__name__ == "train_step" and not own:
-        found = agreed(_compare_magnified(trial, kinds, tolerance, found))
-    return Verdict(kinds, found, _notes(whole, parts, tolerance))
+    if not difference.wrong and trial.step_function.__name__ == "train_step" and not own:
+        difference = agreed(_compare_magnified(trial, kinds, tolerance, difference))
+    return Verdict(kinds, difference, _notes(whole, parts, tolerance))
 
 
 def _compare_magnified(
-    trial: Trial, kinds: Mapping[str, str], tolerance: float, found: Difference
+    trial: Trial, kinds: Mapping[str, str], tolerance: float, difference: Difference
 ) -> Difference:
     """Compare with large gradients: a step may clip, which the first batch need not show."""
     with trial.magnified(_LARGE):
@@ -437,7 +438,7 @@ def _compare_magnified(
     # Of a mean of gradients that the step keeps, rounding is as large.
     large = _compare(whole._replace(state={}), parts, tolerance)
     if not large.wrong or not all(finite):
-        return found
+        return difference
     wrong = f"with gradients {_LARGE:,.0f} times as large, {large.wrong}"
     return Difference(large.size, wrong, _CLIPPING)
 
@@ -617,25 +618,25 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
 
 def reasons(model: keras.Model, step_name: str) -> list[str]:
     """Return the parts of a model's step that are not Keras's own and so must be tried."""
-    found = reasons_to_try_predict(model, step_name)
+    parts = reasons_to_try_predict(model, step_name)
     if not keras_models.computes_own_loss(model):
-        found.append(f"compute_loss of {type(model).__name__}")
-    found += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
-    found += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
-    return found + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
+        parts.append(f"compute_loss of {type(model).__name__}")
+    parts += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
+    parts += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
+    return parts + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
 def reasons_to_try_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]:
     """Return a model's step and layers that are not Keras's own, or compute along the batch."""
     own_step = not keras_models.is_from_keras(getattr(type(model), step_name))
-    found = [f"{step_name} of {type(model).__name__}"] if own_step else []
+    parts = [f"{step_name} of {type(model).__name__}"] if own_step else []
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
-    found += [f"layer {name}" for name in sorted(layers)]
+    parts += [f"layer {name}" for name in sorted(layers)]
     along = filter(_is_along_batch, keras_models.layers_of(model))
-    found += [f"layer {layer.name} {_ALONG}" for layer in along]
+    parts += [f"layer {layer.name} {_ALONG}" for layer in along]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
-    found += [f"activation {name}" for name in sorted({*map(_called, own)})]
-    return found + [f"operation {name}" for name in keras_models.combining_operations(model)]
+    parts += [f"activation {name}" for name in sorted({*map(_called, own)})]
+    return parts + [f"operation {name}" for name in keras_models.combining_operations(model)]
 
 
 def _looks_up_eagerly(model: keras.Model) -> bool:
@@ -668,11 +669,12 @@ def _is_along_batch(layer: keras.Layer) -> bool:
 
 def _own_activations(layer: keras.Layer) -> Iterator[object]:
     """Yield the activations of a layer that a script has written."""
-    for given in (getattr(layer, "activation", None), getattr(layer, "recurrent_activation", None)):
-        module = str(getattr(given, "__module__", ""))
-        known = given is None or keras_models.is_from_keras(given)
+    for name in ("activation", "recurrent_activation"):
+        activation = getattr(layer, name, None)
+        module = str(getattr(activation, "__module__", ""))
+        known = activation is None or keras_models.is_from_keras(activation)
         if not known and not module.startswith("tensorflow."):
-            yield given
+            yield activation
 
 
 def _pads(layer: keras.Layer) -> bool:

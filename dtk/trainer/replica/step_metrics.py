@@ -35,8 +35,8 @@ def _sum_state(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the state variables of every metric of a model, the loss tracker among them."""
-    found = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
-    return list({id(v): v for v in found}.values())
+    variables = [v for metric in keras_models.metrics_of(model) for v in metric.variables]
+    return list({id(v): v for v in variables}.values())
 
 
 class WorldState:
@@ -223,13 +223,13 @@ class Number(NamedTuple):
 
 def numbers_of(step: traced_step.Step, logs: Tree) -> list[Number]:
     """Find the numbers in a step's logs that are not metric results."""
-    found = []
+    numbers = []
     for name, value in _unreduced(step, logs):
         if _is_number(value):
             exact = tf.cast(value, tf.float64) if value.dtype.is_integer else value
             mean = step.terms.to_mean(f"log {name!r}", exact)
-            found.append(Number(name, mean, value.dtype))
-    return found
+            numbers.append(Number(name, mean, value.dtype))
+    return numbers
 
 
 def others_of(step: traced_step.Step, logs: Tree) -> dict[str, tf.Tensor]:
@@ -266,10 +266,10 @@ def _name_of(path: traced_step.Path) -> str:
     return "/".join(map(str, path))
 
 
-def with_numbers(logs: Tree, found: Mapping[str, tf.Tensor]) -> Tree:
+def with_numbers(logs: Tree, numbers: Mapping[str, tf.Tensor]) -> Tree:
     """Replace numbers in a step's logs, by name."""
     paths = [_name_of(path) for path, _ in keras.tree.flatten_with_path(logs)]
-    values = [found.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
+    values = [numbers.get(p, v) for p, v in zip(paths, keras.tree.flatten(logs), strict=True)]
     return keras.tree.pack_sequence_as(logs, values)
 
 

@@ -63,14 +63,14 @@ def _end_after_timing(
     seconds = statistics.median(run() for _ in range(count))
     of_all = world.allgather_object(seconds)
     if strategy.is_chief:
-        found = {
+        timing = {
             "milliseconds": 1000 * max(of_all),
             "model": described(model, first),
             "deterministic": determinism.is_asked_for(),
             "idle": _idle(model),
         }
         with open(os.environ[TIME_STEPS], "w") as file:
-            json.dump(found, file)
+            json.dump(timing, file)
     self_test.end_script()
 
 

@@ -171,8 +171,8 @@ class Trial:
         whole = tf.nest.map_structure(
             _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
         )
-        self._given = whole, some
-        self._tensors = [t for t in _tensors_of(self._given) if t is not None]
+        self._taken = whole, some
+        self._tensors = [t for t in _tensors_of(self._taken) if t is not None]
         before = self._specs.get(counts, ())
         specs = [_spec_of(*both) for both in itertools.zip_longest(self._tensors, before)]
         if specs != before:  # such as longer texts
@@ -186,9 +186,9 @@ class Trial:
 
     def _with_tensors(self, tensors: Sequence[tf.Tensor]) -> tuple[Tree, slicing.Slices]:
         """Return the rows that were taken, of these tensors."""
-        given = iter(tensors)
-        leaves = [None if leaf is None else next(given) for leaf in _tensors_of(self._given)]
-        return tf.nest.pack_sequence_as(self._given, leaves, expand_composites=True)
+        remaining = iter(tensors)
+        leaves = [None if leaf is None else next(remaining) for leaf in _tensors_of(self._taken)]
+        return tf.nest.pack_sequence_as(self._taken, leaves, expand_composites=True)
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
@@ -224,7 +224,7 @@ class Trial:
             before = Snapshot(changed_by_training(self.model))
             self._move_weights()
             with self._tracing(made):
-                found = trace([], *self._given)
+                outputs = trace([], *self._taken)
         else:
             way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
             known = self._concrete[self.parts]
@@ -243,10 +243,10 @@ class Trial:
             moved = self.model.trainable_variables if self._moves else []
             before = Snapshot([*self._changed_by(assigned, concrete), *moved])
             self._move_weights()
-            found = concrete(*self._tensors)
+            outputs = concrete(*self._tensors)
         before.restore()
         made.restore()
-        arrays = keras.tree.map_structure(np.asarray, found)
+        arrays = keras.tree.map_structure(np.asarray, outputs)
         if "calls" in arrays:
             self.counted = self._calls.arrays(arrays.pop("calls"))
             times = self.batch_rows / self.rows
@@ -323,14 +323,14 @@ class Trial:
             )
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(whole))
-                found = self._observed(step, logs, assigned)
+                observed = self._observed(step, logs, assigned)
                 self.sums = logged_sums(step)
                 weights = {id(v) for v in self.model.trainable_variables}
                 self.moves_weights = not weights.isdisjoint(step.assigned)
                 losses = {name: c for name, c in step.losses.items() if c.has_rows and self.gathers}
                 self.doubtful = [name for name, call in losses.items() if not call.adds_up]
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
-                return found | {"calls": self._calls.tensors(), "sizes": sizes}
+                return observed | {"calls": self._calls.tensors(), "sizes": sizes}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Trace:
         strategy, model = self.strategy, self.model
@@ -362,11 +362,11 @@ class Trial:
             gathered = self.trainer.gathered
             assigned.extend(v for metric in gathered for v in metric.variables)  # outside the step
             with whole_batch.counted_on_all_rows(gathered):
-                found = strategy.run(one, args=(few,))
+                observed = strategy.run(one, args=(few,))
             first = keras.tree.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0], found
+                lambda value: strategy.experimental_local_results(value)[0], observed
             )
-            return first | {"terms": strategy.join_outputs(found["terms"])}
+            return first | {"terms": strategy.join_outputs(observed["terms"])}
 
         return trace
 
@@ -421,11 +421,11 @@ def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
     """Compute the results of a model's metrics."""
-    found = {metric.name: metric.result() for metric in keras_models.metrics_of(model)}
+    results = {metric.name: metric.result() for metric in keras_models.metrics_of(model)}
     # A metric may have several results, and one of all that were compiled has dicts in a dict.
     return {
         "/".join(path[1:] or path): tf.cast(value, tf.float64)
-        for path, value in keras.tree.flatten_with_path(found)
+        for path, value in keras.tree.flatten_with_path(results)
     }
 
 
@@ -447,8 +447,8 @@ def _handed(
     applied: Sequence[traced_step.Applied],
 ) -> Iterator[tuple[str, keras.Optimizer, tf.Tensor | tf.IndexedSlices]]:
     """Yield each gradient given to an optimizer, named by variable and update."""
-    for i, (optimizer, given, variables) in enumerate(applied):
-        for gradient, variable in zip(given, variables, strict=True):
+    for i, (optimizer, gradients, variables) in enumerate(applied):
+        for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
                 path = keras_variables.path_of(variable)
                 name = f"{path} (update {i + 1})" if i else path
@@ -460,7 +460,7 @@ def terms_of(step: traced_step.Step) -> dict[str, tf.Tensor]:
     nothing = tf.constant(np.nan, tf.float64)
     return {
         name: tf.stack([[nothing if t is None else tf.cast(t, tf.float64) for t in term]])
-        for name, term in step.terms.found.items()
+        for name, term in step.terms.by_name.items()
     }
 
 
@@ -472,7 +472,7 @@ def logged_sums(step: traced_step.Step) -> frozenset[str]:
     known = RowDependence(step.graph)
     return frozenset(
         name
-        for name, term in step.terms.found.items()
+        for name, term in step.terms.by_name.items()
         if name.startswith("log ") and _sums_rows(term.value, known)
     )
 

@@ -99,8 +99,8 @@ def loss_of_batch(
     adds_up: bool = True,
 ) -> tf.Tensor | None:
     """Compute a loss; where it is of kind BATCH, on the rows of all replicas."""
-    given = args, kwargs or {}
-    leaves = [*tf.nest.flatten(given), *map(keras_steps.mask_of, tf.nest.flatten(given))]
+    arguments = args, kwargs or {}
+    leaves = [*tf.nest.flatten(arguments), *map(keras_steps.mask_of, tf.nest.flatten(arguments))]
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
     # No communication in a branch or loop: perhaps not all replicas enter it.
     inside = tf.compat.v1.get_default_graph() is step.graph
@@ -108,7 +108,7 @@ def loss_of_batch(
         with temporarily(step, loss=name):
             if step.notes_losses and inside:
                 step.begin_loss(tensors, adds_up)
-            return compute(*args, **given[1])
+            return compute(*args, **arguments[1])
     if step.present is None:
         raise UncompilableError(f"{name} is computed on the rows of all workers")
     rows = iter(_rows_of_all(tensors, functools.partial(_joined, step))[0])
@@ -120,7 +120,7 @@ def loss_of_batch(
         keras_models.metrics_of(step.model), "update_state", _count_once
     )
     with traced_step.tracing(whole), tf_replicas.as_only_replica(), counted_once:
-        args, kwargs = tf.nest.pack_sequence_as(given, [*masked])
+        args, kwargs = tf.nest.pack_sequence_as(arguments, [*masked])
         value = compute(*args, **kwargs)
     step.take_assignments(whole)
     return value if value is None else step.terms.mark_mean(tf.convert_to_tensor(value))

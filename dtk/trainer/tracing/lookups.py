@@ -176,8 +176,8 @@ def sum_of_tagged(replicas: Sequence[tf.IndexedSlices], lines: int | tf.Tensor) 
         indices = [tf.boolean_mask(r.indices, c) for r, c in zip(replicas, chosen, strict=True)]
         if kind == PLACES:
             values, indices = [tf.add_n(values)], indices[:1]
-        found = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0) % lines, shape)
-        parts.append((kind, found))
+        slices = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0) % lines, shape)
+        parts.append((kind, slices))
     return whole_of(parts)
 
 
@@ -208,10 +208,10 @@ def divided(
             pieces[i] = first
             pieces += others
 
-    def join(found: list[Gradient]) -> list[Gradient]:
-        joined = found[: len(gradients)]
+    def join(exchanged: list[Gradient]) -> list[Gradient]:
+        joined = exchanged[: len(gradients)]
         for i, kinds in held.items():
-            joined[i] = whole_of([(kind, found[place]) for kind, place in kinds])
+            joined[i] = whole_of([(kind, exchanged[place]) for kind, place in kinds])
         return joined
 
     return pieces, join

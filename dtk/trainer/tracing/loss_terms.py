@@ -50,7 +50,7 @@ class Terms:
         world_sum: Callable[[tf.Tensor], tf.Tensor],
         kinds: Mapping[str, str],
     ):
-        self.found: dict[str, Term] = {}
+        self.by_name: dict[str, Term] = {}
         self._share = share
         self._world_sum = world_sum
         self._kinds = kinds
@@ -76,7 +76,7 @@ class Terms:
         for i, (coefficient, scalar) in enumerate(linear_terms(value, self._known)):
             if scalar.ref() not in self._known:
                 name = f"{where} {call}" + (f" term {i}" if i else "")
-                self.found[name] = term = Term(scalar, *_quotient(scalar))
+                self.by_name[name] = term = Term(scalar, *_quotient(scalar))
                 kind = self._kinds.get(name, MEAN)
                 if kind != MEAN:
                     changed = True
@@ -113,15 +113,15 @@ def factored_terms(
     """Find the scalars that a scalar is a linear combination of, each with all its factors."""
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return [([], value)]
-    found: list[tuple[list[Coefficient], tf.Tensor]] = []
+    terms: list[tuple[list[Coefficient], tf.Tensor]] = []
     left: list[tuple[list[Coefficient], tf.Tensor]] = [([], value)]
     for _ in range(_MOST_OPS):
         if not left:
-            return found
+            return terms
         factors, tensor = left.pop()
         parts = None if tensor.ref() in known else _parts_of(tensor)
         if parts is None:
-            found.append((factors, tensor))
+            terms.append((factors, tensor))
         else:
             left.extend(([*factors, factor], part) for factor, part in reversed(parts))
     return [([], value)]

@@ -45,11 +45,11 @@ def watched(strategy: Strategy) -> AbstractContextManager[None]:
         del values
         of_weights = any(hasattr(source, "assign") for source in tf.nest.flatten(sources))
         if of_weights and output_gradients is None and not tf.executing_eagerly():
-            for found in filter(None, map(_mistake_in, tf.nest.flatten(target))):
+            for mistake in filter(None, map(_mistake_in, tf.nest.flatten(target))):
                 line = _line_of(tf.nest.flatten(target)[0])
                 if line not in _said and tf_replicas.replica_index() == 0:
                     _said.add(line)
-                    _warn(strategy, line, found)
+                    _warn(strategy, line, mistake)
         return gradient(target, sources, output_gradients)
 
     return keras_steps.patch_tapes(differentiate)
@@ -62,11 +62,11 @@ def _line_of(target: tf.Tensor) -> str:
     return "{}:{}".format(*own[-1]) if own else script_line()
 
 
-def _warn(strategy: Strategy, line: str, found: str) -> None:
+def _warn(strategy: Strategy, line: str, mistake: str) -> None:
     replicas = strategy.num_replicas_in_sync
     tell(
         strategy,
-        f"warning: {line} differentiates {found}. Gradients are summed over {replicas} replicas, "
+        f"warning: {line} differentiates {mistake}. Gradients are summed over {replicas} replicas, "
         "so this differs from one process",
     )
 

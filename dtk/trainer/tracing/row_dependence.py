@@ -230,10 +230,10 @@ class _Inferred:
             return None
         with self._graph.as_default():
             try:
-                found = tf.zeros(tf.reshape(made, [-1])).shape
+                shape = tf.zeros(tf.reshape(made, [-1])).shape
             except ValueError:  # negative
                 return None
-        return None if found.rank is None or None in found.as_list() else found.as_list()
+        return None if shape.rank is None or None in shape.as_list() else shape.as_list()
 
     def _make(self, tensor: tf.Tensor) -> None:
         """Make all outputs of a tensor's op; where that fails, with the shapes known before."""
@@ -250,24 +250,24 @@ class _Inferred:
         outer = captured(output) if op.type == "Placeholder" else None
         if outer is not None:
             return [self._made[outer.ref()]]
-        given = [self._made[one.ref()] for one in _sources(output)]
+        inputs = [self._made[one.ref()] for one in _sources(output)]
         if op.type in _DATA:  # data is cut by rows, along its first axis
             if self._inside is not None and op.graph is not self._inside:
                 raise ValueError("the input of another function")
             return [self._with_rows(t, True, _ENTRIES) for t in op.outputs]
         if op.type in _CHOOSING:
-            of_rows = not self._exact and self._has_rows(given[0])
+            of_rows = not self._exact and self._has_rows(inputs[0])
             return [self._with_rows(t, of_rows) for t in op.outputs]
         if op.type == "RaggedTensorToTensor":
-            return [self._with_rows(output, self._has_rows(given[1]))]
+            return [self._with_rows(output, self._has_rows(inputs[1]))]
         if op.type in ("LookupTableFind", "LookupTableFindV2"):
-            return [tf.compat.v1.placeholder(output.dtype, given[0].shape)]
+            return [tf.compat.v1.placeholder(output.dtype, inputs[0].shape)]
         if op.type == "ResourceGather":
             behind = output.shape[op.inputs[1].shape.rank :]
-            return [tf.compat.v1.placeholder(output.dtype, given[0].shape.concatenate(behind))]
+            return [tf.compat.v1.placeholder(output.dtype, inputs[0].shape.concatenate(behind))]
         attributes = {k: v for k, v in op.node_def.attr.items() if not k.startswith("_")}
         kinds = [t.dtype for t in op.outputs]
-        made = self._graph.create_op(op.type, given, kinds, attrs=attributes, op_def=op.op_def)
+        made = self._graph.create_op(op.type, inputs, kinds, attrs=attributes, op_def=op.op_def)
         if op.type == "Range" and self._has_rows(made.outputs[0]):
             raise ValueError("as many as there are rows, and not one for each")
         return made.outputs
