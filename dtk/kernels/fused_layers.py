@@ -75,10 +75,10 @@ def _axes_of_projection(subscripts: str) -> list[int] | None:
     Keras multiplies the rows of each example by themselves, as for the query of an attention: the
     gradient of the matrix is then one matrix for each example, and a sum of these.
     """
-    found = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]+)->([a-zA-Z]+)", subscripts)
-    if found is None or set.intersection(*map(set, found.groups())):
+    match = re.fullmatch(r"([a-zA-Z]{3,}),([a-zA-Z]+)->([a-zA-Z]+)", subscripts)
+    if match is None or set.intersection(*map(set, match.groups())):
         return None
-    return [len(labels) for labels in found.groups()[:2]]  # Keras takes stacks of operands, too
+    return [len(labels) for labels in match.groups()[:2]]  # Keras takes stacks of operands, too
 
 
 # Batch normalization: Keras still computes what the fused operation cannot, such as masked,

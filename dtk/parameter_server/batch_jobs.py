@@ -48,12 +48,12 @@ class Batch(NamedTuple):
     pipelines: worker_data.Pipelines | None = None
 
     @classmethod
-    def of(cls, given: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
+    def of(cls, data: slicing.Slices | worker_data.Pipelines, spec: Specs, slices: int) -> Batch:
         """Make a batch from slices or pipelines that Keras's loop has read."""
-        if isinstance(given, worker_data.Pipelines):
+        if isinstance(data, worker_data.Pipelines):
             # Every slice has the same number of rows, see `worker_dataset`.
-            return cls((), (1,) * slices, slices, spec, given)
-        return cls(given.parts, tuple(map(int, given.counts)), int(given.rows), spec)
+            return cls((), (1,) * slices, slices, spec, data)
+        return cls(data.parts, tuple(map(int, data.counts)), int(data.rows), spec)
 
     @property
     def key(self) -> str:

@@ -58,8 +58,8 @@ class ParameterServerTrainer(JobTrainer):
         """Return the first step since the last call that was not finite."""
         if self._training is None:
             return None
-        found, self._training.non_finite = self._training.non_finite, None
-        return found
+        step, self._training.non_finite = self._training.non_finite, None
+        return step
 
     def leaves_validation(self, asked: dict[str, object]) -> bool:
         """Return whether the evaluator validates instead of the chief.
@@ -80,7 +80,7 @@ class ParameterServerTrainer(JobTrainer):
         slices = self.strategy.slices
         return operations.cut_in_order(
             dataset,
-            lambda given, ahead: slicing.cut_dataset(given, range(slices), slices, ahead=ahead),
+            lambda data, ahead: slicing.cut_dataset(data, range(slices), slices, ahead=ahead),
         )
 
     def take_epoch_iterator(
@@ -134,8 +134,8 @@ class ParameterServerTrainer(JobTrainer):
                 yield batch, spec
             return
         slices = self.strategy.slices
-        for given in iterator:
-            whole = keras_data.as_tensors(given)
+        for batch in iterator:
+            whole = keras_data.as_tensors(batch)
             yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
 
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> ChiefTrial:

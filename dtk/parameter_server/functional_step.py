@@ -195,7 +195,7 @@ def _tapes_watching(
     state: State, tables: Sequence[keras.Variable], recorded: RecordedUpdates
 ) -> AbstractContextManager[None]:
     """Let gradient tapes watch the values that replace variables."""
-    given = {id(variable): value for variable, value in state if variable.trainable}
+    trained = {id(variable): value for variable, value in state if variable.trainable}
     places = {id(variable): keras_variables.stored(variable) for variable in tables}
 
     def differentiate(
@@ -209,33 +209,33 @@ def _tapes_watching(
         asked = [
             keras_variables.shards_of(places[id(s)]) or places[id(s)]
             if id(s) in places
-            else (values or given).get(id(s), s)
+            else (values or trained).get(id(s), s)
             for s in flat
         ]
         given_back = gradient(target, asked, output_gradients)
         assert isinstance(given_back, list)  # as `asked`
-        found = [
+        gradients = [
             _whole_gradient(f, s) if isinstance(f, list | tuple) else f
             for f, s in zip(given_back, flat, strict=True)
         ]
-        return keras.tree.pack_sequence_as(sources, found)
+        return keras.tree.pack_sequence_as(sources, gradients)
 
-    return keras_steps.patch_tapes(differentiate, lambda: {**given, **recorded.placeholders})
+    return keras_steps.patch_tapes(differentiate, lambda: {**trained, **recorded.placeholders})
 
 
 def _whole_gradient(
     parts: Sequence[tf.Tensor | tf.IndexedSlices | None], variable: keras.Variable
 ) -> tf.IndexedSlices | None:
     """Join the gradients of a table's parts into the gradient of the table."""
-    found, first = [], 0
+    pieces, first = [], 0
     shards = keras_variables.shards_of(keras_variables.stored(variable)) or ()
     for part, shard in zip(parts, shards, strict=True):
         if part is not None:
             sparse = as_slices(part)
             indices = tf.cast(sparse.indices, tf.int64) + first
-            found.append(rows_of(sparse.values, indices, variable.shape))
+            pieces.append(rows_of(sparse.values, indices, variable.shape))
         first += shard.shape[0]
-    return concatenated(found) if found else None
+    return concatenated(pieces) if pieces else None
 
 
 def rows_of(values: tf.Tensor, indices: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:

@@ -147,13 +147,13 @@ class BufferLayout:
 
     def _read(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         number = next(n for n, other in enumerate(self.slots) if other is slot)
-        found = [
+        contents = [
             tf.raw_ops.ReadVariableOp(resource=_of_any_length(handles[number]), dtype=slot.dtype)
             for handles in buffers
         ]
         # A handle without a length has no rank either. Contents are flat; say so, since optimizers
         # need the rank of rows that they gather by row numbers.
-        return [tf.ensure_shape(flat, [None]) for flat in found]
+        return [tf.ensure_shape(flat, [None]) for flat in contents]
 
     def _read_dense(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         return self._read(slot, buffers)
@@ -190,9 +190,9 @@ class CompressedLayout(BufferLayout):
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return the contents to send and the rest for the worker to keep."""
         dense, rows = contents[: len(self.dense)], contents[len(self.dense) :]
-        found = [self.encode(*pair, rate) for pair in zip(self.dense, dense, strict=True)]
-        sent = [*(one.sent for one in found), *(one.beside for one in found), *rows]
-        return sent, [*(one.kept for one in found), *(row[:0] for row in rows)]
+        encoded = [self.encode(*pair, rate) for pair in zip(self.dense, dense, strict=True)]
+        sent = [*(one.sent for one in encoded), *(one.beside for one in encoded), *rows]
+        return sent, [*(one.kept for one in encoded), *(row[:0] for row in rows)]
 
     def _read_dense(self, slot: BufferSlot, buffers: Sequence[Handles]) -> list[tf.Tensor]:
         beside = self._beside[self.dense.index(slot)]
@@ -282,15 +282,15 @@ class QuantizedLayout(CompressedLayout):
             [entries for _, entries in matrices],
             self._bits,
         )
-        found = {}
+        parts = {}
         for index, code, (_, entries) in zip(coded, codes, matrices, strict=True):
             matrix = codec.decode(code, entries, self._bits)
             flat = codec.from_columns(matrix, self._shapes[index], slot.dtype)
-            found[index] = tf.reshape(flat, [-1])
-        others = [index for index in slot.holds if index not in found]
+            parts[index] = tf.reshape(flat, [-1])
+        others = [index for index in slot.holds if index not in parts]
         if others:
-            found |= zip(others, tf.split(sent, list(map(self._size, others))), strict=True)
-        return tf.concat([found[index] for index in slot.holds], 0)
+            parts |= zip(others, tf.split(sent, list(map(self._size, others))), strict=True)
+        return tf.concat([parts[index] for index in slot.holds], 0)
 
 
 def layout_for(
@@ -382,7 +382,7 @@ class GradientCommit:
                 "would be trained; it must call self.optimizer.apply(gradients, "
                 "self.trainable_variables)"
             )
-        found: dict[int, Gradient] = {}
+        by_weight: dict[int, Gradient] = {}
         before = self._planned_ids() if self._plan else None
         self._plan = []
         for optimizer, gradients, variables in traced.applied:
@@ -392,15 +392,15 @@ class GradientCommit:
                 tagged = self._tagged(optimizer, gradient, variable, traced.step)
                 split = split_gradient(tagged, variable)
                 for part, one in zip(parts, split, strict=True):
-                    if id(part) in found:
+                    if id(part) in by_weight:
                         raise self._refusal(
                             "updates a weight twice in a step; behind parameter servers a step "
                             "applies one gradient to each weight"
                         )
-                    found[id(part)] = one
+                    by_weight[id(part)] = one
                 planned += parts
             self._plan.append((optimizer, planned))
-        ordered = [found.get(id(w)) for w in self.layout.weights]
+        ordered = [by_weight.get(id(w)) for w in self.layout.weights]
         pairs = zip(self.layout.weights, ordered, strict=True)
         self._without_gradient = {id(w) for w, g in pairs if g is None}
         # Buffers of steps that were traced before are still on their way.

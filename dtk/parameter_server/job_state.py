@@ -76,8 +76,8 @@ class RngStates:
 
     def note_draws(self, traced: FunctionalStep) -> None:
         """Note whether a traced step draws random numbers."""
-        given = {id(variable): value for variable, value in traced.state}
-        self._draws |= any(traced.value(v) is not given[id(v)] for v in self._variables())
+        before = {id(variable): value for variable, value in traced.state}
+        self._draws |= any(traced.value(v) is not before[id(v)] for v in self._variables())
 
     def go_on_from(self, states: Sequence[Array]) -> None:
         """Let the next step go on where a serial step has stopped."""

@@ -323,8 +323,8 @@ class BlockDescent:
         def measure(task: Task[None], worker: int, schedule: Schedule) -> Result[Array]:
             return Result(self._copies[worker].call(self._sum, task.part))
 
-        def collect(work: None, found: Sequence[Array], schedule: Schedule) -> None:
-            sums.extend(found)
+        def collect(work: None, outputs: Sequence[Array], schedule: Schedule) -> None:
+            sums.extend(outputs)
 
         self._dispatch([None], 0, measure, collect)
         for (begin, end), (_, losses, _) in zip(self._parts, sums, strict=True):

@@ -171,9 +171,9 @@ class Schedule:
             self.retried += 1
             return self._hand_out(heapq.heappop(self._lost), worker)
         if self._may_start():
-            step, part = found = self.next_slice
+            step, part = piece = self.next_slice
             self.next_slice = (step, part + 1) if part + 1 < self.slices else (step + 1, 0)
-            return self._hand_out(found, worker)
+            return self._hand_out(piece, worker)
         backup = self._backup(worker)
         return None if backup is None else self._hand_out(backup, worker)
 

@@ -151,10 +151,10 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
 
     def apply(self, batch: Batch, outputs: Sequence[TrainOutputs], schedule: Schedule) -> None:
         """Have the servers apply a step's gradients; add up its counts."""
-        reports = [found.report for found in outputs]
+        reports = [output.report for output in outputs]
         self.commit.apply(
-            [found.buffer for found in outputs],
-            [found.share for found in outputs],
+            [output.buffer for output in outputs],
+            [output.share for output in outputs],
             [report["moved"] for report in reports],
         )
         if not schedule.tau and reports[0]["rng_state"]:
@@ -164,7 +164,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         if self.non_finite is None:
             self.non_finite = non_finite(outputs, schedule.finished + 1)
         rows = sum(int(report["rows"]) for report in reports)
-        self.serial_phase.count(rows, sum(found.batches for found in outputs), schedule)
+        self.serial_phase.count(rows, sum(output.batches for output in outputs), schedule)
         if schedule.tau:
             self.metrics.logs["staleness_mean"] = schedule.statistics.mean
             self.metrics.logs["staleness_max"] = float(schedule.statistics.max)
@@ -371,7 +371,7 @@ class DownpourJob(TrainJob):
     def apply(self, batch: Batch, outputs: Sequence[TrainOutputs], schedule: Schedule) -> None:
         # The optimizer counts one step for each batch.
         super().apply(batch, outputs, schedule)
-        more = sum(found.batches for found in outputs) - 1
+        more = sum(output.batches for output in outputs) - 1
         if more:
             for optimizer in shared_optimizer.optimizers_of(self.model):
                 keras_variables.stored(optimizer.iterations).assign_add(more)

@@ -237,13 +237,13 @@ def exchange_of(trainer: DistributedTrainer) -> dict[str, SavedItem]:
 
 def describe(trainer: ModelState) -> states.Described:
     """Return path, shape and dtype of every variable a checkpoint holds, in order."""
-    found = []
+    descriptions = []
     for first, *others in in_wholes(trainer.shared_variables()):
         shape = [int(size) for size in whole_shape(first)]
         if others:
             shape[0] += sum(int(part.shape[0]) for part in others)
-        found.append((first.path, shape, str(first.dtype)))
-    return found
+        descriptions.append((first.path, shape, str(first.dtype)))
+    return descriptions
 
 
 def lora_weights(model: keras.Model) -> list[keras.Variable]:
@@ -348,10 +348,10 @@ def _check(state: states.CheckpointState, path: Path) -> None:
 
     An older checkpoint in the place of a newer dtk's would lose steps.
     """
-    given = state.get("format")
-    if isinstance(given, int) and given > states.FORMAT:
+    version = state.get("format")
+    if isinstance(version, int) and version > states.FORMAT:
         raise CheckpointFormatError(
-            f"{path} has format {given}, and this dtk reads {states.FORMAT} at most; "
+            f"{path} has format {version}, and this dtk reads {states.FORMAT} at most; "
             "resume with the dtk that wrote it or a newer one, or give another directory"
         )
     try:

@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802
         )
     if job.exchange_of(optimizer) is not None:
         raise ValueError(f"optimizer {optimizer.name!r} is a DistributedOptimizer already")
-    for given, default, argument in (
+    for value, default, argument in (
         (name, None, "name"),
         (device_dense, "", "device_dense"),
         (device_sparse, "", "device_sparse"),
@@ -107,9 +107,9 @@ def DistributedOptimizer(  # noqa: N802
         (num_groups, 0, "num_groups"),
         (groups, None, "groups"),
     ):
-        if given != default:
+        if value != default:
             job.hint(
-                f"DistributedOptimizer({argument}={given!r}) changes nothing: dtk moves "
+                f"DistributedOptimizer({argument}={value!r}) changes nothing: dtk moves "
                 "gradients in its own way; the optimizer gets the same"
             )
     factor = strategy.size if op is Sum else 1
@@ -143,8 +143,8 @@ class MultipliedGradients(keras.Optimizer):
         def multiplied(values: tf.Tensor) -> tf.Tensor:
             return values * tf.cast(self._dtk_factor, values.dtype)
 
-        found = [None if g is None else tf_replicas.on_values(g, multiplied) for g in grads]
-        return super().apply(found, trainable_variables)
+        gradients = [None if g is None else tf_replicas.on_values(g, multiplied) for g in grads]
+        return super().apply(gradients, trainable_variables)
 
 
 PartialDistributedOptimizer = replaced(
