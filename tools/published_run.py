@@ -6,7 +6,7 @@ The script is one that `published_port.py` has made. In both runs: one seed, dro
 data made by `published_data.py`, and random numbers inside steps that belong to rows and to the
 step's number, since ranks draw others than one process would. With --dtk, BatchNormalization is
 synchronized. With --double all is computed in float64. With --nudge the first weights are 1e-7
-apart, which shows what the script's network makes of rounding.
+(in float64 1e-15) apart, which shows what the script's network makes of rounding.
 
 The list of TensorFlow's random functions is not shared with `dtk/compat/random_draws.py`: this tool
 judges dtk, and would miss whatever a shared list forgot.
@@ -150,13 +150,14 @@ def with_single_images() -> None:
     layer.call = call
 
 
-def nudged() -> None:
-    """Let weights that are drawn begin 1e-7 apart."""
+def nudged(double: bool) -> None:
+    """Let weights that are drawn begin 1e-7 apart, in float64 1e-15."""
     generator = np.random.default_rng(1)
+    apart, dtype = (1e-15, "float64") if double else (1e-7, "float32")
 
     def moved(first: Any, *args: Any) -> Any:
         value = first(*args)
-        return value * (1 + 1e-7 * generator.normal(size=value.shape)).astype("float32")
+        return value * (1 + apart * generator.normal(size=value.shape)).astype(dtype)
 
     around_initializers(moved)
 
@@ -374,7 +375,7 @@ def main() -> None:
     without_dropout()
     draws = Draws()
     if options.nudge:
-        nudged()
+        nudged(options.double)
     if options.dtk:
         with_synchronized_norm()
         draws.of_ranks()

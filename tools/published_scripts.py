@@ -157,8 +157,14 @@ def judged(entry: dict[str, Any], folder: Path, options: argparse.Namespace) -> 
     detail = "; ".join(f"{names[kind]}: {told(found[kind])}" for kind in kinds)
     result = {"single": found.get(""), "double": found.get("64")}
     if double:
-        right = worst_of(found["64"]) <= DOUBLE
-        return result | {"end": "equal" if right else "silent", "detail": detail}
+        if worst_of(found["64"]) <= DOUBLE:
+            return result | {"end": "equal", "detail": detail}
+        run(entry, folder, ["nudged64"], options)
+        rounding = differences(folder, "plain64", "nudged64", 0)
+        if worst_of(rounding) > CHAOS:
+            apart = "by rounding alone, in float64 with first weights 1e-15 apart"
+            return {"end": "unfit", "detail": f"{apart}: {told(rounding)}"}
+        return result | {"end": "silent", "detail": detail}
     run(entry, folder, ["nudged"], options)
     rounding = differences(folder, "plain", "nudged", 0)
     if worst_of(found[""]) > RELATIVE and worst_of(rounding) > CHAOS:
@@ -186,10 +192,10 @@ def run(
         here = folder / name
         here.mkdir()
         (here / "data.json").write_text(json.dumps(entry))
-        script = folder / ("plain.py" if name == "nudged" else f"{name}.py")
+        script = folder / f"{name.replace('nudged', 'plain')}.py"
         command = [sys.executable, str(TOOLS / "published_run.py"), str(script), str(here)]
         command += ["--dtk"] * name.startswith("dtk") + ["--double"] * name.endswith("64")
-        command += ["--nudge"] * (name == "nudged")
+        command += ["--nudge"] * name.startswith("nudged")
         if name.startswith("dtk"):
             command[1:1] = ["-m", "dtk.cli.main", "run", "-n", "2"]
         # Before it is ended, ranks that hang are named, with their stacks.

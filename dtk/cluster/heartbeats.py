@@ -11,10 +11,13 @@ can make, so others can neither speak nor end the job.
              ends                             <─────          who that was
 
 A rank whose connection has ended has left its script; that is a stall once another waits for it.
+Where neither a launcher nor the communicator sees that a rank is gone, that ends the job as soon as
+another waits, unless the rank has said before that its script is over.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import multiprocessing.connection
@@ -31,7 +34,7 @@ from dtk.cluster.detect import detect
 from dtk.cluster.failures import Failure
 from dtk.cluster.line import HANDSHAKE, Line, introduce
 from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
-from dtk.errors import ClusterError
+from dtk.errors import TRY_AGAIN, ClusterError
 
 _PERIOD = 1.0
 # Each rank leaves the one before it this long to say that rank 0 is silent.
@@ -90,8 +93,18 @@ def connect(rank: int, addresses: Sequence[str], port: int, secret: bytes) -> Li
 class Table:
     """What rank 0 knows of all ranks; a thread of it ends a job that is stuck."""
 
-    def __init__(self, hosts: Sequence[str], lines: Mapping[int, Line], timeout: float) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        lines: Mapping[int, Line],
+        timeout: float,
+        ends_at_loss: bool = False,
+    ) -> None:
         self._timeout, self._lines = timeout, dict(lines)
+        self._ends_at_loss = ends_at_loss
+        self._lost_since = math.inf
+        self._over: set[int] = set()  # ranks whose scripts are over
+        atexit.register(self._tell, {"over": True})
         self._statuses = [
             RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
             for rank, host in enumerate(hosts)
@@ -126,6 +139,8 @@ class Table:
                 self._tell({"here": True})
             if now >= self._known_at():
                 self._say_first()
+            if now - self._lost_since > _SETTLE and any(one.waits for one in self._statuses):
+                self._end_lost()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
@@ -152,10 +167,14 @@ class Table:
                 del self._lines[rank]
                 line.end.close()
                 self._statuses[rank].left = True
+                if self._ends_at_loss and rank not in self._over:
+                    self._lost_since = min(self._lost_since, time.monotonic())
 
     def _take(self, rank: int, message: Mapping[str, object], now: float) -> None:
         self._lags[rank] = lag = min(self._lags[rank], now - float(str(message["sent"])))
-        if "failure" in message:
+        if "over" in message:
+            self._over.add(rank)
+        elif "failure" in message:
             self._note(rank, failures.read(message, lag))
         else:
             self._statuses[rank].take(report_of(message), now)
@@ -189,6 +208,17 @@ class Table:
         self._tell({"first": self._first})
         self._is_known.set()
 
+    def _end_lost(self) -> NoReturn:
+        """End the job of a rank that is gone, once it is said who failed first."""
+        if self._own is not None:  # this process ends of that
+            threading.Event().wait()
+        if not self._first:
+            gone = min(rank for rank in self._gone() if rank not in self._over)
+            self._first = f"{self._statuses[gone].name}, host {self._statuses[gone].host}, {_GONE}"
+            stall.say_last(f"dtk: {self._first}\n")
+        self._tell({"lost": True})
+        os._exit(TRY_AGAIN)
+
     def _tell(self, message: object) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
@@ -198,8 +228,18 @@ class Table:
 class Client:
     """What another rank than 0 sees: reports where it is, and ends when it is told to."""
 
-    def __init__(self, rank: int, hosts: Sequence[str], line: Line, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        line: Line,
+        timeout: float,
+        ends_at_loss: bool = False,
+    ) -> None:
         self._rank, self._line, self._timeout = rank, line, timeout
+        self._ends_at_loss = ends_at_loss
+        self._fails = self._over = False  # whether this rank fails; whether rank 0's script is over
+        atexit.register(self._send, {"over": True})
         self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
         self._status = self._statuses[rank]
         self._heard = time.monotonic()
@@ -221,6 +261,7 @@ class Client:
 
     def fail(self, failure: Failure) -> str:
         """Tell rank 0 what ends this rank; return who failed first, where rank 0 says so."""
+        self._fails = True
         self._send({"failure": True, **failure._asdict()})
         self._is_known.wait(_LATE + _PERIOD)
         if self._is_known.is_set() and not self._first and failure.lost_peer:
@@ -241,12 +282,20 @@ class Client:
                 for message in messages:
                     if "stuck" in message:
                         os._exit(STUCK)
+                    if "lost" in message and not self._fails:
+                        os._exit(TRY_AGAIN)
+                    self._over = self._over or "over" in message
                     if "first" in message:
                         self._first = str(message["first"])
                         self._is_known.set()
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
         self._is_known.set()
+        while self._ends_at_loss and not (self._over or self._fails):
+            if self._status.waits:
+                stall.say_last(f"dtk: rank 0, host {self._statuses[0].host}, {_GONE}\n")
+                os._exit(TRY_AGAIN)
+            time.sleep(_PERIOD / 10)
         # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.
         own = self._status
         while not (

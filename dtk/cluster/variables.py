@@ -29,6 +29,30 @@ JIT_COMPILE = "DTK_JIT_COMPILE"
 FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
 # In a rank: the model that its settings were measured with. From the user, "0": use none of them.
 STEP_SETTINGS = "DTK_STEP_SETTINGS"
+# What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
+# take it for its own.
+_OF_OTHER_LAUNCHERS = (
+    "TF_CONFIG",
+    "DTK_HOSTS",
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_CROSS_",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+    "HOROVOD_GLOO_IFACE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+)
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a variable places a process in some other job."""
+    return name.startswith(_OF_OTHER_LAUNCHERS)
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:

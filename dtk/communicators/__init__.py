@@ -20,7 +20,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm
 from dtk.cluster.detect import detect, is_child_of_rank
-from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
+from dtk.cluster.mpi_installs import (
+    horovod_refused,
+    is_joined,
+    mpirun_of_python_started,
+    offer,
+)
 from dtk.cluster.place import Place, divide_cores
 from dtk.cluster.variables import COMMUNICATOR, JOINED
 from dtk.errors import CommunicatorError, at_rank
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 SRUN = "`srun --mpi=pmix`"
+# Kinds of places whose launchers start no server of MPI's.
+WITHOUT_MPI = ("address", "tf_config")
 # Imported when asked for, since they need TensorFlow, and `costs` must load without it.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
@@ -56,9 +63,10 @@ def create(
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process; Horovod under its own launcher;
             under mpirun Horovod, or mpi if Horovod is not installed or the mpirun came with
-            keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; otherwise
-            TensorFlow's collectives, as under TF_CONFIG and srun. The variable DTK_COMMUNICATOR
-            overrules "auto"; `choose` gives the reason.
+            keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; where rank 0's
+            address or all are told (TF_CONFIG, torchrun, engines) mpi, if all ranks are on one
+            machine and have keras-dtk[mpi]; otherwise TensorFlow's collectives. The variable
+            DTK_COMMUNICATOR overrules "auto"; `choose` gives the reason.
         place: This process's rank, role and hosts; detected when None.
         before_collectives: Called with the number of ranks before TensorFlow's collectives start.
 
@@ -88,11 +96,12 @@ def create(
             "takes no part in all-reduce training; start it with a script that makes a "
             "ParameterServerStrategy, or leave that role out of the job"
         )
-    if name == "auto":
+    is_chosen = name == "auto"
+    if is_chosen:
         name = choose(place).name
     divide_cores(place)
     with progress.joining(f"the start of {name}"):
-        world = _world(name, place, before_collectives)
+        world = _world(name, place, before_collectives, is_chosen)
     world.place = world.place or place
     world.keep_to_thread()
     if world.size > 1:
@@ -101,7 +110,10 @@ def create(
 
 
 def _world(
-    name: str, place: Place, before_collectives: Callable[[int], None] | None
+    name: str,
+    place: Place,
+    before_collectives: Callable[[int], None] | None,
+    is_chosen: bool = False,
 ) -> Communicator:
     if name == "null":
         from dtk.communicators.local import NullCommunicator
@@ -127,7 +139,21 @@ def _world(
         _check_offer("MPI", place)
         from dtk.communicators import mpi
 
-        return mpi.start(place)
+        if place.kind not in WITHOUT_MPI or progress.is_launched():
+            return mpi.start(place)
+        joined = mpi.join(place)
+        if not isinstance(joined, tuple):
+            return joined
+        if not is_chosen:
+            message = (
+                f"communicator mpi: the launcher ({place.kind}) is not MPI's, and dtk joins ranks "
+                f"by MPI itself where all are on one machine, without GPUs, and each has "
+                f"`{pip_install('mpi')}`: start with `dtk run`, or use communicator='collective'"
+            )
+            raise CommunicatorError(at_rank(place.rank, message))
+        from dtk.communicators import collective
+
+        return collective.start(place, before_collectives, joined)
     if name == "collective" and place.size > 1:
         from dtk.communicators import collective
 
@@ -188,9 +214,12 @@ def choose(place: Place) -> Choice:
             return Choice("collective", why)
         interfaces = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
         return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
+    why = f"{kind} gives every rank an address"
     if kind == "address":
-        return Choice("collective", "rank 0's address is given")
-    return Choice("collective", f"{kind} gives every rank an address")
+        why = "rank 0's address is given"
+    if offer() or is_joined():
+        return Choice("mpi", f"{why}, and MPI is beside Python; collective, if not for all ranks")
+    return Choice("collective", why)
 
 
 def _check_offer(library: str, place: Place) -> None:

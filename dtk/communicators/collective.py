@@ -68,23 +68,16 @@ _ORDERS: dict[str, tf.Tensor] = {}
 _STARTED: dict[Place, Communicator] = {}
 
 
-def start(place: Place, prepare: Callable[[int], None] | None = None) -> Communicator:
-    """Start TensorFlow's collective runtime over all ranks of `environment`."""
+def start(
+    place: Place,
+    prepare: Callable[[int], None] | None = None,
+    addresses: Sequence[str] = (),
+) -> Communicator:
+    """Start TensorFlow's collective runtime over all ranks of a job, at addresses told to all."""
     if place in _STARTED:
         return _STARTED[place]
     rank, size, timeout = place.rank, place.size, startup.limit()
-    addresses = place.addresses
-    if len(addresses) == size:
-        startup.check_free(rank, addresses[rank], addresses)
-        startup.meet(rank, addresses, timeout)
-    elif place.meeting:
-        addresses = startup.exchange_addresses(rank, size, place.meeting, timeout)
-    else:
-        message = (
-            f"TensorFlow's collectives need rank 0's address or that of each of {size} ranks, "
-            f"got {len(addresses)}: start with `dtk run`, or set MASTER_ADDR or TF_CONFIG"
-        )
-        raise CommunicatorError(at_rank(rank, message))
+    addresses = tuple(addresses or startup.gather(place).addresses)
     with startup.at_most(timeout), startup.quiet():
         if prepare is not None:
             prepare(size)

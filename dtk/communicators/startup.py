@@ -25,9 +25,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from dtk.cluster import progress, slurm
 from dtk.cluster.line import Line, introduce
+from dtk.cluster.mpi_server import START_SECONDS, MPIServer
 from dtk.cluster.place import Place
 from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import JOB_SECRET
@@ -94,23 +96,45 @@ def _holder(address: str) -> str:
     return "another process"
 
 
-def meet(rank: int, addresses: Sequence[str], timeout: float) -> None:
+class Met(NamedTuple):
+    """What a rank learns where all meet."""
+
+    addresses: tuple[str, ...]  # of every rank
+    mpi: dict[str, str] = {}  # variables by which it joins MPI's world, if all are on one machine
+
+
+def gather(place: Place, offer: str = "") -> Met:
+    """Return once every rank has called this; see `mpi_installs.offer`."""
+    rank, size, addresses = place.rank, place.size, place.addresses
+    if len(addresses) == size:
+        check_free(rank, addresses[rank], addresses)
+        return meet(rank, addresses, limit(), offer)
+    if place.meeting:
+        return exchange_addresses(rank, size, place.meeting, limit(), offer)
+    message = (
+        f"TensorFlow's collectives need rank 0's address or that of each of {size} ranks, "
+        f"got {len(addresses)}: start with `dtk run`, or set MASTER_ADDR or TF_CONFIG"
+    )
+    raise CommunicatorError(at_rank(rank, message))
+
+
+def meet(rank: int, addresses: Sequence[str], timeout: float, offer: str = "") -> Met:
     """Return once every rank has called this, with the addresses that all know already."""
     names = [f"rank {r} ({address})" for r, address in enumerate(addresses)]
-    hello = {"rank": rank, "world": list(addresses)}
-    _gather(hello, names, addresses[0], timeout, _has_others(addresses[0], addresses))
+    hello = {"rank": rank, "world": list(addresses), "mpi": offer}
+    met = _gather(hello, names, addresses[0], timeout, _has_others(addresses[0], addresses))
+    return met._replace(addresses=tuple(addresses))
 
 
-def exchange_addresses(rank: int, size: int, meeting: str, timeout: float) -> tuple[str, ...]:
+def exchange_addresses(rank: int, size: int, meeting: str, timeout: float, offer: str = "") -> Met:
     """Return an address of every rank once all have called this: each chooses a port of its own."""
     others = not _is_loopback(meeting)
     if rank == 0:
         _check_free(rank, meeting, others)
     with _reserved() as port:
         names = [f"rank {r}" for r in range(size)]
-        hello = {"rank": rank, "world": size, "port": port}
-        addresses = _gather(hello, names, meeting, timeout, others)
-    return tuple(addresses)
+        hello = {"rank": rank, "world": size, "port": port, "mpi": offer}
+        return _gather(hello, names, meeting, timeout, others)
 
 
 @contextlib.contextmanager
@@ -134,15 +158,15 @@ def _gather(
     meeting: str,
     timeout: float,
     from_elsewhere: bool,
-) -> list[str]:
-    """Say hello to rank 0, and return all addresses; raise the same error on every rank."""
+) -> Met:
+    """Say hello to rank 0, and return what all learn; raise the same error on every rank."""
     rank = _number(hello, "rank")
     wait = Wait(f"rank {rank}", timeout)
     if rank == 0:
         answer = _host(meeting, names, hello, wait, from_elsewhere)
     else:
         answer = _ask(meeting, hello, wait)
-    if isinstance(answer, list):
+    if isinstance(answer, Met):
         return answer
     error = _refused(rank, answer)
     raise as_passing(error) if _LIMIT in answer else error
@@ -154,10 +178,10 @@ def _host(
     hello: Mapping[str, object],
     wait: Wait,
     from_elsewhere: bool,
-) -> list[str] | str:
+) -> Met | str:
     """Hear all ranks, and tell them all addresses, or what is wrong; return that."""
     size = len(names)
-    addresses = {0: _address(meeting, meeting, hello)}
+    addresses, offers = {0: _address(meeting, meeting, hello)}, {0: hello["mpi"]}
     lines: dict[int, Line] = {}
     stranger = problem = ""
     with contextlib.ExitStack() as stack:
@@ -175,7 +199,7 @@ def _host(
                     rank = _number(theirs, "rank")
                     problem = _problem(theirs, rank, hello, lines, size)
                     addresses[rank] = _address(f"{host.removeprefix('::ffff:')}:0", meeting, theirs)
-                    lines[rank] = line
+                    lines[rank], offers[rank] = line, theirs.get("mpi", "")
                 except (OSError, ValueError, KeyError, TypeError):
                     stranger = host  # a port scanner, a health check: not ours to judge
             if not (problem or wait.left) and len(addresses) < size:
@@ -188,13 +212,31 @@ def _host(
                         f" Somebody at {stranger} came who is no rank of this job, or has another "
                         f"{JOB_SECRET} than rank 0"
                     )
+        variables = [{}] * size if problem else _mpi_of_ranks([offers[r] for r in range(size)])
         answer = problem or [addresses[r] for r in range(size)]
-        for line in lines.values():
+        for rank, line in lines.items():
             with contextlib.suppress(OSError):
-                line.send({"answer": answer})
+                line.send({"answer": answer, "mpi": variables[rank]})
                 line.end.shutdown(socket.SHUT_WR)
                 line.end.recv(1)  # the client must close first, so that this port is free at once
-    return answer
+    return answer if isinstance(answer, str) else Met(tuple(answer), variables[0])
+
+
+_servers: list[MPIServer] = []  # of this process, until it ends
+
+
+def _mpi_of_ranks(offers: Sequence[object]) -> list[dict[str, str]]:
+    """Return the variables by which ranks join MPI's world; none where not all can."""
+    nothing: list[dict[str, str]] = [{}] * len(offers)
+    if not offers[0] or len(set(offers)) > 1:
+        return nothing
+    try:
+        server = MPIServer(len(offers))
+    except CommunicatorError as error:
+        print(f"dtk: going on over TensorFlow's collectives: {error}", file=sys.stderr, flush=True)
+        return nothing
+    _servers.append(server)
+    return server.env
 
 
 def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
@@ -245,7 +287,7 @@ def _problem(
     return f"two processes say they are rank {rank}" if is_there else ""
 
 
-def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | str:
+def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> Met | str:
     """Wait until rank 0 tells all addresses, or what is wrong."""
     pause, why = _FIRST_RETRY_SECONDS, ""
     while wait.left:
@@ -258,9 +300,12 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> list[str] | s
                 line.receive_one()
                 line.send(hello)
                 # Rank 0 knows more than we do about who is missing: give it time to say so.
-                end.settimeout(wait.left + 5.0)
-                answer = line.receive_one()["answer"]
-                return [*map(str, answer)] if isinstance(answer, list) else str(answer)
+                end.settimeout(wait.left + START_SECONDS)
+                told = line.receive_one()
+                answer, mpi = told["answer"], told.get("mpi", {})
+                if isinstance(answer, list) and isinstance(mpi, dict):
+                    return Met(tuple(map(str, answer)), {str(n): str(v) for n, v in mpi.items()})
+                return str(answer)
         except PermissionError:
             return (
                 f"what answers at {meeting} is not rank 0 of this job, or has another "

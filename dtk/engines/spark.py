@@ -34,11 +34,11 @@ from dtk import importing, quiet
 from dtk.cluster import detect, failures
 from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
-from dtk.cluster.variables import JOB_SECRET
+from dtk.cluster.variables import JOB_SECRET, is_foreign
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
-from dtk.launch.ssh import Guard, is_foreign
+from dtk.launch.ssh import Guard
 from dtk.trainer import undistributed_jobs
 from dtk.version import pip_install
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 
 from dtk.cluster import mpi_installs
+from dtk.cluster.variables import is_foreign
 from dtk.horovod_build.build import HorovodBuildError, ask, reason_of
-from dtk.launch import JobSpec, Process, assign, ssh
+from dtk.launch import JobSpec, Process, assign
 from dtk.launch.job_run import JobRun
 
 TIMEOUT = 120.0
@@ -151,7 +152,7 @@ def run(processes: Sequence[Process], timeout: float) -> tuple[int | None, str]:
 
 def _alone(process: Process) -> Process:
     """Return a process that takes no variables of other jobs beyond what `Job` leaves out."""
-    inherited = [n for n in os.environ if n.startswith(_OF_JOBS) and not ssh.is_foreign(n)]
+    inherited = [n for n in os.environ if n.startswith(_OF_JOBS) and not is_foreign(n)]
     unset = [f"--unset={name}" for name in inherited if name not in process.env]
     argv = ("env", *unset, *process.argv)
     return dataclasses.replace(process, argv=argv, env={**process.env, **_ON_CPU})

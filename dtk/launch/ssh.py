@@ -35,25 +35,6 @@ BOOTSTRAP = (
     "[load(*one) for one in told['modules'].items()];"
     "sys.exit(sys.modules['dtk.launch.agent'].main(told['task'],told['given']))"
 )
-# What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
-# take it for its own.
-_OF_OTHER_LAUNCHERS = (
-    "TF_CONFIG",
-    "DTK_HOSTS",
-    "OMPI_COMM_WORLD_",
-    "PMI_",
-    "PMIX_",
-    "MPI_LOCAL",
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_CROSS_",
-    "HOROVOD_GLOO_RENDEZVOUS_",
-    "HOROVOD_GLOO_IFACE",
-    "HOROVOD_HOSTNAME",
-    "HOROVOD_LOCAL_",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-)
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -67,11 +48,6 @@ _LEAVES = 5.0  # seconds that the guard has to leave, once it is told to
 _APART = 2.0
 # What a shell returns for a program that it may not run, or that is not there.
 _NO_PROGRAM = (126, 127)
-
-
-def is_foreign(name: str) -> bool:
-    """Return whether a variable places a process in some other job."""
-    return name.startswith(_OF_OTHER_LAUNCHERS)
 
 
 def is_loopback(host: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from dtk.cluster import mpi_installs, progress, report_channel
-from dtk.cluster.variables import COMMUNICATOR, RESTARTS
+from dtk.cluster.variables import COMMUNICATOR, RESTARTS, is_foreign
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import agent, job_processes, mpi_places, ssh
 from dtk.launch.output import JobOutput
@@ -182,7 +182,7 @@ class Starter:
 
     def _start_here(self, process: Process, env: Mapping[str, str]) -> _Started:
         """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
-        own = {name: value for name, value in os.environ.items() if not ssh.is_foreign(name)}
+        own = {name: value for name, value in os.environ.items() if not is_foreign(name)}
         reports, end = report_channel.pair()
         try:
             with end:
@@ -211,7 +211,7 @@ class Starter:
         forwarded = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(FORWARDED) and not ssh.is_foreign(name)
+            if name.startswith(FORWARDED) and not is_foreign(name)
         }
         order = ssh.first_line(
             "rank",

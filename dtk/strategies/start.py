@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import random
@@ -21,7 +22,7 @@ import tensorflow as tf
 from dtk.cluster import alone, failures, heartbeats, progress
 from dtk.cluster.place import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
-from dtk.communicators import determinism
+from dtk.communicators import WITHOUT_MPI, determinism
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
@@ -190,10 +191,13 @@ def checked_timeout(stall_timeout: float | None) -> float:
 def _watch(communicator: Communicator, timeout: float) -> None:
     """Make all ranks of a job watch each other; only the first call counts. All ranks call it."""
     progress.start()
-    among_processes = communicator.place is not None and communicator.name != "null"
-    if not among_processes or progress.is_launched() or progress.is_reporting():
+    place, name = communicator.place, communicator.name
+    if place is None or name == "null" or progress.is_launched() or progress.is_reporting():
         return
     rank, hosts = communicator.rank, communicator.hosts
+    # TensorFlow's runtime sees that a rank is gone, and so does a launcher of MPI's.
+    joined = name == "mpi" and place.kind in WITHOUT_MPI
+    timeout = timeout or (math.inf if joined else 0.0)
     listener = None
     # How to reach rank 0's listener; the secret proves that a client is a rank of this job.
     addresses, port, secret = _addresses(communicator), 0, b""
@@ -222,9 +226,9 @@ def _watch(communicator: Communicator, timeout: float) -> None:
                 f"{port} of rank 0 ({', '.join(addresses)})"
             )
     elif listener is not None:
-        heartbeats.Table(hosts, lines, timeout)
+        heartbeats.Table(hosts, lines, timeout, joined)
     else:
-        heartbeats.Client(rank, hosts, lines[0], timeout)
+        heartbeats.Client(rank, hosts, lines[0], timeout, joined)
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:

@@ -17,12 +17,14 @@ import time
 import pytest
 
 from dtk import communicators
-from dtk.cluster import Place, slurm, startup_barrier
+from dtk.cluster import Place, mpi_installs, slurm, startup_barrier
 from dtk.cluster.line import introduce
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
 from dtk.version import pip_install
+
+from support.launched import until
 
 pytestmark = pytest.mark.command
 
@@ -86,13 +88,17 @@ def end(process, timeout=60):
         ("horovod", 2, True, "horovod"),
         ("slurm", 2, True, "horovod"),
         ("slurm", 2, False, "mpi"),
-        ("tf_config", 2, True, "collective"),
+        ("tf_config", 2, False, "collective"),
     ],
 )
 def test_auto(monkeypatch, installed, kind, size, horovod, expected):
     installed(horovod=horovod)
     monkeypatch.setenv("PMIX_RANK", "0")
+    monkeypatch.setattr(communicators, "offer", str)
     assert communicators.choose(Place(kind, 0, size)).name == expected
+    if kind == "tf_config":
+        monkeypatch.setattr(communicators, "offer", lambda: "MPI beside Python")
+        assert communicators.choose(Place(kind, 0, size)).name == "mpi"
 
 
 def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatch, installed):
@@ -261,7 +267,7 @@ def meet_at(address, *ranks, size=3, timeout=20.0):
 
     def meet(rank):
         try:
-            return startup.exchange_addresses(rank, size, address, timeout)
+            return startup.exchange_addresses(rank, size, address, timeout).addresses
         except CommunicatorError as error:
             return str(error)
 
@@ -290,29 +296,68 @@ def test_who_ended_before_the_meeting_may_come_again():
         assert meet_at(address, 1, 2) == rank_0.result(30) * 2
 
 
-def test_two_ranks_train_by_the_variables_of_torchrun_and_who_loses_the_other_says_try_again():
+OF_TORCHRUN = """
+    import os, dtk, keras, numpy as np
+    strategy = dtk.auto_strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+    tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
+    steps = model.optimizer.iterations.numpy()
+    name = strategy.communicator.name
+    print(strategy.rank, strategy.size, len(tasks), steps, name, flush=True)
+"""
+ENDS_IN_RANK_1 = """
+    if strategy.rank == 1:
+        os._exit(9)
+    while True:
+        strategy.communicator.barrier()
+"""
+needs_mpi = pytest.mark.skipif(
+    mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
+)
+
+
+def ends_of_torchruns(script, *of_ranks, **variables):
+    """How two ranks end that have the variables of torchrun, and each some of its own."""
     host, port = free_address().split(":")
-    script = """
-        import os, dtk, keras, numpy as np
-        strategy = dtk.auto_strategy()
-        assert strategy.communicator.name == "collective", strategy.communicator.name
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
-        tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
-        steps = model.optimizer.iterations.numpy()
-        print(strategy.rank, strategy.size, len(set(tasks)), steps, flush=True)
-        if strategy.rank == 1:
-            os._exit(9)
-        while True:
-            strategy.communicator.barrier()
-    """
-    knows = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
-    ranks = [start_rank(script, RANK=str(rank), **knows) for rank in range(2)]
-    ends = [end(rank) for rank in ranks]
-    assert [stdout for stdout, _, _ in ends] == ["0 2 2 2\n", "1 2 2 2\n"], ends[0][1]
+    knows = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port, **variables}
+    ranks = [
+        start_rank(script, **{"RANK": str(rank), **knows, **own})
+        for rank, own in enumerate(of_ranks or ({}, {}))
+    ]
+    return [end(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("name", ["collective", pytest.param("mpi", marks=needs_mpi)])
+def test_two_ranks_train_by_the_variables_of_torchrun_and_who_loses_the_other_says_try_again(name):
+    ends = ends_of_torchruns(OF_TORCHRUN + ENDS_IN_RANK_1, DTK_COMMUNICATOR=name)
+    printed = [stdout for stdout, _, _ in ends]
+    assert printed == [f"0 2 2 2 {name}\n", f"1 2 2 2 {name}\n"], ends[0][1]
     assert [code for _, _, code in ends] == [75, 9], ends[0][1]
+    if name == "mpi":
+        assert "rank 1, host " in ends[0][1] and "was gone first" in ends[0][1]
+
+
+@needs_mpi
+def test_ranks_of_one_machine_are_joined_by_mpi_and_leave_nothing(tmp_path):
+    ends = ends_of_torchruns(OF_TORCHRUN, TMPDIR=str(tmp_path), DTK_STALL_TIMEOUT="0")
+    assert [out for out, _, _ in ends] == [f"{rank} 2 2 2 mpi\n" for rank in range(2)], ends
+    assert [code for _, _, code in ends] == [0, 0]
+    assert not any(who in err for _, err, _ in ends for who in ("dtk:", "OPAL", "PRTE", "PMIX"))
+    until(lambda: list(tmp_path.iterdir()) == [])  # the last process removes the rest
+
+
+@needs_mpi
+def test_ranks_of_which_one_has_no_mpi_are_joined_by_collectives_or_told_why_not(tmp_path):
+    without = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}  # another machine's folder
+    ends = ends_of_torchruns(OF_TORCHRUN, {}, without)
+    assert [out for out, _, _ in ends] == [f"{rank} 2 2 2 collective\n" for rank in range(2)]
+    ends = ends_of_torchruns(OF_TORCHRUN, {}, without, DTK_COMMUNICATOR="mpi")
+    for _, err, code in ends:
+        assert "dtk joins ranks by MPI itself where all are on one machine" in err
+        assert code == 1
 
 
 def start_rank(script, **variables):

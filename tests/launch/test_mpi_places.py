@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtk.cluster import Host, mpi_installs
+from dtk.cluster import Host, mpi_installs, mpi_server
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
@@ -48,7 +48,7 @@ def places(tmp_path, monkeypatch):
     shared.mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(mpi_places, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(mpi_server, "SHARED_MEMORY", shared)
     yield
     assert [path for path in tmp_path.rglob("*") if path != shared] == []
 
@@ -259,10 +259,11 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
 def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
     guard_too, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mpi_places, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(mpi_server, "SHARED_MEMORY", tmp_path)
     code = (
-        "import pathlib, sys, time\nfrom dtk.launch import Job, JobSpec, assign, mpi_places\n"
-        f"mpi_places._SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
+        "import pathlib, sys, time\nfrom dtk.cluster import mpi_server\n"
+        "from dtk.launch import Job, JobSpec, assign\n"
+        f"mpi_server.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
         f"ranks = assign([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
         "communicator='mpi')\n"
         "job = Job(JobSpec(processes=tuple(ranks), grace=0.5)).start()\n"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
 from collections.abc import Mapping
 
-from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
+from dtk.cluster.mpi_installs import mpirun_of_python_started, offer, shared_memory_missing
 from dtk.cluster.place import Place
 from dtk.cluster.variables import MPI_LEASE
 from dtk.communicators import startup
@@ -61,6 +62,33 @@ def start(place: Place) -> Communicator:
     made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)
     made.set_hosts(made.allgather_object(socket.gethostname()))
     return made
+
+
+def join(place: Place) -> Communicator | tuple[str, ...]:
+    """Join ranks that no launcher of MPI's has started.
+
+    Returns the addresses of all ranks where they cannot be: not every rank has MPI beside Python,
+    or they are on several machines.
+    """
+    if place in _JOINED:
+        return _JOINED[place]
+    met = startup.gather(place, offer())
+    if not met.mpi:
+        return met.addresses
+    before = {name: os.environ.get(name) for name in met.mpi.keys() - {MPI_LEASE}}
+    os.environ.update(met.mpi)
+    with startup.at_most(startup.limit()):
+        _JOINED[place] = world = start(place)
+    for name, value in before.items():  # others would take an mpirun for the launcher
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    world.place = dataclasses.replace(place, addresses=met.addresses)
+    return world
+
+
+_JOINED: dict[Place, Communicator] = {}
 
 
 def _keep_server(environ: Mapping[str, str]) -> None:
