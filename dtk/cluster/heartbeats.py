@@ -139,7 +139,8 @@ class Table:
                 self._tell({"here": True})
             if now >= self._known_at():
                 self._say_first()
-            if now - self._lost_since > _SETTLE and any(one.waits for one in self._statuses):
+            is_lost = now - self._lost_since > _SETTLE and self._own is None
+            if is_lost and any(one.waits for one in self._statuses):
                 self._end_lost()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
@@ -210,8 +211,6 @@ class Table:
 
     def _end_lost(self) -> NoReturn:
         """End the job of a rank that is gone, once it is said who failed first."""
-        if self._own is not None:  # this process ends of that
-            threading.Event().wait()
         if not self._first:
             gone = min(rank for rank in self._gone() if rank not in self._over)
             self._first = f"{self._statuses[gone].name}, host {self._statuses[gone].host}, {_GONE}"
