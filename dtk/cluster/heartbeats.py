@@ -104,6 +104,7 @@ class Table:
         self._ends_at_loss = ends_at_loss
         self._lost_since = math.inf
         self._over: set[int] = set()  # ranks whose scripts are over
+        self._lock = threading.Lock()
         atexit.register(self._tell, {"over": True})
         self._statuses = [
             RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
@@ -140,13 +141,14 @@ class Table:
             if now >= self._known_at():
                 self._say_first()
             is_lost = now - self._lost_since > _SETTLE and self._own is None
-            if is_lost and any(one.waits for one in self._statuses):
+            if is_lost and any(_waits_since(self._lost_since, one) for one in self._statuses):
                 self._end_lost()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
                     os.write(2, stall.describe_cause(short, self._statuses).encode())
-            if stuck := stall.find(self._statuses, now, self._timeout):
+            watches = self._timeout < math.inf
+            if watches and (stuck := stall.find(self._statuses, now, self._timeout)):
                 stall.say_last(stall.describe(stuck, self._statuses))
                 self._tell({"stuck": True})
                 _leave()
@@ -211,7 +213,9 @@ class Table:
 
     def _end_lost(self) -> NoReturn:
         """End the job of a rank that is gone, once it is said who failed first."""
-        if not self._first:
+        if not self._first and self._failures:
+            self._say_first()
+        elif not self._first:
             gone = min(rank for rank in self._gone() if rank not in self._over)
             self._first = f"{self._statuses[gone].name}, host {self._statuses[gone].host}, {_GONE}"
             stall.say_last(f"dtk: {self._first}\n")
@@ -219,9 +223,10 @@ class Table:
         os._exit(TRY_AGAIN)
 
     def _tell(self, message: object) -> None:
-        for line in self._lines.values():
-            with contextlib.suppress(OSError):
-                line.send(message)
+        with self._lock:
+            for line in list(self._lines.values()):
+                with contextlib.suppress(OSError):
+                    line.send(message)
 
 
 class Client:
@@ -290,8 +295,9 @@ class Client:
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
         self._is_known.set()
+        gone = time.monotonic()
         while self._ends_at_loss and not (self._over or self._fails):
-            if self._status.waits:
+            if _waits_since(gone, self._status):
                 stall.say_last(f"dtk: rank 0, host {self._statuses[0].host}, {_GONE}\n")
                 os._exit(TRY_AGAIN)
             time.sleep(_PERIOD / 10)
@@ -308,6 +314,11 @@ class Client:
     def _end(self, why: str) -> NoReturn:
         stall.say_last(stall.describe(Stall((0,), why, (self._rank,)), self._statuses))
         _leave()
+
+
+def _waits_since(moment: float, status: RankStatus) -> bool:
+    """Return whether a rank has said since a moment that it waits for others."""
+    return status.waits and status.heard is not None and status.heard > moment
 
 
 def _leave() -> NoReturn:

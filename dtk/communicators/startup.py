@@ -232,8 +232,8 @@ def _mpi_of_ranks(offers: Sequence[object]) -> list[dict[str, str]]:
         return nothing
     try:
         server = MPIServer(len(offers))
-    except CommunicatorError as error:
-        print(f"dtk: going on over TensorFlow's collectives: {error}", file=sys.stderr, flush=True)
+    except (CommunicatorError, OSError) as error:
+        print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
         return nothing
     _servers.append(server)
     return server.env

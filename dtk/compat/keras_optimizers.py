@@ -57,13 +57,13 @@ class TakenOver(keras.Optimizer):
     It treats gradients as already reduced.
     """
 
-    def clip(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
+    def _dtk_clip(self, gradients: Gradients, variables: Sequence[keras.Variable]) -> Gradients:
         """Clip the gradients of variables; with accumulation, once per window."""
         del variables
         return super()._clip_gradients(gradients)
 
     def _clip_gradients(self, gradients: Gradients) -> Gradients:
-        return self.clip(gradients, _thread.applied)
+        return self._dtk_clip(gradients, _thread.applied)
 
     def _backend_apply_gradients(
         self, grads: Gradients, trainable_variables: Sequence[keras.Variable]
@@ -89,7 +89,9 @@ def make_subclass(optimizer: keras.Optimizer, kind: type[keras.Optimizer]) -> No
         current = _class(original.__name__, (current,), own)
 
     def reduced(self: keras.Optimizer) -> tuple[object, ...]:
-        unpickle, *values = keras.Optimizer.__reduce__(self)  # a method of a class of no module
+        if original.__reduce__ is not keras.Optimizer.__reduce__:
+            return original.__reduce__(self)
+        unpickle, *values = original.__reduce__(self)  # a method of a class of no module
         return types.MethodType(unpickle.__func__, original), *values
 
     namespace = {

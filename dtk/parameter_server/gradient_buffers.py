@@ -518,7 +518,9 @@ class GradientCommit:
                 for w, g in zip(self.layout.weights, self.layout.take(buffers), strict=True)
             }
             for optimizer, parts in self._plan:
-                optimizer.apply([gradients[id(p)] for p in parts], parts)
+                # The step has called what a script may have set in its place.
+                apply = type(optimizer).apply
+                apply(optimizer, [gradients[id(p)] for p in parts], parts)
             for variable, change in zip(self._moving, moved, strict=True):
                 keras_variables.stored(variable).assign_add(change)
 

@@ -100,9 +100,10 @@ def take_over(
     optimizer: keras.Optimizer, strategy: Strategy, parts_of: Callable[[keras.Variable], Variables]
 ) -> None:
     """Make a `ServedOptimizer` of an optimizer, and of those inside it."""
-    shared_optimizer.take_over(optimizer, strategy, ServedOptimizer)
+    shared_optimizer.check(optimizer, strategy)
     for member in keras_optimizers.members(optimizer):
         vars(member).setdefault("_dtk_servers", Servers(strategy, parts_of))
+    shared_optimizer.take_over(optimizer, strategy, ServedOptimizer)
 
 
 def _refuse_replaced(variables: Variables, strategy: Strategy) -> None:

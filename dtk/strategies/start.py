@@ -22,7 +22,7 @@ import tensorflow as tf
 from dtk.cluster import alone, failures, heartbeats, progress
 from dtk.cluster.place import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
-from dtk.communicators import WITHOUT_MPI, determinism
+from dtk.communicators import WITHOUT_MPI, determinism, startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
@@ -44,7 +44,8 @@ def agree(
     if communicator.size == 1:
         return None
     end_together(communicator)
-    _watch(communicator, stall_timeout)
+    with startup.at_most(startup.limit()):
+        _watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
     check_same_program(communicator, **chosen, **{"deterministic ops": asked})
     processors = communicator.allgather_object(processor())
@@ -222,7 +223,8 @@ def _watch(communicator: Communicator, timeout: float) -> None:
         if rank == 0:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
-                f"dtk: stalls will not be detected: rank {', '.join(missing)} cannot reach port "
+                f"dtk: stalls{' and lost ranks' * joined} will not be detected: rank "
+                f"{', '.join(missing)} cannot reach port "
                 f"{port} of rank 0 ({', '.join(addresses)})"
             )
     elif listener is not None:

@@ -197,6 +197,14 @@ def _taken_over_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
             "the first step"
         )
         raise ValueError(at_rank(strategy.rank, message))
+    if not keras_models.is_from_keras(optimizer.__class__.apply):
+        message = (
+            f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) has an apply of its own, "
+            "and no model was compiled with it: it has changed gradients before those of all ranks "
+            "were summed. Call model.compile(optimizer) inside strategy.scope(), before the first "
+            "step"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, message))
     groups = (strategy.extended.replica_communicator(), strategy.model_communicator)
     if all(group.size == 1 for group in groups):  # parameter servers sum by themselves
         return None

@@ -306,6 +306,7 @@ OF_TORCHRUN = """
     tasks = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
     steps = model.optimizer.iterations.numpy()
     name = strategy.communicator.name
+    assert dtk.auto_strategy().communicator is strategy.communicator
     print(strategy.rank, strategy.size, len(tasks), steps, name, flush=True)
 """
 ENDS_IN_RANK_1 = """
@@ -356,7 +357,7 @@ def test_ranks_of_which_one_has_no_mpi_are_joined_by_collectives_or_told_why_not
     assert [out for out, _, _ in ends] == [f"{rank} 2 2 2 collective\n" for rank in range(2)]
     ends = ends_of_torchruns(OF_TORCHRUN, {}, without, DTK_COMMUNICATOR="mpi")
     for _, err, code in ends:
-        assert "dtk joins ranks by MPI itself where all are on one machine" in err
+        assert "dtk joins ranks by MPI itself only where all are on one machine" in err
         assert code == 1
 
 

@@ -309,3 +309,17 @@ def test_mpi_between_two_hosts(two_hosts):
     assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
     # The namespaces' shell hands on its variables, by which MPI's servers there are found.
     assert job_processes.members(job.job_id + job_processes.BESIDE) == []
+
+
+def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(places, monkeypatch):
+    """It hung: what was ended was the shell around it, and not what holds its output open."""
+    silent = Path(tempfile.gettempdir(), "mpirun")
+    silent.write_text("#!/bin/sh\nsleep 1000 & wait\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(mpi_server, "START_SECONDS", 0.3)
+    monkeypatch.setattr(mpi_installs, "required_mpirun", lambda: silent)
+    began = time.monotonic()
+    with pytest.raises(CommunicatorError, match=r"mpirun did not answer within 0.3 s"):
+        mpi_server.MPIServer(2)
+    assert time.monotonic() - began < 20
+    silent.unlink()

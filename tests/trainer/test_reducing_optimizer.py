@@ -12,8 +12,12 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from support import bodies, cases
+import dtk
+from dtk.errors import NotDistributedError
+
+from support import bodies, cases, world
 from support.once import once
 
 TWO = pytest.mark.worlds(("collective", 2))
@@ -29,13 +33,13 @@ class Halved(keras.optimizers.SGD, metaclass=Counting):
 
     def __init__(self, learning_rate=0.1, halves=1, **kwargs):
         super().__init__(learning_rate, **kwargs)
-        self.halves = halves
+        self.clip = halves  # a name that dtk's classes must leave alone
 
     def update_step(self, gradient, variable, learning_rate):
-        super().update_step(gradient * 0.5**self.halves, variable, learning_rate)
+        super().update_step(gradient * 0.5**self.clip, variable, learning_rate)
 
     def get_config(self):
-        return {**super().get_config(), "halves": self.halves}
+        return {**super().get_config(), "halves": self.clip}
 
 
 def by_path():
@@ -200,3 +204,68 @@ def test_equal_to_one_process(pool, script):
     for weights in found:
         np.testing.assert_allclose(weights, once(script), 1e-5, 1e-6)
         np.testing.assert_array_equal(weights, found[0])
+
+
+# What is refused, and leaves things as they were.
+
+
+class Signs(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([keras.ops.sign(g) for g in grads], trainable_variables)
+
+
+def applied_in_a_loop(strategy, optimizer, of_model):
+    """What a loop is told that applies an optimizer."""
+    x, y = cases.rows(16)
+    with strategy.scope():
+        model = cases.compiled(strategy, optimizer=of_model)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(
+                keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            )
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    with pytest.raises(NotDistributedError) as error:
+        for batch in strategy.experimental_distribute_dataset(rows):
+            strategy.run(step, args=batch)
+    return str(error.value)
+
+
+def refusals():
+    strategy = bodies.strategy()
+    with strategy.scope():
+        inner, own = keras.optimizers.SGD(0.1), Signs(0.1)
+    return [
+        applied_in_a_loop(strategy, inner, scaled(inner)),
+        applied_in_a_loop(strategy, own, keras.optimizers.SGD(0.1)),
+    ]
+
+
+@TWO
+def test_a_loop_whose_gradients_nothing_would_sum_or_too_late_is_refused(pool):
+    """The inside of a loss scale was applied on each rank alone; an own apply, twice."""
+    for of_inner, of_own in pool.run(refusals, timeout=120):
+        assert "it is inside 'loss_scale_optimizer" in of_inner
+        assert "Apply the outer one, as model.optimizer" in of_inner
+        assert "(Signs) has an apply of its own, and no model was compiled with it" in of_own
+
+
+def saved_after_a_refusal(path):
+    strategy = dtk.strategies.AllReduceStrategy(world.communicator(), shard_optimizer=True)
+    with strategy.scope():
+        model, optimizer = cases.small(), keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        with pytest.raises(ValueError, match="was built before it was compiled"):
+            model.compile(optimizer, cases.crossentropy())
+    model.save(path.format(strategy.rank))
+
+
+@TWO
+def test_a_model_whose_optimizer_was_refused_can_be_saved(pool, tmp_path):
+    pool.run(saved_after_a_refusal, str(tmp_path / "rank{}.keras"), timeout=120)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from dtk.cluster.mpi_installs import mpirun_of_python_started, offer, shared_memory_missing
 from dtk.cluster.place import Place
-from dtk.cluster.variables import MPI_LEASE
+from dtk.cluster.variables import MPI_LEASE, is_foreign
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
@@ -74,21 +74,28 @@ def join(place: Place) -> Communicator | tuple[str, ...]:
         return _JOINED[place]
     met = startup.gather(place, offer())
     if not met.mpi:
+        _JOINED[place] = met.addresses
         return met.addresses
-    before = {name: os.environ.get(name) for name in met.mpi.keys() - {MPI_LEASE}}
+    outer = {name for name in os.environ if is_foreign(name) and name != "TF_CONFIG"}
+    before = {name: os.environ.get(name) for name in (met.mpi.keys() | outer) - {MPI_LEASE}}
+    for name in outer:  # of another server
+        del os.environ[name]
     os.environ.update(met.mpi)
-    with startup.at_most(startup.limit()):
-        _JOINED[place] = world = start(place)
-    for name, value in before.items():  # others would take an mpirun for the launcher
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        with startup.at_most(startup.limit()):
+            world = start(place)
+    finally:  # others would take an mpirun for the launcher
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    _JOINED[place] = world
     world.place = dataclasses.replace(place, addresses=met.addresses)
     return world
 
 
-_JOINED: dict[Place, Communicator] = {}
+_JOINED: dict[Place, Communicator | tuple[str, ...]] = {}
 
 
 def _keep_server(environ: Mapping[str, str]) -> None:

@@ -192,7 +192,7 @@ class ShardedOptimizer:
         # Whole slots by the part's id: gathered for one save, or read from a file on this rank.
         self.gathered: dict[int, Array] | None = None
         self.loaded: dict[int, Array] | None = None
-        if optimizer.built:
+        if any(member.built for member in keras_optimizers.members(optimizer)):
             raise ValueError(
                 at_rank(
                     strategy.rank,

@@ -128,16 +128,16 @@ def weighed_in_scale(loss: tf.Tensor) -> tf.Tensor:
 class SharedOptimizer(keras_optimizers.TakenOver):
     """An optimizer that treats parts of variables as it would treat whole ones."""
 
-    def clip(self, gradients: Gradients, variables: Variables) -> Gradients:
+    def _dtk_clip(self, gradients: Gradients, variables: Variables) -> Gradients:
         """Clip gradients as those of whole variables would be clipped."""
         strategy = _strategy_of(self)
         group = strategy.part_communicator
         if group.size == 1 and not self.clipnorm:
-            return super().clip(gradients, variables)
+            return super()._dtk_clip(gradients, variables)
         _check_shards(self, variables, strategy)
         if self.global_clipnorm and not self.clipnorm and group.size > 1:
             return _clip_to_norm_of_all(gradients, variables, self.global_clipnorm, group)
-        clipped = list(super().clip(gradients, variables))
+        clipped = list(super()._dtk_clip(gradients, variables))
         return _clip_parts(clipped, gradients, variables, self.clipnorm, group)
 
     def check_finite(self, grads: Gradients) -> tf.Tensor:
@@ -146,12 +146,17 @@ class SharedOptimizer(keras_optimizers.TakenOver):
         return group.allreduce(finite, "min") if group.size > 1 else finite
 
 
+def check(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Check that a strategy can take over an optimizer and those inside it."""
+    for member in keras_optimizers.members(optimizer):
+        _check_owner(member, strategy)
+        check_exchange(member, strategy)
+
+
 def take_over(optimizer: keras.Optimizer, strategy: Strategy, kind: type[SharedOptimizer]) -> None:
     """Take over an optimizer and those inside it, so that none reduces gradients by itself."""
     for member in keras_optimizers.members(optimizer):
-        if not isinstance(member, kind) or _strategy_of(member) is not strategy:
-            _check_owner(member, strategy)
-            check_exchange(member, strategy)
+        if not isinstance(member, kind):
             keras_optimizers.set_owner(member, strategy)
             keras_optimizers.make_subclass(member, kind)
             if strategy.supports_jit:  # servers run Keras's own updates

@@ -2,7 +2,7 @@
 
 scale_loss       weigh the loss by the replica's share of the rows; in Keras's own step
 apply            weigh the gradients in any other step, exchange them, then
-  check_finite     look for what is not finite in the sums
+  check_finite     look for what is not finite
   clip             clip the sums; with accumulation, exchange and clip the sums of a window
     update           as Keras does, with `shard_optimizer=True` this rank's parts
 save_, load_own_variables    wholes, whatever the rank holds
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.compat import keras_optimizers, tf_replicas
+from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart, Update, run_if
 from dtk.kernels import optimizer_updates
 from dtk.nests import Array, Gradients, Tree
@@ -48,14 +49,17 @@ class ReducingOptimizer(SharedOptimizer):
     def apply(self, grads: Gradients, trainable_variables: Variables | None = None) -> Tree:
         """Exchange gradients, then apply them; a step that only notes them does neither."""
         exchange = self._dtk_exchange
-        if exchange.outer is not self:
-            return super().apply(grads, trainable_variables)
         strategy = exchange.strategy
+        if exchange.outer is not self:
+            if not exchange.is_applied and _in_replica(strategy):
+                _refuse_inner(self, exchange)
+            return super().apply(grads, trainable_variables)
         alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
         device = placement.host() if alone else placement.computing(strategy)
         with (
             optimizer_updates.patch_row_sums(device),
             step_metrics.averaged_in_loop(exchange.statistics),
+            exchange.applied(),
         ):
             if not self.built and trainable_variables is not None:
                 shared_optimizer.build_outside_step(self, trainable_variables, strategy)
@@ -86,12 +90,12 @@ class ReducingOptimizer(SharedOptimizer):
 
     def check_finite(self, grads: Gradients) -> tf.Tensor:
         """Check scaled gradients; on all replicas, where they are not exchanged yet."""
-        finite = super().check_finite(grads)
-        if not self._dtk_exchange.sums_windows:
+        finite, exchange = super().check_finite(grads), self._dtk_exchange
+        if not exchange.sums_windows or exchange.inner is self:
             return finite
         return whole_batch.sum_over_replicas(tf.cast(tf.logical_not(finite), tf.int32)) == 0
 
-    def clip(self, gradients: Gradients, variables: Variables) -> Gradients:
+    def _dtk_clip(self, gradients: Gradients, variables: Variables) -> Gradients:
         """Clip gradients, those of a window after their exchange."""
         exchange = self._dtk_exchange
         if exchange.inner is self and exchange.sums_windows and _in_replica(exchange.strategy):
@@ -99,7 +103,7 @@ class ReducingOptimizer(SharedOptimizer):
             with tf_replicas.counted_if(None):
                 part = _part_of(traced_step.current())
                 gradients, _ = exchange.update(list(gradients), variables, part)
-        return super().clip(gradients, variables)
+        return super()._dtk_clip(gradients, variables)
 
     def build(self, variables: Variables) -> None:
         """Make the optimizer's variables: with `shard_optimizer=True`, for parts of variables."""
@@ -134,7 +138,8 @@ class ReducingOptimizer(SharedOptimizer):
 
     def load_own_variables(self, store: dict[str, Array]) -> None:
         """Load whole variables, and whole windows."""
-        sharded, self._dtk_exchange.divided = self._dtk_exchange.sharded, False
+        self._dtk_exchange.divided = False
+        sharded = self._dtk_exchange.sharded
         if sharded is None:
             super().load_own_variables(store)
         else:
@@ -143,7 +148,7 @@ class ReducingOptimizer(SharedOptimizer):
 
 def take_over(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     """Make a `ReducingOptimizer` of an optimizer, and of those inside it."""
-    shared_optimizer.take_over(optimizer, strategy, ReducingOptimizer)
+    shared_optimizer.check(optimizer, strategy)
     exchange = shared_optimizer.exchange_of(optimizer)
     if exchange is None or exchange.outer is not optimizer:
         sharded = ShardedOptimizer(optimizer, strategy) if strategy.shard_optimizer else None
@@ -151,6 +156,18 @@ def take_over(optimizer: keras.Optimizer, strategy: Strategy) -> None:
     for member in keras_optimizers.members(optimizer):
         shared_optimizer.set_exchange(member, exchange)
         keras_optimizers.index_variables(member)
+    shared_optimizer.take_over(optimizer, strategy, ReducingOptimizer)
+
+
+def _refuse_inner(optimizer: keras.Optimizer, exchange: GradientExchange) -> None:
+    outer = exchange.outer
+    message = (
+        f"optimizer {optimizer.name!r} was applied by itself, and it is inside "
+        f"{outer.name!r} ({type(outer).__name__}), which sums the gradients of all ranks: nothing "
+        f"would sum these. Apply the outer one, as model.optimizer; with loss scaling, also scale "
+        "the loss by its scale_loss"
+    )
+    raise NotDistributedError(at_rank(exchange.strategy.rank, message))
 
 
 def _sum_over_replicas(
