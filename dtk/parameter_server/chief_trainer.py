@@ -115,6 +115,10 @@ class ParameterServerTrainer(JobTrainer):
         if self._training is not None:
             self._training.drain()
 
+    def explaining_losses(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call: callbacks read weights of the servers, too."""
+        return self.strategy.pool.asking_servers()
+
     def end_call(self) -> None:
         """Let workers go back to training inside `fit`; stop them after the outermost call."""
         for job in self._others.values():

@@ -417,6 +417,10 @@ class DistributedTrainer(ModelState):
         weight = blocks[0].weight.read_value()
         shared_weights.average(self.model.non_trainable_weights, weight, self.strategy)
 
+    def explaining_losses(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call, in which errors of lost tasks say what is lost."""
+        return contextlib.nullcontext()
+
     def end_call(self) -> None:
         """End `fit`, `evaluate`, `predict` or a single step; the last three may be inside `fit`."""
 

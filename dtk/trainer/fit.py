@@ -60,6 +60,13 @@ def call(
     trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
+    with trainer.explaining_losses():
+        return _call(trainer, name, method, args, kwargs)
+
+
+def _call(
+    trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
+) -> object:
     trainer.strategy.world.keep_to_thread()
     if trainer.is_local_call(name):
         with trainer.strategy.extended.undistributed():
