@@ -248,6 +248,28 @@ def test_a_table_may_have_a_regularizer(pool):
     check(mine, regularized(None))
 
 
+def doubled(consistency):
+    """A script that replaces `apply` of a compiled model's optimizer."""
+    keras.utils.set_random_seed(3)
+    x, y = cases.rows(32)
+    strategy, sgd = served_with(consistency), optimizers.SGD(0.1)
+    model = cases.compiled(strategy, cases.Subclassed, optimizer=sgd)
+    own = model.optimizer.apply
+
+    def apply(grads, trainable_variables=None):
+        return own([2 * g for g in grads], trainable_variables)
+
+    model.optimizer.apply = apply
+    model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    return flat(model.get_weights())
+
+
+def test_an_apply_that_a_script_sets_is_called_once(pool):
+    """The servers called it again."""
+    (mine,) = pool.run(doubled, "sync")
+    np.testing.assert_allclose(mine, once(doubled, None), 1e-5, 1e-6)
+
+
 def _whole(name):
     """A mistake: a table in two parts. Lamb and others once took each part for a variable."""
     said = ("variable_partitioner=", "embeddings' into 2 parts", "optimizer '", "Adagrad")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import subprocess
@@ -151,28 +152,19 @@ def test_copies_and_files_are_of_the_class_that_the_script_chose(pool, tmp_path,
 # What scripts do with optimizers.
 
 
-def compiled_again(strategy=None):
-    """The same optimizer in a second `compile`, with windows, in a new loss scale."""
-    keras.utils.set_random_seed(3)
-    inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
-    x, y = cases.rows(16)
-    with bodies.scope_of(strategy):
-        model = cases.compiled(strategy, optimizer=scaled(inner))
-        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
-        model.compile(scaled(inner), model.loss)
-    model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
-    return bodies.flat(model.get_weights())
+def alone(optimizer):
+    return optimizer
 
 
-def outside_its_scale(strategy=None):
-    """An optimizer that was compiled alone, then in a loss scale: summed once all the same."""
+def compiled_twice(first, second, windows, strategy=None):
+    """One optimizer in two calls of `compile`: its gradients are summed once in each step."""
     keras.utils.set_random_seed(3)
-    inner = keras.optimizers.SGD(0.1)
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=windows)
     x, y = cases.rows(16)
     with bodies.scope_of(strategy):
-        model = cases.compiled(strategy, optimizer=inner)
+        model = cases.compiled(strategy, optimizer=first(inner))
         model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
-        model.compile(scaled(inner), model.loss)
+        model.compile(second(inner), model.loss)
     model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
     return bodies.flat(model.get_weights())
 
@@ -190,19 +182,26 @@ def with_an_apply_of_the_scripts(strategy=None):
     return bodies.flat(trained(strategy, optimizer).get_weights())
 
 
-SCRIPTS = (compiled_again, outside_its_scale, with_an_apply_of_the_scripts)
+SCRIPTS = {
+    "two loss scales, windows": functools.partial(compiled_twice, scaled, scaled, 2),
+    "alone, then scaled": functools.partial(compiled_twice, alone, scaled, None),
+    "alone, then scaled, windows": functools.partial(compiled_twice, alone, scaled, 2),
+    "scaled, then alone": functools.partial(compiled_twice, scaled, alone, None),
+    "scaled, then alone, windows": functools.partial(compiled_twice, scaled, alone, 2),
+    "an own apply": with_an_apply_of_the_scripts,
+}
 
 
-def under_the_strategy(script):
-    return script(bodies.strategy())
+def trained_by(script, distributed=False):
+    return SCRIPTS[script](strategy=bodies.strategy() if distributed else None)
 
 
 @TWO
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_equal_to_one_process(pool, script):
-    found = pool.run(under_the_strategy, script, timeout=120)
+    found = pool.run(trained_by, script, True, timeout=120)
     for weights in found:
-        np.testing.assert_allclose(weights, once(script), 1e-5, 1e-6)
+        np.testing.assert_allclose(weights, once(trained_by, script), 1e-5, 1e-6)
         np.testing.assert_array_equal(weights, found[0])
 
 
