@@ -56,9 +56,9 @@ RIGHT = {
 }
 
 
-def said_of(loss):
-    """Take a step in a loop; return what dtk says."""
-    strategy = bodies.strategy()
+def said_of(loss, mark=1.0, devices=0):
+    """Take a step in a loop, of rows that begin with `mark`; return what dtk says."""
+    strategy = bodies.strategy(devices)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
@@ -72,8 +72,9 @@ def said_of(loss):
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     rows = np.random.default_rng(0).normal(size=(BATCH, 3)).astype("float32")
+    rows[:, 0] = np.abs(rows[:, 0]) * mark
     data = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
-    signature = [tf.TensorSpec([None, 3])]
+    signature = None if devices else [tf.TensorSpec([None, 3])]
     run = tf.function(lambda x: strategy.run(step, (x,)), input_signature=signature)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -94,3 +95,20 @@ def test_a_loop_is_told_what_to_write(pool):
         assert name in said[name]
     assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
     assert set(of_other.values()) == {""}, "rank 0 alone says it"
+
+
+def failure_without_rows(name):
+    """What a step of a loop raises where no row of the second replica counts."""
+    mark = np.where(np.arange(BATCH) < BATCH // 2, 1.0, -1.0)
+    try:
+        said_of((WRONG | RIGHT)[name], mark, devices=2)
+    except tf.errors.InvalidArgumentError as error:
+        return error.message
+    return ""
+
+
+def test_a_loop_does_not_divide_by_zero_where_one_process_would_not(world):
+    pool = world("local", 1)
+    assert pool.run(failure_without_rows, "of all") == [""]
+    [message] = pool.run(failure_without_rows, "0 / 0")
+    assert re.search(r"rank 0: .*test_own_loops.py:\d+ divides by a sum .* that is 0", message)

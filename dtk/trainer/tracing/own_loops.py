@@ -5,19 +5,20 @@ loss: a sum over its rows by the rows of all, as `tf.nn.compute_average_loss` ma
 a tape's target shows three others:
 
     mean(of own rows)          as many times too large as there are replicas
-    sum(...) / sum(own mask)   a mean over rows that count; 0 / 0 where none does
+    sum(...) / sum(own mask)   a mean over rows that count; 0 / 0, which is refused, where none does
     penalty without rows       counted by every replica
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_steps, tf_replicas
-from dtk.errors import is_of_library, script_line
+from dtk.errors import at_rank, is_of_library, script_line
 from dtk.nests import Tree
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
@@ -32,6 +33,13 @@ _said: set[str] = set()  # the lines of scripts that were warned of
 _AVERAGE = "tf.nn.compute_average_loss(one loss for each row, global_batch_size=...)"
 
 
+class Mistake(NamedTuple):
+    """What a replica counts as if there were no other."""
+
+    said: str
+    divisor: tf.Tensor | None = None  # by which no number is to be divided where it is 0
+
+
 def watched(strategy: Strategy) -> AbstractContextManager[None]:
     """Return a context in which a replica's tapes are looked at, where it is traced."""
 
@@ -44,13 +52,20 @@ def watched(strategy: Strategy) -> AbstractContextManager[None]:
     ) -> Tree:
         del values
         of_weights = any(hasattr(source, "assign") for source in tf.nest.flatten(sources))
+        checks = []
         if of_weights and output_gradients is None and not tf.executing_eagerly():
             for mistake in filter(None, map(_mistake_in, tf.nest.flatten(target))):
                 line = _line_of(tf.nest.flatten(target)[0])
                 if line not in _said and tf_replicas.replica_index() == 0:
                     _said.add(line)
-                    _warn(strategy, line, mistake)
-        return gradient(target, sources, output_gradients)
+                    _warn(strategy, line, mistake.said)
+                if mistake.divisor is not None:
+                    checks.append(_refuse_zero(mistake.divisor, line, strategy))
+        with tf.control_dependencies(checks):
+            gradients = gradient(target, sources, output_gradients)
+            if not checks:
+                return gradients
+            return tf.nest.map_structure(lambda g: None if g is None else tf.identity(g), gradients)
 
     return keras_steps.patch_tapes(differentiate)
 
@@ -71,7 +86,20 @@ def _warn(strategy: Strategy, line: str, mistake: str) -> None:
     )
 
 
-def _mistake_in(target: tf.Tensor) -> str | None:
+def _refuse_zero(divisor: tf.Tensor, line: str, strategy: Strategy) -> tf.Operation:
+    """Return an operation that fails where a divisor is 0, as on a replica whose rows are masked."""
+    message = (
+        f"{line} divides by a sum over this replica's own rows that is 0, as where a mask leaves "
+        "none of them: 0 / 0 is not a number, where one process would divide by the sum of all "
+        "rows. Divide by the sum of all replicas: strategy.reduce, or "
+        "tf.distribute.get_replica_context().all_reduce; the step was not applied"
+    )
+    return tf.debugging.assert_none_equal(
+        divisor, tf.zeros([], divisor.dtype), message=at_rank(strategy.rank, message)
+    )
+
+
+def _mistake_in(target: tf.Tensor) -> Mistake | None:
     """Return what in a tape's target each replica counts as if there were no other."""
     in_fit = traced_step.current() is not None
     if in_fit or not tf.is_symbolic_tensor(target) or target.shape.rank != 0:
@@ -81,13 +109,14 @@ def _mistake_in(target: tf.Tensor) -> str | None:
     for factors, scalar in factored_terms(target, set()):
         op = scalar.op
         if op.type in ("RealDiv", "DivNoNan") and _is_of_own_rows(op.inputs[1]):
-            return (
+            said = (
                 "a sum over a replica's own rows, divided by another one of them, which is 0 / 0 "
                 "where a mask leaves none. Divide by the sum of all replicas: strategy.reduce, or "
                 "tf.distribute.get_replica_context().all_reduce"
             )
+            return Mistake(said, op.inputs[1] if op.type == "RealDiv" else None)
         if op.type in _CURVED and _is_of_own_rows(scalar):
-            return (
+            return Mistake(
                 f"{op.type} of a number of a replica's own rows. Compute it from the sums of all "
                 "replicas: tf.distribute.get_replica_context().all_reduce"
             )
@@ -95,11 +124,11 @@ def _mistake_in(target: tf.Tensor) -> str | None:
         if any(value is None or np.isclose(value * replicas, 1.0) for value in values):
             continue  # it may be divided by the number of replicas
         if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
-            return f"a mean over a replica's own rows. Write {_AVERAGE}"
+            return Mistake(f"a mean over a replica's own rows. Write {_AVERAGE}")
         if op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas):
-            return f"a sum divided by a replica's own rows. Write {_AVERAGE}"
+            return Mistake(f"a sum divided by a replica's own rows. Write {_AVERAGE}")
         if tf.get_static_value(scalar) is None and known.is_equal(scalar):
-            return (
+            return Mistake(
                 "a penalty without rows, which every replica adds. Write "
                 "tf.nn.scale_regularization_loss(penalty)"
             )
