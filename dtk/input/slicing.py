@@ -187,6 +187,25 @@ def _pad_rows(leaf: Leaf | None, missing: tf.Tensor) -> Leaf | None:
     return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)
 
 
+def joined(batch: Slices) -> Slices:
+    """Return a batch whose rows are all in the first slice; the others have none."""
+    present = [p for p, n in zip(batch.parts, batch.counts, strict=True) if int(n)]
+    whole = tf.nest.map_structure(join_rows, *present)
+    nothing = tf.zeros_like(batch.counts[0])
+    counts = (tf.add_n(batch.counts), *[nothing] * (len(batch.counts) - 1))
+    return batch._replace(parts=(whole, *batch.parts[1:]), counts=counts)
+
+
+def join_rows(*leaves: Leaf | None) -> Leaf | None:
+    """Put the rows of several slices' tensors one after the other."""
+    first = leaves[0]
+    if first is None or not _has_rows(first):
+        return first
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    return tf.concat(leaves, 0) if first.shape.rank else first
+
+
 def last_row(batch: Tree) -> Tree:
     """Return the last row of a batch of dense tensors."""
     return tf.nest.map_structure(lambda leaf: leaf[-1:], batch)

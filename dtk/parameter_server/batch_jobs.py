@@ -6,6 +6,7 @@ each kind of batches, on the chief; workers call it on slices. See `train_jobs` 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
@@ -168,6 +169,17 @@ class BatchJob(Generic[ReportT, OutputsT]):
         raise NotImplementedError
 
     @property
+    def slices(self) -> int:
+        """Number of slices that a batch is cut into."""
+        return self.strategy.slices
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether one worker computes all rows of a step, since its slices do not add up."""
+        joined = self.trainer.checks_of(self.name).joined
+        return bool(self.trainer.checks_of("train").joined if joined is None else joined)
+
+    @property
     def tables(self) -> Sequence[keras.Variable]:
         """Variables that steps look rows up in."""
         return keras_models.tables_of(self.model)
@@ -185,18 +197,21 @@ class BatchJob(Generic[ReportT, OutputsT]):
     ) -> FunctionalStep:
         """Trace Keras's step with values of `variables`; without a share, of a whole batch."""
         whole = share is None
+        all_rows = self.slices == 1 or self.is_joined
+        only = tf_replicas.as_only_replica() if all_rows else contextlib.nullcontext()
         state = list(zip(self.variables(), values, strict=True))
-        traced = trace_functional_step(
-            getattr(self.model, f"{self.name}_step"),
-            whole_batch(data),
-            self.model,
-            share=tf.constant(1.0) if whole else share,
-            world_sum=tf.identity if whole else self.strategy.sum_over_slices,
-            state=[*state, *zero_metrics(self.model), *self.rng_states.values(rng_states)],
-            tables=self.tables,
-            kinds={} if whole else self.trainer.kinds_of(self.name),
-            tried=self.name in self.trainer.tried,
-        )
+        with only:
+            traced = trace_functional_step(
+                getattr(self.model, f"{self.name}_step"),
+                whole_batch(data),
+                self.model,
+                share=tf.constant(1.0) if whole else share,
+                world_sum=tf.identity if whole else self.strategy.sum_over_slices,
+                state=[*state, *zero_metrics(self.model), *self.rng_states.values(rng_states)],
+                tables=self.tables,
+                kinds={} if whole else self.trainer.kinds_of(self.name),
+                tried=self.trainer.checks_of(self.name).trial is not None,
+            )
         self.rng_states.note_draws(traced)
         return traced
 
@@ -265,6 +280,14 @@ class PredictJob(BatchJob[Tree, Tree]):
         workers = trainer.strategy.workers
         super().__init__(trainer, lambda: Schedule(math.inf, workers))
         self._outputs: list[Tree] = []
+
+    @property
+    def slices(self) -> int:
+        return self.strategy.workers
+
+    @property
+    def is_joined(self) -> bool:
+        return bool(self.trainer.checks_of(self.name).joined)
 
     @property
     def ahead(self) -> int:

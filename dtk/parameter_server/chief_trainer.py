@@ -27,12 +27,12 @@ from dtk.parameter_server import functional_step, worker_data
 from dtk.parameter_server.batch_jobs import Batch, PredictJob, TestJob, whole_batch
 from dtk.parameter_server.evaluator import source_of
 from dtk.parameter_server.functional_step import FunctionalStep
-from dtk.parameter_server.job_context import JobStrategy, JobTrainer
+from dtk.parameter_server.job_context import JobStrategy, JobTrainer, WholeStepNeeded
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
 from dtk.pipelines import operations
-from dtk.trainer.replica import step_metrics, step_trial
-from dtk.trainer.strategy import Loop, StepFunction
+from dtk.trainer.replica import self_test, step_metrics, step_trial
+from dtk.trainer.strategy import Loop, StepFunction, tell
 from dtk.trainer.tracing import lookups
 
 # The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
@@ -173,16 +173,8 @@ class ParameterServerTrainer(JobTrainer):
             done = 0
             for batch, spec in self._read(iterator):
                 if isinstance(batch, slicing.Slices):
-                    step_function = getattr(self.model, f"{job.name}_step")
-                    if len(batch.parts) == 1:  # nothing is added up
-                        self.build_by(step_function, batch)
-                    elif self.is_due(job.name):
-                        job.drain()  # steps in flight move the weights that are compared
-                        self.audit(job.name, batch)
-                    else:
-                        self.try_step(job.name, step_function, batch)
-                    self.steps[job.name] += 1
-                job.submit(Batch.of(batch, spec, self.strategy.slices))
+                    self._check(job, batch)
+                self._submit(job, batch, spec)
                 done += 1
                 if done == self.model.steps_per_execution:
                     break
@@ -194,6 +186,46 @@ class ParameterServerTrainer(JobTrainer):
             return job.metrics.logs
 
         return run
+
+    def _check(self, job: TrainJob | TestJob, batch: slicing.Slices) -> None:
+        """Check before a step that its slices add up, if it is the first one or an audit is due."""
+        checks, step_function = self.checks_of(job.name), getattr(self.model, f"{job.name}_step")
+        if len(batch.parts) == 1:  # nothing is added up
+            self.build_by(step_function, batch)
+        elif checks.is_due():
+            job.drain()  # steps in flight move the weights that are compared
+            self.audit(job.name, step_function, batch)
+        else:
+            with self._joining(job):
+                self.try_step(job.name, step_function, batch)
+        checks.steps += 1
+
+    @contextlib.contextmanager
+    def _joining(self, job: TrainJob | TestJob | PredictJob) -> Iterator[None]:
+        """Return a context in which steps that need all rows in one place are made to have them."""
+        try:
+            yield
+        except WholeStepNeeded:
+            step = f"the {job.name}_step of model {self.model.name!r}"
+            needs = f"{step} needs all rows of a batch in one place"
+            tell(self.strategy, f"warning: {needs}. {self_test.JOINED}")
+            self.checks_of(job.name).joined = True
+
+    def _submit(
+        self,
+        job: TrainJob | TestJob | PredictJob,
+        batch: slicing.Slices | worker_data.Pipelines,
+        spec: Specs,
+    ) -> None:
+        """Submit a batch, cut into slices unless its step needs all rows in one place."""
+        if not isinstance(batch, slicing.Slices):
+            job.submit(Batch.of(batch, spec, job.slices))
+            return
+        if not job.is_joined:
+            with self._joining(job):  # if its trace raises, nothing is submitted
+                job.submit(Batch.of(batch, spec, job.slices))
+                return
+        job.submit(Batch.of(slicing.joined(batch), spec, job.slices))
 
     def make_predict_function(self, force: bool = False) -> Callable[[list[Tree]], Tree]:
         if self.model.predict_function is not None and not force:
@@ -209,7 +241,7 @@ class ParameterServerTrainer(JobTrainer):
                         "workers' own do not have; give it arrays or a tf.data.Dataset"
                     )
                 slices = slicing.cut(data, range(workers), workers)
-                job.submit(Batch.of(slices, slicing.spec_of(data), workers))
+                self._submit(job, slices, slicing.spec_of(data))
             job.drain()
             return job.take_outputs()
 
@@ -234,6 +266,7 @@ class ChiefTrial(step_trial.Trial):
     strategy: JobStrategy
 
     gathers = False
+    may_join = True
 
     def take(self, batch: slicing.Slices, seed: int = 0, many: bool = False) -> bool:
         # Workers are sent no slices without rows.
@@ -272,6 +305,7 @@ class ChiefTrial(step_trial.Trial):
                 return super()._trace_whole(assigned, whole, few)
         with self._calls.noted():
             traced = self._traced(whole, self.rows, 0, 1, {})
+        self.doubtful = step_trial.doubtful_in(traced.step)
         return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
@@ -305,6 +339,7 @@ class ChiefTrial(step_trial.Trial):
                 state=[*state, *functional_step.zero_metrics(model)],
                 tables=tables,
                 kinds=kinds,
+                notes_losses=size == 1,
             )
 
     def _added_up(self, traced: list[FunctionalStep]) -> step_trial.Found:

@@ -63,13 +63,21 @@ def trace_functional_step(
     tables: Sequence[keras.Variable],
     kinds: Mapping[str, str],
     tried: bool = False,
+    notes_losses: bool = False,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state."""
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
     recorded = RecordedUpdates(scope, model, tables)
     own = traced_step.takes_own_step(step_function, model)
     step = traced_step.Step(
-        share, model, world_sum, kinds=kinds, own=own, tried=tried, noted=recorded
+        share,
+        model,
+        world_sum,
+        kinds=kinds,
+        own=own,
+        tried=tried,
+        noted=recorded,
+        notes_losses=notes_losses,
     )
     with (
         traced_step.tracing(step),

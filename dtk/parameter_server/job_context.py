@@ -10,7 +10,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_variables
+from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange import Downpour
 from dtk.nests import Array
 from dtk.parameter_server import served_optimizer
@@ -64,6 +64,10 @@ class EvaluatorConfig:
             raise ValueError(f"steps={self.steps!r}; expected batches, 1 or more, or None for all")
 
 
+class WholeStepNeeded(ValueError):
+    """A step needs all rows of its batch in one place."""
+
+
 class JobStrategy(Strategy):
     """Strategy of a job with parameter servers, on the chief and in the evaluator."""
 
@@ -81,7 +85,7 @@ class JobStrategy(Strategy):
         return self.consistency.slices(self.workers)
 
     def sum_over_slices(self, value: tf.Tensor) -> tf.Tensor:
-        """Sum a value over a step's slices, which must be a single one.
+        """Return a value as the sum over a step's slices, which must be a single one.
 
         Args:
             value: Any tensor.
@@ -90,25 +94,25 @@ class JobStrategy(Strategy):
             The value.
 
         Raises:
-            ValueError: A step is cut over several workers.
+            ValueError: The batch is cut over workers.
         """
         self.check_whole_step("a loss that is a mean over masked or weighted rows")
         return value
 
     def check_whole_step(self, what: str) -> None:
-        """Raise for a feature that needs workers to exchange numbers within a step.
+        """Raise for a feature that needs all rows, if the batch of this step is cut over workers.
 
         Args:
             what: The feature, for the message.
 
         Raises:
-            ValueError: A step is cut over workers.
+            ValueError: The batch is cut over workers.
         """
-        if self.slices > 1:
-            raise ValueError(
+        if self.workers > 1 and not tf_replicas.computes_as_one_replica():
+            raise WholeStepNeeded(
                 f"{what} needs workers to exchange numbers within a step, which workers of "
-                f"parameter servers do not; with consistency={self.consistency!r} a step is cut "
-                f"over {self.slices}. Use AllReduceStrategy, or an asynchronous consistency"
+                f"parameter servers do not; a batch is cut over {self.workers}. Use "
+                "AllReduceStrategy"
             )
 
     @property

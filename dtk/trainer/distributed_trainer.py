@@ -38,6 +38,7 @@ from dtk.trainer.replica import (
     reducing_optimizer,
     replica_step,
     self_test,
+    step_checks,
     step_metrics,
     step_times,
     step_trial,
@@ -55,12 +56,7 @@ class DistributedTrainer(ModelState):
         self.recorder = StepRecorder(model, strategy, self.feed)
         self.callbacks: keras.callbacks.CallbackList = None
         self.stop_agreed = False  # whether all ranks stop after the step that ends next
-        self.kinds: dict[str, dict[str, str]] = {}
-        self.tried: dict[str, step_trial.Trial] = {}
-        self.steps: collections.Counter[str] = collections.Counter()
-        self.compared: dict[str, int] = {}  # the last step of which a trial was made
-        self.due: dict[str, int] = {}  # the next one of which it is to be
-        self.audits: collections.Counter[str] = collections.Counter()
+        self.checks: dict[str, step_checks.StepChecks] = {}  # of train steps, and of test steps
         self.calls: collections.Counter[str] = collections.Counter()
         self._unread = False
         self._untried: set[str] = set()  # steps whose function was made anew
@@ -71,12 +67,8 @@ class DistributedTrainer(ModelState):
 
     def compiled(self) -> None:
         """Forget what was learned about the model's steps; `compile` has just run."""
-        self.kinds.clear()
+        self.checks.clear()
         self.gathered.clear()
-        self.tried.clear()
-        self.due.clear()
-        self.audits.clear()
-        self.steps.clear()
         self.calls.clear()
 
     @property
@@ -166,8 +158,7 @@ class DistributedTrainer(ModelState):
         model, strategy = self.model, self.strategy
         if name in self._digests:  # made anew, as by make_train_function(force=True)
             self._untried.add(name)
-            self.due.pop(name, None)
-            self.kinds.pop(name, None)
+            self.checks_of(name).kinds = None
         sequence = strategy.new_sequence(name)
         read = self._digests[name] = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -178,7 +169,7 @@ class DistributedTrainer(ModelState):
             if name == "train":
                 self.recorder.note_arrival(batch)
             with strategy.sequence(sequence):
-                kinds, tried = self.kinds_of(name), name in self.tried
+                kinds, tried = self.kinds_of(name), self.checks_of(name).trial is not None
                 logs = replica_step.run_step(step_function, batch, model, strategy, kinds, tried)
             if name == "train":
                 self._note_reads()
@@ -197,8 +188,7 @@ class DistributedTrainer(ModelState):
             if not isinstance(iterator, tf.data.Iterator):
                 slices = self.cut_batches(iterator)
                 self.try_step(name, step_function, slices[0])
-                if self.is_due(name):
-                    self.audit(name, slices[0])
+                self.audit(name, step_function, slices[0])
                 iterator = iter(slices)
             elif self._unread or name in self._untried:
                 try:
@@ -216,80 +206,54 @@ class DistributedTrainer(ModelState):
                 self.try_step(name, step_function, first)
                 if name == "train":
                     step_times.before_training(call, first, model, strategy)
-            elif self.is_due(name):
+            elif self.checks_of(name).is_due():
                 try:
                     first, iterator = digests.first_of(iterator, model.steps_per_execution)
                 except StopIteration:
                     return call(iterator)
-                self.audit(name, first)
-            self.steps[name] += model.steps_per_execution
+                self.audit(name, step_function, first)
+            self.checks_of(name).steps += model.steps_per_execution
             return call(iterator)
 
         return run
+
+    def checks_of(self, name: str) -> step_checks.StepChecks:
+        """Return the checks of the steps of a name, such as "train"."""
+        if name not in self.checks:
+            self.checks[name] = step_checks.StepChecks(name, self, self.make_trial)
+        return self.checks[name]
 
     def kinds_of(self, name: str) -> Mapping[str, str]:
         """Return the kinds of a step's terms.
 
         A step that was not tried has the kinds of the train step: both compute the same losses.
         """
-        return self.kinds.get(name) or self.kinds.get("train") or {}
+        return self.checks_of(name).kinds or self.checks_of("train").kinds or {}
 
     def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
         """Check before the first step of a kind that the replicas' parts add up to the step."""
-        strategy = self.strategy
+        strategy, model = self.strategy, self.model
         known = int(first.rows) if slicing.is_known(first.rows) else None
-        self_test.check_stateful(self.model, known, strategy)
+        self_test.check_stateful(model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
         self.build_by(step_function, first)
-        if name in self.kinds or not asked or strategy.world.name == "null":
-            return
         if name not in ("train", "test"):
             return  # a callback's step, which sums nothing over replicas
-        why = self_test.reasons(self.model, f"{name}_step")
-        if (
-            name == "test"
-            and "train" in self.kinds
-            and keras_models.is_from_keras(type(self.model).test_step)
-        ):
-            why = []  # the train step has computed all of it
-        group = strategy.model_communicator
-        if group.size > 1:  # a stage of a pipeline has layers of its own; all ranks try, or none
-            why = sorted({reason for of_rank in group.allgather_object(why) for reason in of_rank})
-        self.kinds[name] = {}
-        if why or asked in (True, "only"):
-            why = why or ["asked for"]
-            trial = self.make_trial(step_function, first)
-            verdict = self_test.run(trial, why)
-            self.kinds[name] = verdict.kinds
-            self.gathered += [m for m in verdict.gathered if m not in self.gathered]
-            step = self.steps[name] + 1
-            if trial.take(first, many=True):
-                self_test.audit(trial, verdict.kinds, step)
-            self.tried[name], self.compared[name], self.due[name] = trial, step, 2 * step
-        if asked == "only":
-            self_test.end_script()
-
-    def is_due(self, name: str) -> bool:
-        """Return whether a step that was tried is to be compared again: at 2, 4, 8, ... steps."""
-        next_one = self.due.get(name)
-        return (
-            next_one is not None and self.steps[name] + self.model.steps_per_execution >= next_one
-        )
-
-    def audit(self, name: str, batch: slicing.Slices) -> None:
-        """Compare a step's parts with the whole, on other rows than before and today's weights."""
-        trial, step = self.tried[name], self.steps[name] + 1
-        self.due[name] = 2 * step
-        if not trial.is_of(batch):  # such as with weights of samples, which the step traces anew
-            del self.kinds[name]
-            self.try_step(name, trial.step_function, batch)
+        if self.checks_of(name).kinds is not None or not asked or strategy.world.name == "null":
             return
-        self.audits[name] += 1
-        # Many rows cost a step and a half: so they are compared at steps 4, 32, ... only.
-        many = self.audits[name] % 3 == 2
-        if trial.take(batch, step, many):  # else replicas have other numbers of rows
-            self_test.audit(trial, self.kinds[name], step, self.compared[name])
-            self.compared[name] = step
+        # A test step of Keras's own computes nothing that the train step has not.
+        covered = name == "test" and self.checks_of("train").kinds is not None
+        covered = covered and keras_models.is_from_keras(type(model).test_step)
+        reasons = [] if covered else self_test.reasons(model, f"{name}_step")
+        self.checks_of(name).try_step(step_function, first, reasons)
+
+    def audit(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
+        """Compare the next step's parts with the whole again, if it is due."""
+        checks = self.checks_of(name)
+        if checks.is_due():
+            checks.audit(batch)
+            if checks.kinds is None:
+                self.try_step(name, step_function, batch)
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
         """Let one replica build the variables that only a step of the script can build.

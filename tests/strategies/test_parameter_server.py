@@ -288,12 +288,6 @@ def _no_gradient():
 
 
 MISTAKES = {
-    "synchronized normalisation": (
-        lambda: _fit(
-            "sync", [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(10)]
-        ),
-        *(ValueError, "exchange numbers", "AllReduceStrategy"),
-    ),
     "eager steps": (
         lambda: _fit("async", [keras.layers.Dense(10)], run_eagerly=True),
         *(ValueError, "run_eagerly=True", "dtk.auto_strategy()"),

@@ -56,7 +56,7 @@ def order_of_rows(seed, devices=0):
         strategy.shuffle_seed = ShuffleSeed(123)
     model = cases.compiled(strategy, Recorder, run_eagerly=True)
     # It would remember the rows of a trial, too.
-    trainer_of(model).kinds["train"] = {}
+    trainer_of(model).checks_of("train").kinds = {}
     x = np.arange(23, dtype="float32")[:, None]
     for epochs in (2, 1):
         model.fit(x, x[:, 0] % 10, batch_size=5, epochs=epochs, verbose=0)

@@ -87,6 +87,76 @@ def test_a_step_may_have_fewer_rows_than_there_are_workers(pool):
     assert close(mine, of_one_row(None))
 
 
+# Steps that need all rows of a batch in one place.
+
+
+def by_positives(y, logits):
+    """Summed, and divided by the number of positives of the batch."""
+    positive = keras.ops.cast(keras.ops.reshape(y, (-1,)) == 3, "float32")
+    losses = keras.ops.square(logits[:, 0] - positive)
+    return keras.ops.sum(losses) / keras.ops.maximum(keras.ops.sum(positive), 1.0)
+
+
+class Likeness(keras.layers.Layer):
+    """Compares each row with all of them."""
+
+    def call(self, x):
+        rows, first = dtk.layers.gather_over_batch(x)
+        alike = keras.ops.softmax(keras.ops.matmul(rows, keras.ops.transpose(rows)))
+        return keras.ops.matmul(alike, rows)[first : first + keras.ops.shape(x)[0]]
+
+
+OF_ALL_ROWS = {
+    "by positives": (by_positives, [], False),
+    "along axis 0": (keras.losses.CosineSimilarity(axis=0), [], False),
+    "compared": (keras.losses.MeanSquaredError(), [Likeness], False),
+    "normalized": (
+        keras.losses.MeanSquaredError(),
+        [lambda: keras.layers.BatchNormalization(synchronized=True)],
+        False,
+    ),
+    "by weights": (keras.losses.MeanSquaredError("mean_with_sample_weight"), [], True),
+}
+
+
+def of_all_rows(consistency, name):
+    """Weights, losses of epochs and an evaluation; and what was said."""
+    loss, layers, weighted = OF_ALL_ROWS[name]
+    x, y = digits()
+    x, y = x[:50], y[:50].astype("float32").reshape(-1, 1)
+    weights = np.linspace(0.1, 2.0, 50) if weighted else None
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        with scope_of(served_with(consistency)):
+            keras.utils.set_random_seed(4)
+            model = keras.Sequential(
+                [keras.Input((8, 8, 1)), keras.layers.Flatten(), *(make() for make in layers)]
+            )
+            model.add(keras.layers.Dense(1))
+            model.compile(keras.optimizers.SGD(0.01), loss)
+        history = model.fit(x, y, 16, 2, sample_weight=weights, shuffle=False, verbose=0).history
+        evaluated = model.evaluate(x, y, 16, sample_weight=weights, verbose=0)
+        predicted = model.predict(x, 16, verbose=0)
+    return flat(model.get_weights()), history["loss"], evaluated, predicted, said.getvalue()
+
+
+def all_of_all_rows(consistency):
+    return {name: of_all_rows(consistency, name) for name in OF_ALL_ROWS}
+
+
+def test_steps_that_need_all_rows_are_computed_by_one_worker(pool):
+    """The first two were refused by the self-test, the last two when they were traced."""
+    (mine,) = pool.run(all_of_all_rows, "sync", timeout=120)
+    for name in OF_ALL_ROWS:
+        weights, losses, evaluated, predicted, said = mine[name]
+        expected, expected_losses, expected_evaluated, expected_rows, _ = of_all_rows(None, name)
+        assert close(weights, expected), name
+        np.testing.assert_allclose(losses, expected_losses, TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(evaluated, expected_evaluated, TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(predicted, expected_rows, 1e-4, 1e-5, err_msg=name)
+        assert "One worker computes all rows of each step" in said, said
+
+
 # Pipelines on workers.
 
 

@@ -71,7 +71,7 @@ def trained(name, tested=True, devices=0, plain=False):
 
     model = cases.compiled(strategy, seeded, optimizer=keras.optimizers.SGD(0.05), loss=loss)
     if not tested:
-        trainer_of(model).kinds["train"] = {}
+        trainer_of(model).checks_of("train").kinds = {}
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)

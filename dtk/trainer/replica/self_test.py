@@ -61,13 +61,18 @@ _LARGE = 1e6
 # Bytes of outputs and targets that are gathered for a loss in each step; more are refused.
 MOST_GATHERED = 256 << 20
 
+# What is done about steps that do not add up, where one worker may have all rows.
+JOINED = (
+    "One worker computes all rows of each step, as one process does, and the others wait; "
+    "dtk.strategies.AllReduceStrategy() shares the rows"
+)
 # What to change, by what differs.
 _LOSSES = (
     "Losses given to compile, and compute_loss, are computed on the rows of all workers where they "
     "do not add up. Any other number must be a mean or a sum over rows, or made of sums by "
-    "dtk.layers.sum_over_batch, and rows be compared by dtk.layers.gather_over_batch. Behind "
-    "parameter servers, with local steps or jit_compile=True nothing is gathered: there Dice and "
-    "Tversky need axis=, for one value per row"
+    "dtk.layers.sum_over_batch, and rows be compared by dtk.layers.gather_over_batch. With "
+    "local steps or jit_compile=True nothing is gathered: there Dice and Tversky need axis=, for "
+    "one value per row"
 )
 _ALONG = "along axis 0"
 _ALONG_BATCH = (
@@ -108,6 +113,7 @@ class Verdict(NamedTuple):
     notes: list[str]  # which logged numbers would differ
     # metrics to count on the gathered rows of all replicas
     gathered: Sequence[keras.Metric] = ()
+    joined: bool = False  # whether all rows of a step must be computed in one place
 
 
 def is_wanted(asked: bool | str) -> bool | str:
@@ -159,11 +165,17 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
             )
             cure = f"{too_large}. {verdict.difference.cure}"
             verdict = verdict._replace(difference=verdict.difference._replace(cure=cure))
-        message = (
+        mistake = (
             f"the {name} of model {model.name!r} (tried because of "
             f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
             f"replicas: {trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
-            f"{verdict.difference.wrong}. {verdict.difference.cure}. Nothing was updated. "
+            f"{verdict.difference.wrong}"
+        )
+        if trial.may_join:
+            tell(strategy, f"warning: {mistake}. {JOINED}")
+            return verdict._replace(joined=True)
+        message = (
+            f"{mistake}. {verdict.difference.cure}. Nothing was updated. "
             "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
         raise NotDistributedError(at_rank(strategy.rank, message))
@@ -351,12 +363,13 @@ def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdic
     spread = _spread(trial)
     if not _may_be_rounding(trial, verdict, spread):
         return verdict
-    explained = 0
-    for seed, other in enumerate(far, 1):
-        with trial.moved(seed):
-            explained += _may_be_rounding(trial, other, _spread(trial))
     # Rounding may hide a mistake at some weights, and a kink may stand out at others.
-    if 2 * explained <= len(far):
+    explained, needed = 0, len(far) // 2 + 1
+    for seed, other in enumerate(far, 1):
+        if explained < needed:
+            with trial.moved(seed):
+                explained += _may_be_rounding(trial, other, _spread(trial))
+    if explained < needed:
         return verdict
     note = (
         f"the self-test cannot tell rounding from a mistake: {verdict.difference.wrong} between "

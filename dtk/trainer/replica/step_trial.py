@@ -23,7 +23,7 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import slicing
-from dtk.nests import Array, Leaf, Specs, Tree
+from dtk.nests import Array, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
@@ -110,6 +110,7 @@ class Trial:
     """A step on a few rows that leaves every variable unchanged."""
 
     _moments = staticmethod(step_metrics.moments_of_all_replicas)
+    may_join = False  # whether one process may compute all rows of a step that does not add up
 
     def __init__(self, trainer: ModelState, step_function: StepFunction, batch: slicing.Slices):
         self.trainer = trainer
@@ -136,6 +137,7 @@ class Trial:
         self._counts: dict[bool, tuple[int, ...]] = {}  # rows of each part, of few and of many
         self._kinds_of_data = _kinds_of(batch)
         self.parts: tuple[int, ...] = ()
+        self.times_many = 1.0  # how many times as many rows many are as few
         self.take(batch)
 
     def take(self, batch: slicing.Slices, seed: int = 0, many: bool = False) -> bool:
@@ -166,10 +168,12 @@ class Trial:
             return False
         self.parts, self.rows = counts, sum(counts)
         self.batch_rows = sum(rows for rows, _ in gathered)
+        few = _ROWS * replicas + 1
+        self.times_many = max(1.0, self.batch_rows / replicas / few)
         some = some._replace(rows=tf.constant(self.rows, tf.int64))
         like = slicing.spec_of(some.parts[0])
         whole = tf.nest.map_structure(
-            _joined, *(_part_of(arrays, like) for count, arrays in pieces if count)
+            slicing.join_rows, *(_part_of(arrays, like) for count, arrays in pieces if count)
         )
         self._taken = whole, some
         self._tensors = [t for t in _tensors_of(self._taken) if t is not None]
@@ -328,7 +332,7 @@ class Trial:
                 weights = {id(v) for v in self.model.trainable_variables}
                 self.moves_weights = not weights.isdisjoint(step.assigned)
                 losses = {name: c for name, c in step.losses.items() if c.has_rows and self.gathers}
-                self.doubtful = [name for name, call in losses.items() if not call.adds_up]
+                self.doubtful = [name for name in doubtful_in(step) if name in losses]
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
                 return observed | {"calls": self._calls.tensors(), "sizes": sizes}
 
@@ -417,6 +421,11 @@ class Trial:
 def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     # As a list: names may differ by rank, and with them their order in a dict.
     return dict(zip(values, whole_batch.sum_over_replicas([*values.values()]), strict=True))
+
+
+def doubtful_in(step: traced_step.Step) -> list[str]:
+    """Return the losses of a step of which its graph does not show that they add up."""
+    return [name for name, one in step.losses.items() if one.has_rows and not one.adds_up]
 
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
@@ -532,11 +541,3 @@ def _tensors_of(part: Tree) -> list[tf.Tensor | None]:
 def _part_of(arrays: list[Array | None], like: Specs) -> Tree:
     tensors = [None if array is None else tf.convert_to_tensor(array) for array in arrays]
     return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
-
-
-def _joined(*leaves: Leaf | None) -> Leaf | None:
-    if leaves[0] is None:
-        return None
-    if isinstance(leaves[0], tf.SparseTensor):
-        return tf.sparse.concat(0, list(leaves))
-    return tf.concat(leaves, 0) if leaves[0].shape.rank else leaves[0]

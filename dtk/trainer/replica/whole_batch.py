@@ -28,7 +28,6 @@ from dtk.compat import keras_models, keras_steps, tf_replicas
 from dtk.errors import UncompilableError
 from dtk.nests import Args, Function, Kwargs, Tree
 from dtk.patches import temporarily
-from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import BATCH
 
@@ -262,8 +261,8 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
         first row at hand among them. Where one process computes all rows, `value` itself and 0.
 
     Raises:
-        ValueError: Not a dense tensor of rows; several workers behind parameter servers, which
-            compute by turns; or `jit_compile=True`, since XLA can compile no communication.
+        ValueError: Not a dense tensor of rows; or `jit_compile=True`, since XLA can compile no
+            communication.
 
     Example:
         >>> import dtk, keras
@@ -282,15 +281,11 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
             "a step, or the call of a layer"
         )
     _note_call("gather_over_batch")
-    replica, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
+    replica = tf.distribute.get_replica_context()
     if replica is None or tf_replicas.computes_as_one_replica():
         return value, 0
     if replica.num_replicas_in_sync == 1:
-        if isinstance(strategy, Strategy) and strategy.size > 1:
-            raise ValueError(
-                f"gather_over_batch: {strategy.size} workers behind parameter servers compute by "
-                "turns, and have no common batch; dtk.strategies.AllReduceStrategy() has one"
-            )
+        sum_over_replicas(tf.zeros([]))  # workers behind parameter servers may refuse
         return value, 0
     (rows,), first = _rows_of_all([value], lambda parts: [sum_with_gradient(*parts)])
     return rows, first

@@ -87,7 +87,7 @@ def _warn(strategy: Strategy, line: str, mistake: str) -> None:
 
 
 def _refuse_zero(divisor: tf.Tensor, line: str, strategy: Strategy) -> tf.Operation:
-    """Return an operation that fails where a divisor is 0, as on a replica whose rows are masked."""
+    """Return an operation that fails where a divisor is 0, as for masked rows."""
     message = (
         f"{line} divides by a sum over this replica's own rows that is 0, as where a mask leaves "
         "none of them: 0 / 0 is not a number, where one process would divide by the sum of all "
