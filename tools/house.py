@@ -143,13 +143,13 @@ def walks() -> list[tuple[str, Walk]]:
             original(*args, **kwargs)
 
     model._maybe_symbolic_build = followed
-    opened = keras_data.EpochDataset.__iter__
+    opened = keras_data.CutEpochIterator.opened
 
-    def followed_opening(dataset: keras_data.EpochDataset) -> Iterator:
+    def followed_opening(iterator: keras_data.CutEpochIterator, dataset: Any) -> Any:
         with batch.followed():
-            return opened(dataset)
+            return opened(iterator, dataset)
 
-    keras_data.EpochDataset.__iter__ = followed_opening
+    keras_data.CutEpochIterator.opened = followed_opening
     apply = model.optimizer.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import NotRequired, TypeAlias, TypedDict
 
@@ -24,16 +25,16 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from dtk import placement
 from dtk.cluster import progress
 from dtk.compat import keras_models, names, py_datasets, tf_datasets, tf_replicas
 from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
-from dtk.input import digests, slicing
+from dtk.input import slicing
 from dtk.nests import Array, Logs, Specs, Tree
 from dtk.patches import patch, temporarily
-from dtk.pipelines import operations, row_maps
 
 DataAdapter: TypeAlias = ArrayDataAdapter | TFDatasetAdapter
 
@@ -48,28 +49,11 @@ Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Tree]]]
 # Batches, cut by rank.
 
 
-def cut(dataset: Dataset, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
-    """Cut a dataset for the replicas of this process."""
-    if isinstance(dataset, PerRankDataset):
-        if dataset.whole is None:
-            own = tf.autograph.experimental.do_not_convert(lambda number, batch: own_rows(batch))
-            return slicing.read_ahead(dataset.local.enumerate().map(own))
-        dataset = dataset.whole
-    return operations.cut_in_order(dataset, functools.partial(_cut, strategy))
-
-
-def _cut(
-    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, ahead: bool
-) -> tf.data.Dataset:
-    ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    if strategy.world.size == 1:
-        return slicing.cut_dataset(dataset, ranks, size, ahead=ahead)
-    dataset = operations.in_known_order(dataset)
-    maps = strategy.extended.row_maps(dataset)
-    if maps is not None:
-        return row_maps.cut_dataset(maps, ranks[0], size, digests.digest_of, ahead)
-    dataset = operations.drawn_in_order(dataset)
-    return slicing.cut_dataset(dataset, ranks, size, digests.digest_of, ahead)
+def cut_own(dataset: Dataset) -> tf.data.Dataset:
+    """Take the batches of a dataset as the rows of this rank alone."""
+    own = tf.autograph.experimental.do_not_convert(lambda number, batch: own_rows(batch))
+    given = slicing.in_time(tf_datasets.read_alone(dataset))
+    return slicing.read_ahead(given.enumerate().map(own))
 
 
 def calling_data(
@@ -106,12 +90,6 @@ def own_rows(batch: Tree) -> slicing.Slices:
     return slicing.Slices((batch,), (slicing.count_rows(batch),), slicing.UNKNOWN)
 
 
-def of_this_rank(dataset: Dataset) -> Dataset:
-    """Return a dataset that a script has given to `fit` as this rank's own batches."""
-    whole = dataset.whole if isinstance(dataset, PerRankDataset) else dataset
-    return dataset if whole is None else PerRankDataset(whole, None)
-
-
 def cut_batches(batches: Iterable[Tree], strategy: tf.distribute.Strategy) -> list[slicing.Slices]:
     """Cut single global batches, of tensors or arrays."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
@@ -125,34 +103,10 @@ def as_tensors(batch: Tree) -> Tree:
     )
 
 
-class EpochDataset:
-    """Dataset for Keras's epoch iterator; it is cut once, when it is first opened."""
-
-    def __init__(self, dataset: Dataset, adapter: DataAdapter, cut: Callable[[Dataset], Dataset]):
-        if tf_datasets.is_per_replica(dataset):
-            tf_datasets.refuse_per_replica_batches()
-        if not tf_datasets.is_of_this_rank(dataset):
-            slicing.check_rows(spec_of(dataset))
-        self.uncut, self._adapter, self._cut = dataset, adapter, cut
-
-    @functools.cached_property
-    def _pipeline(self) -> Dataset:
-        return _tuned_for(self._adapter, self._cut(self.uncut))
-
-    def __iter__(self) -> Iterator[Tree]:
-        return iter(self._pipeline)
-
-
 def spec_of(dataset: Dataset) -> Specs:
     """Return the spec of a batch with any number of rows, from which Keras builds models."""
-    whole = getattr(dataset, "whole", None)
-    spec = slicing.spec_of((dataset if whole is None else whole).element_spec)
+    spec = slicing.spec_of(tf_datasets.read_alone(dataset).element_spec)
     return keras.tree.map_structure(lambda leaf: leaf if hasattr(leaf, "shape") else None, spec)
-
-
-def _tuned_for(adapter: DataAdapter, dataset: Dataset) -> Dataset:
-    """Disable tuning of a pipeline that takes rows from arrays: it has nothing to tune."""
-    return slicing.untuned(dataset) if isinstance(adapter, ArrayDataAdapter) else dataset
 
 
 # Pipelines and steps of Keras.
@@ -193,7 +147,10 @@ def shuffled_from(adapter: ArrayDataAdapter, seed: tf.Variable) -> tf.data.Datas
 
 
 class CutEpochIterator(TFEpochIterator):
-    """Keras's epoch iterator, which Keras makes in its place during a call of dtk's."""
+    """Keras's epoch iterator, which Keras makes in its place during a call of dtk's.
+
+    Its dataset is cut once, when it is first opened.
+    """
 
     _epoch_iterator: Generator[tuple[int, int, Iterator[Tree]]] | None
     _current_iterator: Iterator[Tree] | None
@@ -201,10 +158,28 @@ class CutEpochIterator(TFEpochIterator):
     # called whenever an epoch has run all its steps; not after an epoch that ends early
     at_end: Callable[[], None] | None = None
 
+    def __init__(self, distribute_strategy: tf.distribute.Strategy, **kwargs: object):
+        EpochIterator.__init__(self, **kwargs)  # Keras's own would distribute the dataset
+        self.dataset: Dataset = self.data_adapter.get_tf_dataset()
+        # as Keras does: `predict` takes rows without padding, and a model may not be dtk's
+        self.cut: Callable[[Dataset], Dataset] = distribute_strategy.experimental_distribute_dataset
+        self._pipeline: Dataset | None = None
+
+    def read(self, dataset: Dataset, cut: Callable[[Dataset], Dataset] | None = None) -> None:
+        """Read a dataset from the next opening on, cut in this way."""
+        self.dataset, self.cut, self._pipeline = dataset, cut or self.cut, None
+
     def _get_iterator(self) -> Iterable[Tree]:
         if self.feed is not None:
             self.feed.note_opening()
-        return super()._get_iterator()
+        if self._pipeline is None:
+            self._pipeline = self.opened(self.dataset)
+        return self._pipeline
+
+    def opened(self, dataset: Dataset) -> Dataset:
+        """Return the pipeline of a dataset; of rows from arrays there is nothing to tune."""
+        cut, of_arrays = self.cut(dataset), isinstance(self.data_adapter, ArrayDataAdapter)
+        return slicing.untuned(cut) if of_arrays and isinstance(cut, tf.data.Dataset) else cut
 
     def _enumerate_iterator(self) -> Steps:
         steps = super()._enumerate_iterator()
@@ -232,8 +207,8 @@ def closing_iterators() -> Iterator[None]:
     made: list[CutEpochIterator] = []
     thread = threading.get_ident()
 
-    def make(*args: object, **kwargs: object) -> CutEpochIterator:
-        iterator = CutEpochIterator(*args, **kwargs)
+    def make(**kwargs: object) -> CutEpochIterator:
+        iterator = CutEpochIterator(**kwargs)
         if threading.get_ident() == thread:
             made.append(iterator)
         return iterator
@@ -274,6 +249,7 @@ class Feed:
         self.model = model
         self.strategy = strategy
         self.iterator: TFEpochIterator = None  # a `CutEpochIterator`, while `fit` runs
+        self._taken: weakref.WeakSet[CutEpochIterator] = weakref.WeakSet()
         self.rows_unknown = False
         self._cut = cut  # None where a single replica reads all rows
         self._callbacks: keras.callbacks.CallbackList = None
@@ -294,19 +270,20 @@ class Feed:
 
         `fit` passes the same iterator of validation data in every epoch: it is cut only once.
         """
-        dataset, adapter = iterator._distributed_dataset, iterator.data_adapter
+        dataset, cut = iterator.dataset, self._cut
         if tf_replicas.computes_as_one_replica():  # this rank reads all of it, without the others
-            dataset = iterator._distributed_dataset = tf_datasets.read_alone(dataset)
-        elif isinstance(dataset, EpochDataset):
-            dataset = dataset.uncut
-        elif self._cut is None:
-            iterator._distributed_dataset = _tuned_for(adapter, dataset)
-        else:
-            own = isinstance(dataset, PerRankDataset) and dataset.whole is None
-            cut = self._as_long_as_any(iterator, dataset) if own else self._cut
+            iterator.read(dataset, tf_datasets.read_alone)
+        elif cut is not None and iterator not in self._taken:
+            self._taken.add(iterator)
+            if tf_datasets.is_per_replica(dataset):
+                tf_datasets.refuse_per_replica_batches()
+            if tf_datasets.is_of_this_rank(dataset):
+                cut = self._as_long_as_any(iterator, dataset)
+            else:
+                slicing.check_rows(spec_of(dataset))
             if iterator is getattr(self.model, "_eval_epoch_iterator", None):
                 cut = functools.partial(self._cut_validation, cut)
-            iterator._distributed_dataset = EpochDataset(dataset, adapter, cut)
+            iterator.read(dataset, cut)
         if callbacks is not None and self.iterator is None:
             self._begin(iterator, dataset, callbacks)
         return spec_of(dataset)
@@ -317,11 +294,12 @@ class Feed:
             return cut(dataset)
 
     def _as_long_as_any(
-        self, iterator: CutEpochIterator, dataset: PerRankDataset
+        self, iterator: CutEpochIterator, dataset: Dataset
     ) -> Callable[[Dataset], Dataset]:
         """Return how to read ranks' own batches, so that an epoch lasts while any rank has some."""
         assert self._cut is not None
-        local, endless = dataset.local, tf.data.INFINITE_CARDINALITY
+        local = slicing.in_time(tf_datasets.read_alone(dataset))
+        endless = tf.data.INFINITE_CARDINALITY
         unknown = tf.data.UNKNOWN_CARDINALITY
         numbers = self.strategy.world.allgather_object(int(local.cardinality()))
         if len(set(numbers)) == 1 and (unknown not in numbers or len(numbers) == 1):
@@ -337,7 +315,7 @@ class Feed:
             shown = shown.apply(tf.data.experimental.assert_cardinality(most))
             iterator.data_adapter = TFDatasetAdapter(PerRankDataset(shown, whole=None))
             iterator.reset()  # Keras takes the number from its adapter
-        return lambda own: _padded(own.local, most)
+        return lambda own: _padded(tf_datasets.read_alone(own), most)
 
     def _begin(
         self, iterator: CutEpochIterator, dataset: Dataset, callbacks: keras.callbacks.CallbackList
@@ -371,14 +349,11 @@ class Feed:
             # Keras counts the attempt that found no more data, too.
             self._tell_steps(iterator.num_batches - iterator.steps_per_execution)
 
-    def _distributed(self, adapter: DataAdapter, steps: int = -1) -> EpochDataset:
-        """Return the dataset that Keras reads for a data adapter; `steps` limits its batches."""
+    def _dataset_of(self, adapter: DataAdapter) -> Dataset:
+        """Return the global batches of a data adapter."""
         if self._order is not None and _is_shuffled(adapter):
-            dataset = shuffled_from(adapter, self._order)
-        else:
-            dataset = pipeline_of(adapter)
-        cut = self._cut or self.strategy.experimental_distribute_dataset
-        return EpochDataset(dataset if steps < 0 else dataset.take(steps), adapter, cut)
+            return shuffled_from(adapter, self._order)
+        return pipeline_of(adapter)
 
     def shuffle(self, epoch: int) -> None:
         """Shuffle the rows of arrays for this epoch, in the same order on every rank.
@@ -392,7 +367,7 @@ class Feed:
         if (seed is None) != (self._order is None):
             with tf.device(placement.host()):
                 self._order = None if seed is None else tf.Variable(seed, False, dtype=tf.int64)
-            iterator._distributed_dataset = self._distributed(iterator.data_adapter)
+            iterator.read(self._dataset_of(iterator.data_adapter))
         if self._order is not None:
             self._order.assign(seed)
 
@@ -401,8 +376,8 @@ class Feed:
     def set_batches(self, adapter: DataAdapter) -> None:
         """Read the following epochs from another Keras data adapter."""
         iterator = self.iterator
-        iterator._distributed_dataset = self._distributed(adapter)
         iterator.data_adapter = adapter
+        iterator.read(self._dataset_of(adapter))
         iterator._num_batches, iterator._current_iterator = adapter.num_batches, None
         self._tell_steps(iterator.num_batches)
 
@@ -474,7 +449,7 @@ class Feed:
         steps = -(-rows // size)
         steps = min(steps, adapter.num_batches or steps)
         self._openings += 1  # A pipeline that shuffles draws a new order at each opening.
-        return iter(self._distributed(adapter, steps)), steps
+        return iter(self.iterator.opened(self._dataset_of(adapter).take(steps))), steps
 
     # Position in the data, to resume from.
 

@@ -132,8 +132,9 @@ models:
     keras.metrics.MeanMetricWrapper  _fn _fn_kwargs
 what `fit` reads:
     keras.Model  _loss_tracker _eval_epoch_iterator
-    keras.src.backend.tensorflow.trainer.TFEpochIterator  _distributed_dataset _num_batches
-        _current_iterator _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
+    keras.src.trainers.epoch_iterator  EpochIterator
+    keras.src.backend.tensorflow.trainer.TFEpochIterator  _num_batches _current_iterator
+        _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
         _interrupted_warning catch_stop_iteration
     keras.src.trainers.data_adapters.array_data_adapter  ArrayDataAdapter._inputs
         ArrayDataAdapter._shuffle

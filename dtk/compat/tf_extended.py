@@ -39,8 +39,7 @@ from dtk.errors import script_line
 from dtk.input import digests, slicing
 from dtk.nests import Function, Tree
 from dtk.patches import temporarily
-from dtk.pipelines import row_maps
-from dtk.pipelines.operations import cut_in_order, drawn_in_order, in_known_order, take_apart
+from dtk.pipelines import operations
 from dtk.pipelines.row_maps import ArrayRows, RowMaps
 
 _Reduced = TypeVar("_Reduced", bound=Tree)
@@ -146,7 +145,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         self._communicator = communicator
         self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
-        self._reasons: set[str] = set()  # already printed by `row_maps`
+        self._reasons: set[str] = set()  # already printed by `_row_maps`
 
     # Replicas.
 
@@ -263,31 +262,40 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         if is_of_this_rank(dataset):
             return PerRankDataset(slicing.in_time(dataset), whole=None)
         slicing.check_rows(dataset.element_spec)
-        rank, size = self._communicator.rank, self._communicator.size
-        digest = None if self._observe is None else digests.digest_of
+        observed = self._observe is not None
 
-        def cut(pipeline: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
-            pipeline = in_known_order(pipeline)
-            maps = self.row_maps(pipeline)
-            if maps is not None:
-                return row_maps.cut_dataset_exactly(maps, rank, size, digest, ahead)
-            return slicing.mapped(drawn_in_order(pipeline).enumerate(), own, ahead)
+        @tf.autograph.experimental.do_not_convert
+        def own(batch: slicing.Slices) -> Tree:
+            (rows,) = slicing.without_padding(batch)
+            return (rows, batch.digest) if observed else rows
 
-        def own(number: tf.Tensor, batch: Tree) -> Tree:
-            (rows,) = slicing.cut_exactly(batch, (rank,), size)
-            return rows if digest is None else (rows, digest(number, batch))
+        def local() -> tf.data.Dataset:
+            return self.cut(dataset, observed).map(own, synchronous=True)
 
-        local = functools.partial(cut_in_order, dataset, cut)
         return PerRankDataset(local, whole=dataset, on_read=self._observe)
 
-    def row_maps(self, dataset: tf.data.Dataset) -> RowMaps | ArrayRows | None:
+    def cut(self, dataset: tf.data.Dataset, digested: bool = True) -> tf.data.Dataset:
+        """Cut every global batch of a dataset for this rank, into `slicing.Slices`.
+
+        They have digests where several processes read the dataset.
+        """
+        shared = self._container_strategy().world.size > 1
+        return operations.cut(
+            dataset,
+            (self._communicator.rank,),
+            self._communicator.size,
+            digests.digest_of if digested and shared else None,
+            self._row_maps if shared else None,
+        )
+
+    def _row_maps(self, dataset: tf.data.Dataset) -> RowMaps | ArrayRows | None:
         """Take apart a pipeline that maps rows before it puts them into batches; None if it cannot.
 
         Rank 0 prints each reason once.
         """
         if self._communicator.size == 1:  # a grid in which every rank reads all rows
             return None
-        parts = take_apart(dataset)
+        parts = operations.take_apart(dataset)
         why = parts if isinstance(parts, str) else parts and parts.why
         if why is not None and why not in self._reasons and self.what_is_read:
             self._reasons.add(why)
@@ -444,13 +452,18 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
             return slicing.in_time(dataset)
         slicing.check_rows(dataset.element_spec)
 
-        def cut() -> tf.data.Dataset:
-            return cut_in_order(
-                dataset,
-                lambda data, ahead: slicing.cut_dataset_exactly(data, range(size), size, ahead),
-            )
 
-        return PerRankDataset(cut, whole=dataset, regrouped=True)
+        exact = tf.autograph.experimental.do_not_convert(slicing.without_padding)
+
+        def local() -> tf.data.Dataset:
+            return self.cut(dataset).map(exact, synchronous=True)
+
+        return PerRankDataset(local, whole=dataset, regrouped=True)
+
+    def cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Cut every global batch of a dataset for the devices, into `slicing.Slices`."""
+        size = self._num_replicas_in_sync
+        return operations.cut(dataset, range(size), size)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: MakesDataset, options: object

@@ -150,10 +150,18 @@ def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
-def cut_exactly(batch: Tree, ranks: Sequence[int], size: int) -> tuple[Tree, ...]:
-    """Cut one global batch without padding rows, for custom loops."""
-    rows = count_rows(batch)
-    return _parts(batch, rows, [even_bounds(rows, rank, size) for rank in ranks])
+def without_padding(batch: Slices) -> tuple[Tree, ...]:
+    """Return the slices of a batch without padding rows, as loops of one's own get them."""
+    return tuple(map(_first_rows, batch.parts, batch.counts))
+
+
+def _first_rows(part: Tree, count: tf.Tensor) -> Tree:
+    leaves = check_rows(part)
+    # A slice that is known to have several rows has no padding row.
+    if _rows_are_equal(leaves) and (leaves[0].shape[0] or 0) > 1:
+        return part
+    nothing = tf.zeros_like(count)
+    return _parts(part, count_rows(part), [(nothing, count)])[0]
 
 
 def rows_of(batch: Tree, begin: int, end: int) -> Tree:
@@ -282,15 +290,6 @@ def cut_dataset(
         return slices if digest is None else slices._replace(digest=digest(number, batch))
 
     return mapped(dataset.enumerate(), cut_one, ahead)
-
-
-def cut_dataset_exactly(
-    dataset: tf.data.Dataset, ranks: Sequence[int], size: int, ahead: bool = True
-) -> tf.data.Dataset:
-    """Cut every global batch of a dataset without padding rows."""
-    # Numbered as above: TensorFlow would pass the parts of a tuple as so many arguments.
-    numbered = dataset.enumerate()
-    return mapped(numbered, lambda number, batch: cut_exactly(batch, ranks, size), ahead)
 
 
 def mapped(pairs: tf.data.Dataset, function: Function[Tree], ahead: bool = True) -> tf.data.Dataset:

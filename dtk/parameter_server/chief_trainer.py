@@ -78,10 +78,7 @@ class ParameterServerTrainer(JobTrainer):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return operations.cut_in_order(
-            dataset,
-            lambda data, ahead: slicing.cut_dataset(data, range(slices), slices, ahead=ahead),
-        )
+        return operations.cut(dataset, range(slices), slices)
 
     def take_epoch_iterator(
         self, iterator: keras_data.CutEpochIterator | None = None, data_batch: Tree = None

@@ -16,6 +16,7 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_dataset_ops
 
 from dtk import quiet
+from dtk.input import slicing
 from dtk.nests import Function, Tree
 from dtk.patches import patch
 from dtk.pipelines import drawn_maps, row_maps
@@ -39,7 +40,37 @@ _DRAWS = re.compile(
 _TRANSPARENT = ("Prefetch", "Options")
 
 
-def cut_in_order(
+def cut(
+    dataset: tf.data.Dataset,
+    ranks: Sequence[int],
+    size: int,
+    digest: row_maps.Digest | None = None,
+    taking_apart: Callable[[tf.data.Dataset], RowMaps | ArrayRows | None] | None = None,
+) -> tf.data.Dataset:
+    """Cut every global batch of a pipeline for the given ranks, into `slicing.Slices`.
+
+    Args:
+        dataset: Of global batches.
+        ranks: Whose slices are wanted.
+        size: Number of slices.
+        digest: Of a batch, for ranks to compare; None for none.
+        taking_apart: Where each of several processes cuts the pipeline for itself, so that they
+            must agree on the order of its rows. Gives the maps to be moved behind the cut.
+    """
+
+    def cut_one(pipeline: tf.data.Dataset, ahead: bool) -> tf.data.Dataset:
+        if taking_apart is not None:
+            pipeline = _in_known_order(pipeline)
+            maps = taking_apart(pipeline)
+            if maps is not None:
+                return row_maps.cut_dataset(maps, ranks[0], size, digest, ahead)
+            pipeline = drawn_in_order(pipeline)
+        return slicing.cut_dataset(pipeline, ranks, size, digest, ahead)
+
+    return _cut_in_order(dataset, cut_one)
+
+
+def _cut_in_order(
     dataset: tf.data.Dataset, cut: Callable[[tf.data.Dataset, bool], tf.data.Dataset]
 ) -> tf.data.Dataset:
     """Cut batches by `cut(dataset, ahead)`, without reading ahead if that would change the order.
@@ -60,7 +91,7 @@ def cut_in_order(
     return cut(batches, False).prefetch(_number(node._buffer_size))
 
 
-def in_known_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def _in_known_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Put a dataset in order whose options allow any: ranks that each read all must agree on it."""
     if dataset.options().deterministic is not False:
         return dataset

@@ -34,7 +34,7 @@ from dtk.input import digests, slicing
 from dtk.nests import Tree
 
 # Takes the number of a batch and the batch; returns its digest.
-_Digest = Callable[[tf.Tensor, Tree], tf.Tensor]
+Digest = Callable[[tf.Tensor, Tree], tf.Tensor]
 
 
 class RowMaps(NamedTuple):
@@ -61,7 +61,11 @@ class ArrayRows(NamedTuple):
 
 
 def cut_dataset(
-    maps: RowMaps | ArrayRows, rank: int, size: int, digest: _Digest, ahead: bool = True
+    maps: RowMaps | ArrayRows,
+    rank: int,
+    size: int,
+    digest: Digest | None = None,
+    ahead: bool = True,
 ) -> tf.data.Dataset:
     """Cut every global batch for a rank, before its rows are mapped."""
     if isinstance(maps, ArrayRows):
@@ -69,50 +73,22 @@ def cut_dataset(
         def take(number: tf.Tensor, element: tuple[tf.Tensor, Tree]) -> slicing.Slices:
             numbers, arrays = element
             slices = slicing.cut(numbers, (rank,), size)
-            parts = tuple(_taken(arrays, part) for part in slices.parts)
-            batch_digest = digest(number, _to_digest(number, numbers, arrays))
-            return slices._replace(parts=parts, digest=batch_digest)
+            slices = slices._replace(parts=tuple(_taken(arrays, part) for part in slices.parts))
+            if digest is None:
+                return slices
+            return slices._replace(digest=digest(number, _to_digest(number, numbers, arrays)))
 
         return slicing.mapped(maps.numbers.enumerate(), take, ahead)
 
     def as_slices(about: tf.Tensor, part: Tree) -> slicing.Slices:
         rows, count, batch_digest = tf.unstack(about[0])
-        return slicing.Slices((part,), (count,), rows, batch_digest)
+        known = slicing.UNKNOWN if digest is None else batch_digest
+        return slicing.Slices((part,), (count,), rows, known)
 
     return slicing.mapped(_own_batches(maps, rank, size, digest), as_slices, ahead)
 
 
-def cut_dataset_exactly(
-    maps: RowMaps | ArrayRows,
-    rank: int,
-    size: int,
-    digest: _Digest | None = None,
-    ahead: bool = True,
-) -> tf.data.Dataset:
-    """Cut every global batch for a rank without padding rows, before its rows are mapped."""
-    if isinstance(maps, ArrayRows):
-
-        def take(number: tf.Tensor, element: tuple[tf.Tensor, Tree]) -> Tree:
-            numbers, arrays = element
-            (part,) = slicing.cut_exactly(numbers, (rank,), size)
-            own = _taken(arrays, part)
-            if digest is None:
-                return own
-            return own, digest(number, _to_digest(number, numbers, arrays))
-
-        return slicing.mapped(maps.numbers.enumerate(), take, ahead)
-
-    def without_padding(about: tf.Tensor, part: Tree) -> Tree:
-        _, count, batch_digest = tf.unstack(about[0])
-        if about.shape[0] is not None:  # all batches have the same size
-            count = even_sizes(maps.size, size)[rank]
-        own = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], part)
-        return own if digest is None else (own, batch_digest)
-
-    return slicing.mapped(_own_batches(maps, rank, size, digest), without_padding, ahead)
-
-
-def _own_batches(maps: RowMaps, rank: int, size: int, digest: _Digest | None) -> tf.data.Dataset:
+def _own_batches(maps: RowMaps, rank: int, size: int, digest: Digest | None) -> tf.data.Dataset:
     """Return batches of one rank's rows, with (rows, own rows, digest) repeated for each row."""
 
     @tf.autograph.experimental.do_not_convert

@@ -25,6 +25,7 @@ from dtk.compat import (
     keras_models,
     keras_optimizers,
     keras_variables,
+    tf_datasets,
     tf_extended,
     tf_replicas,
 )
@@ -89,8 +90,10 @@ class DistributedTrainer(ModelState):
     # Data.
 
     def cut(self, dataset: keras_data.Dataset) -> tf.data.Dataset:
-        """Cut a dataset of global batches for this process."""
-        return keras_data.cut(dataset, self.strategy)
+        """Cut a dataset of global batches for this process; a rank's own batches are its rows."""
+        if tf_datasets.is_of_this_rank(dataset):
+            return keras_data.cut_own(dataset)
+        return self.strategy.extended.cut(tf_datasets.read_alone(dataset))
 
     def cut_batches(self, batches: Iterable[Tree]) -> list[slicing.Slices]:
         """Cut single global batches for this process."""

@@ -42,7 +42,7 @@ def test_slices_rebuild_the_batch(count, size):
     """Breaks as a row that no rank trains on, or two do."""
     dense = np.arange(count * 2).reshape(count, 2)
     batch = {"x": tf.constant(dense), "y": tf.ragged.range(tf.range(count)), "no": None}
-    parts = slicing.cut_exactly(batch, range(size), size)
+    parts = slicing.without_padding(slicing.cut(batch, range(size), size))
     assert all(part["no"] is None for part in parts)
     np.testing.assert_array_equal(tf.concat([part["x"] for part in parts], 0), dense)
     assert tf.concat([part["y"] for part in parts], 0).to_list() == batch["y"].to_list()
@@ -64,6 +64,10 @@ def test_a_generators_array_is_not_written_to():
     np.testing.assert_array_equal(rows, np.ones((8, 16)))
 
 
+def exactly(batch, ranks, size):
+    return slicing.without_padding(slicing.cut(batch, ranks, size))
+
+
 @functools.cache
 def traced(cut, size):
     """`cut` into `size` parts, as one graph for whatever number of rows."""
@@ -75,7 +79,7 @@ def traced(cut, size):
 
 
 @quick
-@given(rows, sizes, st.integers(1, 4), st.sampled_from([slicing.cut_exactly, slicing.cut]))
+@given(rows, sizes, st.integers(1, 4), st.sampled_from([exactly, slicing.cut]))
 def test_parts_of_other_sizes_are_dealt_in_step(count, size, each, cut):
     """Breaks as a rank that has all labelled rows, and another that has none."""
     more = tf.reshape(tf.range(count * each), (count, each))
@@ -112,7 +116,7 @@ def test_sparse_slices_know_the_sizes_that_layers_are_built_from():
 
     @tf.function
     def cut():
-        for part in slicing.cut_exactly(whole, range(2), 2):
+        for part in slicing.without_padding(slicing.cut(whole, range(2), 2)):
             forgotten = slicing.forget_rows(part)
             assert forgotten.shape.as_list() == [None, 7]
             rebuilt.append(tf.sparse.to_dense(forgotten))

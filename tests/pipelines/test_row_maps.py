@@ -113,11 +113,15 @@ def check_one_rank(make, size, rank):
     assert isinstance(maps, row_maps.RowMaps | row_maps.ArrayRows)
     early = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
     check_same(slicing.cut_dataset(make(), (rank,), size), early.map(without_digest))
-    exactly = slicing.cut_dataset_exactly(make(), (rank,), size)
     check_same(
-        exactly.map(untouched(lambda *parts: parts[0])),
-        row_maps.cut_dataset_exactly(operations.take_apart(make()), rank, size),
+        slicing.cut_dataset(make(), (rank,), size).map(exactly),
+        row_maps.cut_dataset(operations.take_apart(make()), rank, size).map(exactly),
     )
+
+
+@untouched
+def exactly(batch):
+    return slicing.without_padding(batch)[0]
 
 
 def counting(dataset, found):

@@ -90,7 +90,7 @@ class RankTrainer(DistributedTrainer):
 
     def cut(self, dataset: keras_data.Dataset) -> tf.data.Dataset:
         """Take a dataset as this rank's own batches."""
-        return keras_data.cut(keras_data.of_this_rank(dataset), self.strategy)
+        return keras_data.cut_own(dataset)
 
     def cut_batches(self, batches: Iterable[Tree]) -> list[slicing.Slices]:
         """Take single batches as this rank's own."""
