@@ -280,7 +280,7 @@ class Feed:
             if tf_datasets.is_of_this_rank(dataset):
                 cut = self._as_long_as_any(iterator, dataset)
             else:
-                slicing.check_rows(spec_of(dataset))
+                slicing.check_rows(tf_datasets.read_alone(dataset).element_spec)
             if iterator is getattr(self.model, "_eval_epoch_iterator", None):
                 cut = functools.partial(self._cut_validation, cut)
             iterator.read(dataset, cut)

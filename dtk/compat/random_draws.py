@@ -85,7 +85,12 @@ def _draw_for(name: str) -> Function[tf.Tensor] | None:
     return draw
 
 
-def restart(rows: int = 1, first: int = 0, of: int | None = None, of_python: bool = True) -> None:
+def restart(
+    rows: int | tf.Tensor = 1,
+    first: int | tf.Tensor = 0,
+    of: int | tf.Tensor | None = None,
+    of_python: bool = True,
+) -> None:
     """Restart this thread's draws before a step is traced; see `by_row` for `of_python`."""
     _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
     _drawn.all_rows = first + rows if of is None else of
@@ -292,7 +297,7 @@ def _batch_axis(shape: tf.Tensor) -> int | None:
 def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
     """Return how many numbers all rows draw along the batch axis, and the places of these rows."""
     rows, first, all_rows = (
-        tf.constant(n, size.dtype) for n in (_drawn.rows, _drawn.first, _drawn.all_rows)
+        tf.cast(n, size.dtype) for n in (_drawn.rows, _drawn.first, _drawn.all_rows)
     )
     each = size // rows
     place = tf.range(size)

@@ -295,34 +295,41 @@ class ChiefTrial(step_trial.Trial):
         return tf.zeros_like(mean), tf.ones_like(variance)
 
     def _trace_whole(
-        self, assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+        self, assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
     ) -> step_trial.Found:
         if keras_models.lacks_state(self.model):  # which a pure function cannot make
             with super()._global_numbers():
-                return super()._trace_whole(assigned, whole, few)
+                return super()._trace_whole(assigned, whole, parts)
+        rows = self._bounds[-1]
         with self._calls.noted():
-            traced = self._traced(whole, self.rows, 0, 1, {})
+            traced = self._traced(whole, (rows, 0, rows), 1, {})
         self.doubtful = step_trial.doubtful_in(traced.step)
         return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
         def trace(
-            assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+            assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
         ) -> step_trial.Found:
-            traced, first = [], 0
-            for part, rows in zip(few.parts, self.parts, strict=True):
-                traced.append(self._traced(part, rows, first, len(self.parts), kinds))
-                first += rows
-            return self._added_up(traced)
+            return self._added_up(
+                [
+                    self._traced(part, self._rows_of(number), len(parts), kinds)
+                    for number, part in enumerate(parts)
+                ]
+            )
 
         return trace
 
     def _traced(
-        self, data: Tree, rows: int, first: int, size: int, kinds: Mapping[str, str]
+        self,
+        data: Tree,
+        bounds: tuple[tf.Tensor, tf.Tensor | int, tf.Tensor],
+        size: int,
+        kinds: Mapping[str, str],
     ) -> FunctionalStep:
         """Trace one slice's step, as a worker would take it."""
         model, strategy = self.model, self.strategy
-        random_draws.restart(rows, first, self.rows, self.of_python)
+        rows, first, of_all = bounds
+        random_draws.restart(rows, first, of_all, self.of_python)
         with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
             tables = keras_models.tables_of(model)
             pulled = functional_step.pulled_variables(model, tables)
@@ -331,7 +338,7 @@ class ChiefTrial(step_trial.Trial):
                 self.step_function,
                 whole_batch(slicing.forget_rows(data)),
                 model,
-                share=tf.constant(rows / self.rows, tf.float32),
+                share=tf.cast(rows / of_all, tf.float32),
                 world_sum=tf.identity if size == 1 else strategy.sum_over_slices,
                 state=[*state, *functional_step.zero_metrics(model)],
                 tables=tables,

@@ -40,7 +40,7 @@ _BYTES = 8 << 20
 _FAR = 1e-2
 
 # Traces a step, given a list for the variables that it assigns, and rows: of all, and of replicas.
-Trace: TypeAlias = "Callable[[list[keras.Variable], Tree, slicing.Slices], Found]"
+Trace: TypeAlias = "Callable[[list[keras.Variable], Tree, tuple[Tree, ...]], Found]"
 
 # What a traced step returns: the fields of `Outcome`, each a dict of tensors by name.
 Found: TypeAlias = dict[str, Tree]
@@ -128,12 +128,14 @@ class Trial:
         self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
-        # rows of each part -> how it is computed -> the traced step, and what it assigns
+        # how it is computed -> the traced step, and what it assigns; for any number of rows
         self._concrete: dict[
-            tuple[int, ...],
-            dict[str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]],
+            str, tuple[tf.types.experimental.ConcreteFunction, list[keras.Variable]]
         ] = {}
-        self._specs: dict[tuple[int, ...], list[tf.TensorSpec]] = {}
+        self._specs: list[tf.TensorSpec] = []
+        # The number of the first row of each part, and of all rows. A variable, since a graph shows
+        # that these have one value in all replicas.
+        self._bounds = tf.Variable([0], trainable=False, shape=[None], dtype=tf.int64)
         self._counts: dict[bool, tuple[int, ...]] = {}  # rows of each part, of few and of many
         self._kinds_of_data = _kinds_of(batch)
         self.parts: tuple[int, ...] = ()
@@ -170,29 +172,36 @@ class Trial:
         self.batch_rows = sum(rows for rows, _ in gathered)
         few = _ROWS * replicas + 1
         self.times_many = max(1.0, self.batch_rows / replicas / few)
-        some = some._replace(rows=tf.constant(self.rows, tf.int64))
+        self._bounds.assign(np.cumsum([0, *counts]))
         like = slicing.spec_of(some.parts[0])
         whole = tf.nest.map_structure(
             slicing.join_rows, *(_part_of(arrays, like) for count, arrays in pieces if count)
         )
-        self._taken = whole, some
-        self._tensors = [t for t in _tensors_of(self._taken) if t is not None]
-        before = self._specs.get(counts, ())
-        specs = [_spec_of(*both) for both in itertools.zip_longest(self._tensors, before)]
-        if specs != before:  # such as longer texts
-            self._specs[counts] = specs
-            self._concrete[counts] = {}
+        self._data = whole, some.parts
+        self._tensors = [t for t in _tensors_of(self._data) if t is not None]
+        specs = [spec for spec in _tensors_of(slicing.spec_of(self._data)) if spec is not None]
+        if self._specs:
+            both = zip(specs, self._specs, strict=True)
+            specs = [one.most_specific_common_supertype([other]) for one, other in both]
+        if specs != self._specs:  # such as longer texts
+            self._specs = specs
+            self._concrete.clear()
         return True
 
     def is_of(self, batch: slicing.Slices) -> bool:
         """Return whether a batch has what the trial has traced, in other rows."""
         return _kinds_of(batch) == self._kinds_of_data
 
-    def _with_tensors(self, tensors: Sequence[tf.Tensor]) -> tuple[Tree, slicing.Slices]:
-        """Return the rows that were taken, of these tensors."""
+    def _with_tensors(self, tensors: Sequence[tf.Tensor]) -> tuple[Tree, tuple[Tree, ...]]:
+        """Return the rows that were taken, as a whole and in parts, of these tensors."""
         remaining = iter(tensors)
-        leaves = [None if leaf is None else next(remaining) for leaf in _tensors_of(self._taken)]
-        return tf.nest.pack_sequence_as(self._taken, leaves, expand_composites=True)
+        leaves = [None if leaf is None else next(remaining) for leaf in _tensors_of(self._data)]
+        return tf.nest.pack_sequence_as(self._data, leaves, expand_composites=True)
+
+    def _rows_of(self, rank: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the number of rows of a part, that of its first row, and of all rows."""
+        bounds = self._bounds.read_value()
+        return bounds[rank + 1] - bounds[rank], bounds[rank], bounds[-1]
 
     @contextlib.contextmanager
     def moved(self, seed: int, distance: float = _FAR) -> Iterator[None]:
@@ -228,22 +237,20 @@ class Trial:
             before = Snapshot(changed_by_training(self.model))
             self._move_weights()
             with self._tracing(made):
-                outputs = trace([], *self._taken)
+                outputs = trace([], *self._data)
         else:
             way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
-            known = self._concrete[self.parts]
-            if way not in known:
+            if way not in self._concrete:
                 assigned: list[keras.Variable] = []
 
                 def step(*tensors: tf.Tensor) -> Found:
-                    whole, few = self._with_tensors(tensors)
-                    return trace(assigned, whole, few)
+                    whole, parts = self._with_tensors(tensors)
+                    return trace(assigned, whole, parts)
 
-                specs = self._specs[self.parts]
-                function = tf.function(step, autograph=False, input_signature=specs)
+                function = tf.function(step, autograph=False, input_signature=self._specs)
                 with self._tracing(made):
-                    known[way] = function.get_concrete_function(), assigned
-            concrete, assigned = known[way]
+                    self._concrete[way] = function.get_concrete_function(), assigned
+            concrete, assigned = self._concrete[way]
             moved = self.model.trainable_variables if self._moves else []
             before = Snapshot([*self._changed_by(assigned, concrete), *moved])
             self._move_weights()
@@ -309,12 +316,12 @@ class Trial:
         return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
 
     def _trace_whole(
-        self, assigned: list[keras.Variable], whole: Tree, few: slicing.Slices
+        self, assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
     ) -> Found:
-        del few
+        del parts
         with tf_replicas.as_one_replica(self.strategy):
-            random_draws.restart(self.rows, 0, self.rows, self.of_python)
-            rows = tf.constant(self.rows, tf.int64)
+            rows = self._bounds[-1]
+            random_draws.restart(rows, 0, rows, self.of_python)
             step = traced_step.Step(
                 tf.ones([]),
                 self.model,
@@ -339,17 +346,20 @@ class Trial:
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Trace:
         strategy, model = self.strategy, self.model
         sequence = strategy.new_sequence("self_test")
-        starts = np.cumsum([0, *self.parts])
 
-        def trace(assigned: list[keras.Variable], whole: Tree, few: slicing.Slices) -> Found:
+        def trace(
+            assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
+        ) -> Found:
             del whole
+            ranks = strategy.local_ranks()
+            counts = tuple(self._rows_of(rank)[0] for rank in ranks)
+            few = slicing.Slices(parts, counts, self._bounds[-1])
 
             @tf.autograph.experimental.do_not_convert
             def one(batch: slicing.Slices) -> Found:
                 with strategy.sequence(sequence):
-                    rank = strategy.local_ranks()[strategy.local_index()]
-                    rows, first = max(1, self.parts[rank]), int(starts[rank])
-                    random_draws.restart(rows, first, self.rows, self.of_python)
+                    rows, first, of_all = self._rows_of(ranks[strategy.local_index()])
+                    random_draws.restart(tf.maximum(rows, 1), first, of_all, self.of_python)
                     data, step = replica_step.begin_step(
                         self.step_function, batch, model, strategy, kinds
                     )
@@ -522,12 +532,6 @@ def _kinds_of(batch: slicing.Slices) -> list[tuple[tf.DType, int | None] | None]
     """Return type and number of axes of each tensor of a batch, and where one is absent."""
     tensors = _tensors_of(replica_step.without_optionals(batch.parts[0]))
     return [None if one is None else (one.dtype, one.shape.rank) for one in tensors]
-
-
-def _spec_of(tensor: tf.Tensor, before: tf.TensorSpec | None) -> tf.TensorSpec:
-    """Return the specification of a tensor, and of those before it."""
-    spec = tf.TensorSpec(tensor.shape, tensor.dtype)
-    return spec if before is None else spec.most_specific_common_supertype([before])
 
 
 def _bytes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
