@@ -335,7 +335,7 @@ class Trial:
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(whole))
                 observed = self._observed(step, logs, assigned)
-                self.sums = logged_sums(step)
+                self.sums = shown_sums(step)
                 weights = {id(v) for v in self.model.trainable_variables}
                 self.moves_weights = not weights.isdisjoint(step.assigned)
                 losses = {name: c for name, c in step.losses.items() if c.has_rows and self.gathers}
@@ -483,17 +483,14 @@ def terms_of(step: traced_step.Step) -> dict[str, tf.Tensor]:
     }
 
 
-def logged_sums(step: traced_step.Step) -> frozenset[str]:
-    """Return the terms of logs that the graph shows to be sums over rows.
+def shown_sums(step: traced_step.Step) -> frozenset[str]:
+    """Return the terms that the graph shows to be sums over rows.
 
     A count that is zero for the rows of a trial does not show by its value what it is.
     """
     known = RowDependence(step.graph)
-    return frozenset(
-        name
-        for name, term in step.terms.by_name.items()
-        if name.startswith("log ") and _sums_rows(term.value, known)
-    )
+    terms = step.terms.by_name.items()
+    return frozenset(name for name, term in terms if _sums_rows(term.value, known))
 
 
 def _sums_rows(scalar: tf.Tensor, known: RowDependence) -> bool:
