@@ -12,7 +12,6 @@ An optimizer that wraps another counts as two.
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -23,6 +22,7 @@ import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from dtk.compat.keras_variables import VariablePart, copy_mark, path_of, set_slot_of_part
+from dtk.compat.tf_replicas import running
 from dtk.nests import Array, Function, Gradients, Tree
 from dtk.patches import patch_around, patch_for_good, temporarily
 
@@ -42,15 +42,6 @@ def set_owner(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> N
     optimizer._distribution_strategy = strategy
 
 
-class _Thread(threading.local):
-    """This thread: replicas may be threads."""
-
-    applied: Sequence[keras.Variable] = ()  # the variables whose gradients are applied
-
-
-_thread = _Thread()
-
-
 class TakenOver(keras.Optimizer):
     """An optimizer of which a strategy replaces methods; see `make_subclass`.
 
@@ -63,12 +54,12 @@ class TakenOver(keras.Optimizer):
         return super()._clip_gradients(gradients)
 
     def _clip_gradients(self, gradients: Gradients) -> Gradients:
-        return self._dtk_clip(gradients, _thread.applied)
+        return self._dtk_clip(gradients, running.applied)
 
     def _backend_apply_gradients(
         self, grads: Gradients, trainable_variables: Sequence[keras.Variable]
     ) -> None:
-        with temporarily(_thread, applied=trainable_variables):
+        with temporarily(running, applied=trainable_variables):
             super()._backend_apply_gradients(grads, trainable_variables)
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[Tree]) -> list[Tree]:

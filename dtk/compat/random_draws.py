@@ -19,6 +19,7 @@ as `a b` and `c`, with two numbers each:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import random
@@ -26,6 +27,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
+from typing import cast
 
 import keras
 import numpy as np
@@ -39,19 +41,26 @@ from tensorflow.python.ops import (
     gen_stateless_random_ops_v2,
 )
 
+from dtk.compat.tf_replicas import running
 from dtk.nests import Function, Tree
-from dtk.patches import patch_around
+from dtk.patches import patch_around, temporarily
 
 BLOCKS, REPEATED = LAYOUTS = ("blocks", "repeated")
 
 
-class _Drawn(threading.local):
-    """This thread's draws since `restart`; replicas may be threads."""
+@dataclasses.dataclass
+class Draws:
+    """The draws of this thread's replica since `restart`."""
 
-    building = False
+    rows: int | tf.Tensor  # whose numbers are drawn
+    first: int | tf.Tensor  # the number of the first one
+    all_rows: int | tf.Tensor  # of all replicas
+    count: int = 0
 
 
-_drawn = _Drawn()
+def _draws() -> Draws:
+    return cast(Draws, running.draws)
+
 
 _GENERATED = (
     gen_random_ops,
@@ -92,8 +101,7 @@ def restart(
     of_python: bool = True,
 ) -> None:
     """Restart this thread's draws before a step is traced; see `by_row` for `of_python`."""
-    _drawn.count, _drawn.rows, _drawn.first = 0, rows, first
-    _drawn.all_rows = first + rows if of is None else of
+    running.draws = Draws(rows, first, first + rows if of is None else of)
     if of_python:
         np.random.seed(0)
         random.seed(0)
@@ -224,21 +232,20 @@ def _with_own_numbers(
     own: _Generators, *args: object, original: Function[None], **kwargs: object
 ) -> None:
     """Make weights and seeds as without `by_row`, since they outlive it."""
-    if _drawn.building:  # a nested layer
+    if running.building:  # a nested layer
         return original(*args, **kwargs)
     own.swap()
-    _drawn.building = True
     try:
-        return original(*args, **kwargs)
+        with temporarily(running, building=True):
+            return original(*args, **kwargs)
     finally:
-        _drawn.building = False
         own.swap()
 
 
 def _unless_building(
     draw: Function[Tree], *args: object, original: Function[Tree], **kwargs: object
 ) -> Tree:
-    return (original if _drawn.building else draw)(*args, **kwargs)
+    return (original if running.building else draw)(*args, **kwargs)
 
 
 def _call_anew(
@@ -273,14 +280,15 @@ def _by_row(
         }
         if "dtype" in arguments and not known:
             known = {"dtype": arguments["dtype"]}
-        _drawn.count += 1
+        draws = _draws()
+        draws.count += 1
         axis = _batch_axis(shape)
         if axis is None:
-            return draw(shape=shape, seed=[_drawn.count, 0], **known)
-        of_rows.append(_drawn.count)
-        size, mine = _places(shape[axis], layouts.get(_drawn.count, BLOCKS))
+            return draw(shape=shape, seed=[draws.count, 0], **known)
+        of_rows.append(draws.count)
+        size, mine = _places(shape[axis], layouts.get(draws.count, BLOCKS))
         of_all = tf.concat([shape[:axis], size[None], shape[axis + 1 :]], 0)
-        numbers = draw(shape=of_all, seed=[_drawn.count, 0], **known)
+        numbers = draw(shape=of_all, seed=[draws.count, 0], **known)
         return tf.ensure_shape(tf.gather(numbers, mine, axis=axis), _sizes(shape))
 
     return drawn
@@ -296,8 +304,9 @@ def _batch_axis(shape: tf.Tensor) -> int | None:
 
 def _places(size: tf.Tensor, layout: str) -> tuple[tf.Tensor, tf.Tensor]:
     """Return how many numbers all rows draw along the batch axis, and the places of these rows."""
+    draws = _draws()
     rows, first, all_rows = (
-        tf.cast(n, size.dtype) for n in (_drawn.rows, _drawn.first, _drawn.all_rows)
+        tf.cast(n, size.dtype) for n in (draws.rows, draws.first, draws.all_rows)
     )
     each = size // rows
     place = tf.range(size)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+import keras
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
@@ -47,14 +48,29 @@ def replica_index() -> int:
     return int(replica._replica_id_in_sync_group)
 
 
-class _RunningReplica(threading.local):
-    """This thread's replica, as replicas may be threads."""
+class _Running(threading.local):
+    """What this thread's replica does now: all that dtk's functions know without being told.
 
-    present: tf.Tensor | None = None  # whether it has rows; None: its values always count
-    whole = False  # whether it computes a step as if there were one replica
+    Replicas of one process may be threads, and other threads may train other models.
+    """
+
+    def __init__(self) -> None:
+        # the `traced_step.Step` that Keras's code is tracing, or runs eagerly; None outside of it
+        self.step: object = None
+        self.present: tf.Tensor | None = None  # whether it has rows; None: its values always count
+        self.whole = False  # whether it computes a step as if there were one replica
+        self.draws: object = None  # the `random_draws.Draws` of a step that is tried
+        self.building = False  # whether layers, or seeds, are built in the midst of these
+        # the variables whose gradients an optimizer applies
+        self.applied: Sequence[keras.Variable] = ()
+        # what a script's loop has assigned since it last applied an optimizer
+        self.assigned_in_loop: dict[int, keras.Variable] = {}
+        # where calls that ask for other replicas' rows are listed; None if nobody asks
+        self.calls_for_rows: list[str] | None = None
+        self.undistributed = False  # inside `dtk.strategies.undistributed()`
 
 
-_running = _RunningReplica()
+running = _Running()
 
 # A job survives a link that is down for less; with TensorFlow's own 10 s, 5 s can end a job. After
 # a longer silence, dtk's watch names the rank, or TensorFlow ends the job.
@@ -69,12 +85,12 @@ def counted_if(present: tf.Tensor | None) -> AbstractContextManager[None]:
 
     With None, its values always count.
     """
-    return temporarily(_running, present=present)
+    return temporarily(running, present=present)
 
 
 def if_present(value: _Structure) -> _Structure:
     """Replace values by zeros where the running replica has no rows."""
-    present = _running.present
+    present = running.present
     flat = tf.nest.flatten(value)
     if present is None or not flat:
         return value
@@ -122,12 +138,12 @@ def as_one_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 def as_only_replica() -> AbstractContextManager[None]:
     """Return a context in which this process is the only replica, outside of a step, too."""
-    return temporarily(_running, whole=True)
+    return temporarily(running, whole=True)
 
 
 def computes_as_one_replica() -> bool:
     """Return whether this thread computes a step as if there were one replica."""
-    return _running.whole
+    return running.whole
 
 
 def refuse_under_xla() -> None:

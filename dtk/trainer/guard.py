@@ -30,7 +30,14 @@ from types import FrameType
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables, tf_datasets
+from dtk.compat import (
+    keras_models,
+    keras_optimizers,
+    keras_steps,
+    keras_variables,
+    tf_datasets,
+    tf_replicas,
+)
 from dtk.compat.keras_optimizers import Apply
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
@@ -48,13 +55,6 @@ _DTK = str(Path(__file__).parents[1])
 _LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).parent))
 
 
-class _Thread(threading.local):
-    """This thread: models that other threads train are not affected."""
-
-    is_undistributed = False  # inside `undistributed()`
-
-
-_thread = _Thread()
 _taking_over = threading.Lock()
 
 
@@ -74,13 +74,13 @@ def undistributed() -> Iterator[None]:
         ...     history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
     undistributed_jobs.made_strategy()  # the script trains alone on purpose
-    with temporarily(_thread, is_undistributed=True):
+    with temporarily(tf_replicas.running, undistributed=True):
         yield
 
 
 def is_undistributed() -> bool:
     """Return whether this thread is inside `undistributed()`."""
-    return _thread.is_undistributed
+    return tf_replicas.running.undistributed
 
 
 class _Guard:

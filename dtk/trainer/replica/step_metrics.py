@@ -164,14 +164,14 @@ def averaged_in_loop(statistics: dict[int, keras.Variable]) -> Iterator[None]:
     if not traced_step.is_in_loop():
         yield
         return
-    statistics |= traced_step.running.assigned_in_loop
+    statistics |= tf_replicas.running.assigned_in_loop
     if statistics:
         rows = tf.distribute.get_strategy().extended.given_rows()
         _average(list(statistics.values()), rows)
     try:
         yield
     finally:
-        traced_step.running.assigned_in_loop.clear()  # by the optimizer
+        tf_replicas.running.assigned_in_loop.clear()  # by the optimizer
 
 
 def _average(statistics: Sequence[keras.Variable], rows: tf.Tensor) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -291,25 +290,18 @@ def gather_over_batch(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | int]:
     return rows, first
 
 
-class _Noted(threading.local):
-    calls: list[str] | None = None
-
-
-_noted = _Noted()
-
-
 @contextlib.contextmanager
 def noting_calls() -> Iterator[list[str]]:
     """Return a context that lists the calls by which this thread's script asks for other rows."""
     calls: list[str] = []
-    with temporarily(_noted, calls=calls):
+    with temporarily(tf_replicas.running, calls_for_rows=calls):
         yield calls
 
 
 def _note_call(name: str) -> None:
     """Note that a script asks for other rows; the loss being computed then adds up by itself."""
-    if _noted.calls is not None:
-        _noted.calls.append(name)
+    if tf_replicas.running.calls_for_rows is not None:
+        tf_replicas.running.calls_for_rows.append(name)
     step = traced_step.current()
     if step is not None and step.loss in step.losses:
         step.losses[step.loss].is_cured = True

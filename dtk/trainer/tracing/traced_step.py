@@ -18,34 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import keras
 import tensorflow as tf
 
 from dtk.communicators.aligned_slices import with_values
 from dtk.compat import keras_models, keras_steps, keras_variables
-from dtk.compat.tf_replicas import on_values
+from dtk.compat.tf_replicas import on_values, running
 from dtk.kernels import fused_layers
 from dtk.nests import Function, Gradients, Tree
 from dtk.patches import temporarily
 from dtk.trainer.tracing import row_dependence
 from dtk.trainer.tracing.loss_terms import Terms, depends_on_data
-
-
-class _Running(threading.local):
-    """What this thread's replica runs: a mirrored strategy traces its replicas in threads."""
-
-    def __init__(self) -> None:
-        self.step: Step | None = None  # that Keras is tracing
-        # what a script's loop has assigned since it last applied an optimizer
-        self.assigned_in_loop: dict[int, keras.Variable] = {}
-
-
-running = _Running()
 
 # A value's path in a structure, as `keras.tree.flatten_with_path` returns it.
 Path: TypeAlias = tuple[str | int, ...]
@@ -167,7 +154,7 @@ def takes_own_step(step_function: Callable[[Tree], Tree], model: keras.Model) ->
 
 def current() -> Step | None:
     """Return the step this thread is tracing; None outside dtk's steps."""
-    return running.step
+    return cast("Step | None", running.step)
 
 
 def tracing(step: Step | None) -> contextlib.AbstractContextManager[None]:
