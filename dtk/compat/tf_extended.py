@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
@@ -143,7 +143,6 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     ):
         super().__init__(container_strategy, device)
         self._communicator = communicator
-        self._reads_are_local = False
         self._observe: Callable[[tf.Tensor], None] | None = None
         self._reasons: set[str] = set()  # already printed by `_row_maps`
 
@@ -222,7 +221,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     ) -> Tree:
         del destinations, options
         value = tf.nest.map_structure(keras_variables.local_value, value)
-        if self._reads_are_local:
+        if tf_replicas.computes_as_one_replica():
             return tf.nest.map_structure(tf.convert_to_tensor, value)
         return self._replica_ctx_all_reduce(reduce_op, value)
 
@@ -238,18 +237,9 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         gathered = self._communicator.allgather(tf.transpose(value, order))
         return tf.transpose(gathered, back)
 
-    def local_reads(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which reading a variable never communicates.
-
-        For code that runs on one rank only, such as a checkpoint writer.
-        """
-        return temporarily(self, _reads_are_local=True)
-
-    @contextlib.contextmanager
-    def undistributed(self) -> Iterator[None]:
-        """Return a context in which this rank computes and reads without the others."""
-        with self.local_reads(), tf_replicas.as_only_replica():
-            yield
+    def undistributed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank computes, and reads variables, without the others."""
+        return tf_replicas.as_only_replica()
 
     # Data.
 

@@ -344,6 +344,7 @@ class ChiefTrial(step_trial.Trial):
                 tables=tables,
                 kinds=kinds,
                 notes_losses=size == 1,
+                times=self._factor,
             )
 
     def _added_up(self, traced: list[FunctionalStep]) -> step_trial.Found:

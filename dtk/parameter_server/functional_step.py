@@ -64,6 +64,7 @@ def trace_functional_step(
     kinds: Mapping[str, str],
     tried: bool = False,
     notes_losses: bool = False,
+    times: tf.Variable | None = None,
 ) -> FunctionalStep:
     """Trace one of Keras's steps as a pure function of data and state."""
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
@@ -78,6 +79,7 @@ def trace_functional_step(
         tried=tried,
         noted=recorded,
         notes_losses=notes_losses,
+        times=times,
     )
     with (
         traced_step.tracing(step),

@@ -63,7 +63,7 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
     _tell_of_window(model, how)
     # Metric state is read as this process's own, not summed.
     extended = getattr(keras_models.owner_of(model), "extended", None)
-    with getattr(extended, "local_reads", contextlib.nullcontext)():
+    with getattr(extended, "undistributed", contextlib.nullcontext)():
         if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
             return save(path)
         target = Path(path)

@@ -57,7 +57,7 @@ def on_chief(strategy: Strategy, work: Callable[[], T]) -> T:
 
     def alone() -> T:
         # Summed state is read as it is there, without waiting for the others.
-        with getattr(strategy.extended, "local_reads", contextlib.nullcontext)():
+        with getattr(strategy.extended, "undistributed", contextlib.nullcontext)():
             return work()
 
     return on_root(strategy.world, alone)

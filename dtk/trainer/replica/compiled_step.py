@@ -202,6 +202,7 @@ class CompiledStep:
             kinds=outside.kinds,
             own=outside.own,
             noted=self._noted,
+            times=outside.times,
         )
         with traced_step.tracing(inside):
             logs = self._step_function(data)

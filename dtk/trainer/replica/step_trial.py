@@ -270,7 +270,6 @@ class Trial:
         with (
             keras_variables.created_at_once(made.keep),
             self._global_numbers(),
-            traced_step.magnifying(self.model, self._factor),
             keras_steps.patch_moments(self._moments),
             whole_batch.losses_of_all_rows(),
             keras_steps.patch_sums_of_losses(whole_batch.summed_by_losses),
@@ -331,6 +330,7 @@ class Trial:
                 tried=True,
                 noted=traced_step.NotedGradients(),
                 notes_losses=True,
+                times=self._factor,
             )
             with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(whole))
@@ -365,6 +365,7 @@ class Trial:
                     )
                     world = step_metrics.WorldState(step)
                     step.tried, step.noted = True, traced_step.NotedGradients()
+                    step.times = self._factor
                     step.result_of = world.result_of
                     with traced_step.tracing(step), tf_replicas.counted_if(step.present):
                         logs = self.step_function(data)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias, cast
 
@@ -83,6 +82,8 @@ class Step:
     tried: bool = False  # whether `self_test` has compared it with one process's step
     noted: NotedGradients | None = None
     notes_losses: bool = False
+    # by which a script's tapes multiply the gradients of weights, where the step is tried
+    times: tf.Variable | None = None
     # Computes a metric's result from the state of all replicas; see `step_metrics.WorldState`.
     result_of: Callable[[Callable[[], Tree]], Tree] | None = None
 
@@ -272,9 +273,8 @@ def _differentiate(
     step = current()
     if step is None or step.own or not _are_weights(sources, step):
         return gradient(target, sources, output_gradients)
-    times = _magnified.get(step.model)
     if output_gradients is not None:
-        return _multiplied(gradient(target, sources, output_gradients), times)
+        return _multiplied(gradient(target, sources, output_gradients), step.times)
     targets, seeds, changed = [], [], False
     for value in map(tf.convert_to_tensor, tf.nest.flatten(target)):
         total = value if value.shape.rank == 0 else tf.reduce_sum(value)
@@ -287,21 +287,7 @@ def _differentiate(
     if changed:
         target, output_gradients = targets, seeds
     with temporarily(step, weighed_later=True):
-        return _multiplied(gradient(target, sources, output_gradients), times)
-
-
-# Models of which a trial computes larger gradients, and how many times as large.
-_magnified = weakref.WeakKeyDictionary[keras.Model, tf.Variable]()
-
-
-@contextlib.contextmanager
-def magnifying(model: keras.Model, times: tf.Variable) -> Iterator[None]:
-    """Return a context in which a script's tapes multiply the gradients of a model's weights."""
-    _magnified[model] = times
-    try:
-        yield
-    finally:
-        del _magnified[model]
+        return _multiplied(gradient(target, sources, output_gradients), step.times)
 
 
 def _multiplied(gradients: Tree, times: tf.Variable | None) -> Tree:
