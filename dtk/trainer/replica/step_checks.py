@@ -68,12 +68,11 @@ class StepChecks:
             self.kinds, self.joined = verdict.kinds, verdict.joined
             gathered = self._trainer.gathered
             gathered += [m for m in verdict.gathered if m not in gathered]
-            step = self.steps + 1
-            if verdict.joined:
-                return
-            if trial.take(first, many=True):
-                self_test.audit(trial, verdict.kinds, step)
-            self.trial, self._compared, self._due = trial, step, 2 * step
+            if not verdict.joined:
+                step = self.steps + 1
+                if trial.take(first, many=True):
+                    self_test.audit(trial, verdict.kinds, step)
+                self.trial, self._compared, self._due = trial, step, 2 * step
         if asked == "only":
             self_test.end_script()
 
