@@ -2,12 +2,12 @@
 
     host        what Python reads, and what counts and measures: this process's CPU
     messages    what a backend sends and receives, and the variables that keep messages in order
-    cards       what ranks send from GPU to GPU, if their backend links the GPUs: gradients,
+    is_on_card  what ranks send from GPU to GPU, if their backend links the GPUs: gradients,
                 weights, statistics and layers' activations, which are floats of 16 and 32 bits.
                 Counts, sizes, shares of a batch and Python values are others, and stay on the host
-    computing   a replica's step: the replica's GPU if it has one
-    reducing    sums over replicas on GPUs, and over replicas of one process: beside the step. A
-                rank sees one GPU only, see `strategies.devices.pin`
+    computing   a replica's step: the replica's GPU if it has one. A rank sees one GPU only, see
+                `strategies.devices.pin`
+    reducing    sums over replicas on GPUs, and over replicas of one process: beside the step
     keeping     what an exchange remembers between steps: beside the step
 
 On GPUs TensorFlow sums by NCCL where the group's device is a GPU and the hint is "nccl"; ranks that

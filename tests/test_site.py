@@ -67,7 +67,7 @@ def test_the_reference_has_every_public_name_and_every_command(site):
 
 def test_pictures_are_drawn_and_links_between_folders_lead_on(site):
     page = (site / "docs" / "architecture.html").read_text()
-    assert page.count('<ol class="way">') == 4 and "<b>CutEpochIterator</b>" in page
+    assert page.count('<ol class="way">') == 5 and "<b>CutEpochIterator</b>" in page
     started = (site / "docs" / "command-line.html").read_text()
     assert 'href="../SECURITY.html#what-to-do"' in started
     assert (site / "examples" / "notebook.ipynb").is_file()

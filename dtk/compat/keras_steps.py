@@ -2,7 +2,7 @@
 
 scale_loss_for_distribution and its like    patch_losses
 keras.Loss.__call__                         patch_loss_calls
-assign of variables, _moments: for good      patch_steps
+assign of variables, _moments: for good      patch_assign_and_moments
 update_state of keras.metrics.Mean and Sum  patch_means
 result, update_state of a model's metrics   patch_metrics
 tf.GradientTape.gradient and __enter__      patch_tapes
@@ -91,7 +91,7 @@ def masked_weight(
     return keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def patch_steps(
+def patch_assign_and_moments(
     assign: Function[tf.Tensor], moments: Function[tuple[tf.Tensor, tf.Tensor]]
 ) -> None:
     """Assign Keras variables, and compute a batch's moments, by these functions from now on.

@@ -1,5 +1,7 @@
 """Keras variables, the TensorFlow variables behind them, and marks on them.
 
+for good   keras.Variable._map_aggregation    patch_map_aggregation
+
 A mark says that a variable holds one rank's part of a tensor: an attribute that dtk adds.
 """
 
@@ -54,7 +56,7 @@ def move_variable(variable: keras.Variable) -> None:
         variable._initialize(variable._value.numpy())
 
 
-def assign_own_copies(wanted: Callable[[], bool]) -> None:
+def patch_map_aggregation(wanted: Callable[[], bool]) -> None:
     """Let replicas assign their own copies of Keras variables from now on, where it is wanted.
 
     All assign the same value, or dtk averages them, so TensorFlow need not reduce each assignment.

@@ -206,7 +206,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
                 whole_batch(data),
                 self.model,
                 share=tf.constant(1.0) if whole else share,
-                world_sum=tf.identity if whole else self.strategy.sum_over_slices,
+                sum_over_replicas=tf.identity if whole else self.strategy.sum_over_slices,
                 state=[*state, *zero_metrics(self.model), *self.rng_states.values(rng_states)],
                 tables=self.tables,
                 kinds={} if whole else self.trainer.kinds_of(self.name),

@@ -339,7 +339,7 @@ class ChiefTrial(step_trial.Trial):
                 whole_batch(slicing.forget_rows(data)),
                 model,
                 share=tf.cast(rows / of_all, tf.float32),
-                world_sum=tf.identity if size == 1 else strategy.sum_over_slices,
+                sum_over_replicas=tf.identity if size == 1 else strategy.sum_over_slices,
                 state=[*state, *functional_step.zero_metrics(model)],
                 tables=tables,
                 kinds=kinds,

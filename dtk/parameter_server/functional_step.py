@@ -58,7 +58,7 @@ def trace_functional_step(
     model: keras.Model,
     *,
     share: tf.Tensor,
-    world_sum: Callable[[tf.Tensor], tf.Tensor],
+    sum_over_replicas: Callable[[tf.Tensor], tf.Tensor],
     state: State,
     tables: Sequence[keras.Variable],
     kinds: Mapping[str, str],
@@ -69,13 +69,12 @@ def trace_functional_step(
     """Trace one of Keras's steps as a pure function of data and state."""
     scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
     recorded = RecordedUpdates(scope, model, tables)
-    own = traced_step.takes_own_step(step_function, model)
     step = traced_step.Step(
         share,
         model,
-        world_sum,
+        sum_over_replicas,
         kinds=kinds,
-        own=own,
+        weighs_loss=traced_step.takes_own_step(step_function, model),
         tried=tried,
         noted=recorded,
         notes_losses=notes_losses,

@@ -63,7 +63,7 @@ def cut(
             pipeline = _in_known_order(pipeline)
             maps = taking_apart(pipeline)
             if maps is not None:
-                return row_maps.cut_dataset(maps, ranks[0], size, digest, ahead)
+                return row_maps.cut_before_maps(maps, ranks[0], size, digest, ahead)
             pipeline = drawn_in_order(pipeline)
         return slicing.cut_dataset(pipeline, ranks, size, digest, ahead)
 

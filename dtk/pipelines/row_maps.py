@@ -60,7 +60,7 @@ class ArrayRows(NamedTuple):
     why: None = None
 
 
-def cut_dataset(
+def cut_before_maps(
     maps: RowMaps | ArrayRows,
     rank: int,
     size: int,

@@ -2,7 +2,7 @@
 
 data of fit       keras_data         global batches, cut by rank
 a step            traced_step        losses weighed by the replica's share of the rows
-                  replica_step       gradients summed once, before clipping and accumulation
+                  reducing_optimizer gradients summed once for each update, before they are clipped
                   step_metrics       metrics and moving statistics of all replicas
 around fit        fit                callbacks; rank_checks: comparisons between ranks
 state             model_state        which variables ranks share
@@ -59,7 +59,7 @@ class DistributedTrainer(ModelState):
         self.stop_agreed = False  # whether all ranks stop after the step that ends next
         self.checks: dict[str, step_checks.StepChecks] = {}  # of train steps, and of test steps
         self.calls: collections.Counter[str] = collections.Counter()
-        self._unread = False
+        self._unread = False  # whether ranks have yet to compare the first batch of a call
         self._untried: set[str] = set()  # steps whose function was made anew
         self._digests: dict[str, tf.Variable] = {}
         # what train steps read that is not the model's, such as what a callback sets
@@ -69,7 +69,7 @@ class DistributedTrainer(ModelState):
     def compiled(self) -> None:
         """Forget what was learned about the model's steps; `compile` has just run."""
         self.checks.clear()
-        self.gathered.clear()
+        self.metrics_of_all_rows.clear()
         self.calls.clear()
 
     @property
@@ -180,7 +180,7 @@ class DistributedTrainer(ModelState):
 
         # Keras is patched where replicas trace the step, whenever that is: patches for each step
         # took a fifth of a small model's.
-        set_trace_context(step, lambda: replica_step.patched(model, self.gathered))
+        set_trace_context(step, lambda: replica_step.patched(model, self.metrics_of_all_rows))
         function = keras_models.make_function(model, step)
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:

@@ -142,8 +142,10 @@ def install(strategy: Strategy) -> None:
     if before is None or _joins(strategy) >= _joins(before):
         keras_models.patch_calls(_Guard(strategy))
     keras_optimizers.patch_every_apply(_check_update)
-    keras_steps.patch_steps(traced_step.assign, step_metrics.moments_in_loop)
-    keras_variables.assign_own_copies(lambda: hasattr(tf.distribute.get_strategy(), "make_trainer"))
+    keras_steps.patch_assign_and_moments(traced_step.assign, step_metrics.moments_in_loop)
+    keras_variables.patch_map_aggregation(
+        lambda: hasattr(tf.distribute.get_strategy(), "make_trainer")
+    )
 
 
 def _joins(strategy: Strategy) -> tuple[int, int]:

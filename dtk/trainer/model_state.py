@@ -15,6 +15,7 @@ class ModelState:
 
     Attributes:
         same_data: Whether all ranks are given the same data, of which each takes its rows.
+        metrics_of_all_rows: Metrics that one replica counts on the rows of all.
     """
 
     same_data = True
@@ -22,7 +23,7 @@ class ModelState:
     def __init__(self, model: keras.Model, strategy: Strategy):
         self.model = model
         self.strategy = strategy
-        self.gathered: list[keras.Metric] = []
+        self.metrics_of_all_rows: list[keras.Metric] = []
         self._carried: dict[str, SavedItem] = {}
 
     @property

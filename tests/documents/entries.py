@@ -65,6 +65,7 @@ ENTRIES = {
     ),
     ("docs/architecture.md", "a batch, on every rank"): _PICTURE,
     ("docs/architecture.md", "a gradient, on every rank"): _PICTURE,
+    ("docs/architecture.md", "a metric, on every rank"): _PICTURE,
     ("docs/architecture.md", "a push"): _PICTURE,
     ("docs/architecture.md", "a checkpoint"): _PICTURE,
     ("docs/callbacks.md", "model.fit("): Python(

@@ -91,7 +91,7 @@ def check_one_rank(make, like=None, rank=1, size=3, peek=True):
     maps = operations.take_apart(made(make))
     assert isinstance(maps, row_maps.RowMaps), maps
     without = untouched(lambda slices: slices._replace(digest=()))
-    found = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
+    found = row_maps.cut_before_maps(maps, rank, size, digests.digest_of)
     check_same(slicing.cut_dataset(before, (rank,), size), found.map(without))
     return maps
 
@@ -123,7 +123,7 @@ def test_a_script_may_go_on_reading(name):
         dataset = MADE[name]()
         cut = slicing.cut_dataset(dataset, (0,), 1)
         if not whole:
-            cut = row_maps.cut_dataset(operations.take_apart(dataset), 0, 1, digests.digest_of)
+            cut = row_maps.cut_before_maps(operations.take_apart(dataset), 0, 1, digests.digest_of)
         batches = [list(cut), list(dataset), list(cut), list(dataset.take(2)), list(cut)]
         found.append([[getattr(one, "parts", (one,))[0] for one in part] for part in batches])
     tf.nest.map_structure(np.testing.assert_array_equal, *found)

@@ -111,11 +111,11 @@ def check_one_rank(make, size, rank):
 
     maps = operations.take_apart(make())
     assert isinstance(maps, row_maps.RowMaps | row_maps.ArrayRows)
-    early = row_maps.cut_dataset(maps, rank, size, digests.digest_of)
+    early = row_maps.cut_before_maps(maps, rank, size, digests.digest_of)
     check_same(slicing.cut_dataset(make(), (rank,), size), early.map(without_digest))
     check_same(
         slicing.cut_dataset(make(), (rank,), size).map(exactly),
-        row_maps.cut_dataset(operations.take_apart(make()), rank, size).map(exactly),
+        row_maps.cut_before_maps(operations.take_apart(make()), rank, size).map(exactly),
     )
 
 
@@ -148,7 +148,7 @@ def test_a_rank_maps_its_own_rows_alone():
             return apply(Dataset.zip(about, counting(rows, seen)))
 
         counted = maps._replace(apply=apply_counted)
-        batches = numpy(row_maps.cut_dataset(counted, rank, 2, digests.digest_of))
+        batches = numpy(row_maps.cut_before_maps(counted, rank, 2, digests.digest_of))
         assert seen == [row for batch in batches for row in batch.parts[0]["row"][0].tolist()]
         mapped += seen
     assert sorted(mapped) == list(range(26))
@@ -191,7 +191,7 @@ def test_a_rank_takes_its_own_rows_of_arrays(monkeypatch):
     data = keras_data.ArrayDataAdapter(x, batch_size=64, shuffle=True).get_tf_dataset()
     maps = operations.take_apart(data)
     monkeypatch.setattr(tf, "gather", counted)
-    for _ in row_maps.cut_dataset(maps, 1, 16, digests.digest_of):
+    for _ in row_maps.cut_before_maps(maps, 1, 16, digests.digest_of):
         pass
     assert sum(taken) == 4 * 64 + 12 * 4 + 1024 // 16  # what is compared, and own rows
 
@@ -200,7 +200,7 @@ def test_a_rank_takes_its_own_rows_of_arrays(monkeypatch):
 def test_a_row_of_arrays_that_differs_is_found_out(batch):
     def digests_of(x):
         data = keras_data.ArrayDataAdapter(x, batch_size=64).get_tf_dataset()
-        cut = row_maps.cut_dataset(operations.take_apart(data), 0, 2, digests.digest_of)
+        cut = row_maps.cut_before_maps(operations.take_apart(data), 0, 2, digests.digest_of)
         return [int(slices.digest) for slices in cut]
 
     x = np.zeros((1024, 5), "float32")
@@ -326,7 +326,7 @@ def test_options_and_names_stay():
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 2
     dataset = Dataset.range(9).map(pair, name="pairs").with_options(options).batch(4, name="fours")
-    cut = row_maps.cut_dataset(operations.take_apart(dataset), 0, 2, digests.digest_of)
+    cut = row_maps.cut_before_maps(operations.take_apart(dataset), 0, 2, digests.digest_of)
     assert cut.options().threading.private_threadpool_size == 2
     assert cut.options().autotune.enabled is False
     names = []
@@ -342,7 +342,7 @@ def test_ranks_with_other_numbers_in_their_functions_find_out():
     def digests_of(numbers):
         take = untouched(lambda row: tf.gather(numbers, row))
         maps = operations.take_apart(Dataset.range(4).map(take).batch(4))
-        (slices,) = row_maps.cut_dataset(maps, 0, 2, digests.digest_of)
+        (slices,) = row_maps.cut_before_maps(maps, 0, 2, digests.digest_of)
         return int(slices.digest)
 
     one, other = np.arange(4.0), np.arange(4.0) + 1

@@ -67,7 +67,7 @@ class GradientExchange:
         return self.inner.gradient_accumulation_steps or 1
 
     @property
-    def sums_windows(self) -> bool:
+    def exchanges_windows(self) -> bool:
         """Whether windows of accumulated gradients are exchanged, not each step's gradients.
 
         The windows of a sharded optimizer are divided over ranks, so each step is exchanged.

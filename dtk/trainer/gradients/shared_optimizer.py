@@ -119,7 +119,7 @@ def weighed_in_scale(loss: tf.Tensor) -> tf.Tensor:
     """
     step = traced_step.current()
     is_mean = tf.convert_to_tensor(loss).shape.rank == 0
-    return step.weighed(loss) if step is not None and step.own and is_mean else loss
+    return step.weighed(loss) if step is not None and step.weighs_loss and is_mean else loss
 
 
 # Taking over.
@@ -129,7 +129,7 @@ class SharedOptimizer(keras_optimizers.TakenOver):
     """An optimizer that treats parts of variables as it would treat whole ones."""
 
     def _dtk_clip(self, gradients: Gradients, variables: Variables) -> Gradients:
-        """Clip gradients as those of whole variables would be clipped."""
+        """Clip parts of variables as whole ones would be clipped; else as Keras (`TakenOver`)."""
         strategy = _strategy_of(self)
         group = strategy.part_communicator
         if group.size == 1 and not self.clipnorm:

@@ -171,7 +171,7 @@ class CompiledStep:
             counts = counting.get_concrete_function(data, step.share)
             if _assigns(counts.graph):
                 raise UncompilableError("its step assigns to variables that are not Keras's")
-            totals = list(step.world_sum(counts(data, step.share)))
+            totals = list(step.sum_over_replicas(counts(data, step.share)))
             concrete = self._compiled(data, totals)
 
         def run() -> Tree:
@@ -200,7 +200,7 @@ class CompiledStep:
             outside.model,
             self._counts,
             kinds=outside.kinds,
-            own=outside.own,
+            weighs_loss=outside.weighs_loss,
             noted=self._noted,
             times=outside.times,
         )

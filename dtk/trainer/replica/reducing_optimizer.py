@@ -3,7 +3,8 @@
 scale_loss       weigh the loss by the replica's share of the rows; in Keras's own step
 apply            weigh the gradients in any other step, exchange them, then
   check_finite     look for what is not finite
-  clip             clip the sums; with accumulation, exchange and clip the sums of a window
+  clip             clip the sums: replicas' gradients, clipped, do not sum to those of a batch;
+                   with accumulation, exchange the sums of a window, then clip them
     update           as Keras does, with `shard_optimizer=True` this rank's parts
 save_, load_own_variables    wholes, whatever the rank holds
 """
@@ -91,14 +92,14 @@ class ReducingOptimizer(SharedOptimizer):
     def check_finite(self, grads: Gradients) -> tf.Tensor:
         """Check scaled gradients; on all replicas, where they are not exchanged yet."""
         finite, exchange = super().check_finite(grads), self._dtk_exchange
-        if not exchange.sums_windows or exchange.inner is self:
+        if not exchange.exchanges_windows or exchange.inner is self:
             return finite
         return whole_batch.sum_over_replicas(tf.cast(tf.logical_not(finite), tf.int32)) == 0
 
     def _dtk_clip(self, gradients: Gradients, variables: Variables) -> Gradients:
-        """Clip gradients, those of a window after their exchange."""
+        """Exchange the gradients of a window; then, as `SharedOptimizer`, clip."""
         exchange = self._dtk_exchange
-        if exchange.inner is self and exchange.sums_windows and _in_replica(exchange.strategy):
+        if exchange.inner is self and exchange.exchanges_windows and _in_replica(exchange.strategy):
             # The sums of earlier steps of the window count even if this step has no rows.
             with tf_replicas.counted_if(None):
                 part = _part_of(traced_step.current())
@@ -175,7 +176,7 @@ def _sum_over_replicas(
 ) -> Update:
     replaced = _replacements(grads, variables, exchange.strategy)
     sent = [None if i in replaced else g for i, g in enumerate(grads)]
-    if exchange.sums_windows:  # `clip` exchanges them later
+    if exchange.exchanges_windows:  # `clip` exchanges them later
         exchange.divided = True
         sums, applied = tf_replicas.if_present(sent), None
     else:

@@ -102,10 +102,10 @@ def begin_step(
     step = traced_step.Step(
         share=share,
         model=model,
-        world_sum=whole_batch.sum_over_replicas,
+        sum_over_replicas=whole_batch.sum_over_replicas,
         rows=rows,
         kinds=kinds,
-        own=traced_step.takes_own_step(step_function, model),
+        weighs_loss=traced_step.takes_own_step(step_function, model),
         present=present,
     )
     return data, step

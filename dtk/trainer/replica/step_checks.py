@@ -66,7 +66,7 @@ class StepChecks:
             trial = self._make_trial(step_function, first)
             verdict = self_test.run(trial, reasons or ["asked for"])
             self.kinds, self.joined = verdict.kinds, verdict.joined
-            gathered = self._trainer.gathered
+            gathered = self._trainer.metrics_of_all_rows
             gathered += [m for m in verdict.gathered if m not in gathered]
             if not verdict.joined:
                 step = self.steps + 1

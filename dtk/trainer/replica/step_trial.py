@@ -326,7 +326,7 @@ class Trial:
                 self.model,
                 tf.identity,
                 rows,
-                own=traced_step.takes_own_step(self.step_function, self.model),
+                weighs_loss=traced_step.takes_own_step(self.step_function, self.model),
                 tried=True,
                 noted=traced_step.NotedGradients(),
                 notes_losses=True,
@@ -374,7 +374,7 @@ class Trial:
                         world.average()
                         return self._observed(step, logs, assigned, of_replicas=True)
 
-            gathered = self.trainer.gathered
+            gathered = self.trainer.metrics_of_all_rows
             assigned.extend(v for metric in gathered for v in metric.variables)  # outside the step
             with whole_batch.counted_on_all_rows(gathered):
                 observed = strategy.run(one, args=(few,))

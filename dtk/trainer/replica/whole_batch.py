@@ -113,7 +113,9 @@ def loss_of_batch(
     leaves = [next(rows) if tf.is_tensor(leaf) else leaf for leaf in leaves]
     masks = leaves[len(leaves) // 2 :]
     masked = map(keras_steps.with_mask, leaves, masks)
-    whole = traced_step.Step(tf.ones([]), step.model, tf.identity, step.rows, own=step.own)
+    whole = traced_step.Step(
+        tf.ones([]), step.model, tf.identity, step.rows, weighs_loss=step.weighs_loss
+    )
     counted_once = keras_steps.patch_metrics(
         keras_models.metrics_of(step.model), "update_state", _count_once
     )

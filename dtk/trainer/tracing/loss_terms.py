@@ -47,12 +47,12 @@ class Terms:
     def __init__(
         self,
         share: tf.Tensor,
-        world_sum: Callable[[tf.Tensor], tf.Tensor],
+        sum_over_replicas: Callable[[tf.Tensor], tf.Tensor],
         kinds: Mapping[str, str],
     ):
         self.by_name: dict[str, Term] = {}
         self._share = share
-        self._world_sum = world_sum
+        self._sum_over_replicas = sum_over_replicas
         self._kinds = kinds
         self._known: set[Hashable] = set()
         self._calls: dict[str, int] = {}
@@ -92,7 +92,7 @@ class Terms:
             return tf.math.divide_no_nan(tf.ones_like(share), share), term.value
         # The quotient itself is 0 / 0 where a mask leaves none of this replica's rows.
         assert term.numerator is not None and term.denominator is not None
-        whole = share * self._world_sum(tf.stop_gradient(term.denominator))
+        whole = share * self._sum_over_replicas(tf.stop_gradient(term.denominator))
         return tf.math.divide_no_nan(tf.ones_like(share), whole), term.numerator
 
 

@@ -74,10 +74,10 @@ class Step:
 
     share: tf.Tensor  # this replica's part of the batch's rows
     model: keras.Model
-    world_sum: Callable[[tf.Tensor], tf.Tensor]  # sums a number over the replicas
+    sum_over_replicas: Callable[[tf.Tensor], tf.Tensor]  # sums a number over the replicas
     rows: tf.Tensor | None = None  # of the global batch
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its losses' terms
-    own: bool = False  # whether it is Keras's own train step, which weighs its loss
+    weighs_loss: bool = False  # and so its gradients: Keras's own train step
     present: tf.Tensor | None = None  # whether this replica has rows
     tried: bool = False  # whether `self_test` has compared it with one process's step
     noted: NotedGradients | None = None
@@ -89,7 +89,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
-        self.terms = Terms(self.share, self.world_sum, self.kinds)
+        self.terms = Terms(self.share, self.sum_over_replicas, self.kinds)
         self.rows_read: list[tf.Tensor] = [tf.constant(0, tf.int64)]
         self.reductions = self.assignments = 0
         self.assigned: dict[int, keras.Variable] = {}
@@ -104,7 +104,7 @@ class Step:
         """Take over the assignments and reductions of a part that has weighed its gradients."""
         self.take_assignments(inside)
         self.reductions += inside.reductions
-        self.own = True
+        self.weighs_loss = True
 
     def take_assignments(self, inside: Step) -> None:
         """Take over the assignments of a part that has computed the rows of all replicas."""
@@ -145,7 +145,7 @@ class Step:
 
     def handed_over(self, gradients: Gradients) -> Gradients:
         """Weigh gradients for an optimizer, unless the loss was weighed."""
-        return gradients if self.own else [self.weighed(g) for g in gradients]
+        return gradients if self.weighs_loss else [self.weighed(g) for g in gradients]
 
 
 def takes_own_step(step_function: Callable[[Tree], Tree], model: keras.Model) -> bool:
@@ -247,7 +247,7 @@ def _weigh(
         return step.terms.mark_mean(result)
     # `result` is local sum / local count; wanted is local sum / global count / share.
     counted = tf.stop_gradient(counted)
-    total = step.world_sum(counted) * tf.cast(step.share, result.dtype)
+    total = step.sum_over_replicas(counted) * tf.cast(step.share, result.dtype)
     return step.terms.mark_mean(result * tf.math.divide_no_nan(counted, total))
 
 
@@ -271,7 +271,7 @@ def _differentiate(
     """Compute `tf.GradientTape.gradient`, with factors for terms that are not means."""
     del values
     step = current()
-    if step is None or step.own or not _are_weights(sources, step):
+    if step is None or step.weighs_loss or not _are_weights(sources, step):
         return gradient(target, sources, output_gradients)
     if output_gradients is not None:
         return _multiplied(gradient(target, sources, output_gradients), step.times)
