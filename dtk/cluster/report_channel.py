@@ -57,10 +57,10 @@ def ask(reading: socket.socket) -> None:
         reading.shutdown(socket.SHUT_WR)
 
 
-def cut(data: bytes) -> tuple[bytes, list[bytes], bytes]:
+def split_records(data: bytes) -> tuple[bytes, list[bytes], bytes]:
     r"""Cut the agent's records out of what a remote shell wrote.
 
-    >>> cut(b"50%" + MARK + b"1\n|100%\n" + MARK[:4])
+    >>> split_records(b"50%" + MARK + b"1\n|100%\n" + MARK[:4])
     (b'50%|100%\n', [b'1'], b'\x1edtk')
     """
     text = b""

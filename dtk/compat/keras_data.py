@@ -93,7 +93,7 @@ def own_rows(batch: Tree) -> slicing.Slices:
 def cut_batches(batches: Iterable[Tree], strategy: tf.distribute.Strategy) -> list[slicing.Slices]:
     """Cut single global batches, of tensors or arrays."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    return [slicing.cut(as_tensors(batch), ranks, size) for batch in batches]
+    return [slicing.cut_batch(as_tensors(batch), ranks, size) for batch in batches]
 
 
 def as_tensors(batch: Tree) -> Tree:

@@ -270,7 +270,7 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         They have digests where several processes read the dataset.
         """
         shared = self._container_strategy().world.size > 1
-        return operations.cut(
+        return operations.cut_pipeline(
             dataset,
             (self._communicator.rank,),
             self._communicator.size,
@@ -453,7 +453,7 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
     def cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Cut every global batch of a dataset for the devices, into `slicing.Slices`."""
         size = self._num_replicas_in_sync
-        return operations.cut(dataset, range(size), size)
+        return operations.cut_pipeline(dataset, range(size), size)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: MakesDataset, options: object

@@ -216,7 +216,7 @@ def _parts(
             (BatchPartRead(None, count, count, _hash(batch), _sample(batch), ""), _types(batch))
         ]
     size, ranks = strategy.num_replicas_in_sync, strategy.local_ranks()
-    slices, whole = slicing.cut(batch, ranks, size), _hash(batch)
+    slices, whole = slicing.cut_batch(batch, ranks, size), _hash(batch)
     rows, told = int(slices.rows), []
     for rank, rank_batch, count in zip(ranks, slices.parts, slices.counts, strict=True):
         count = int(count)

@@ -140,7 +140,7 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
     return leaf.dense_shape[axis] if known is None else tf.constant(known, tf.int64)
 
 
-def cut(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
+def cut_batch(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
     # `Strategy.gather_outputs` puts predictions back in this order: each rank's rows are adjacent.
@@ -286,7 +286,7 @@ def cut_dataset(
     """Cut every global batch of a dataset for the given ranks."""
 
     def cut_one(number: tf.Tensor, batch: Tree) -> Slices:
-        slices = cut(batch, ranks, size)
+        slices = cut_batch(batch, ranks, size)
         return slices if digest is None else slices._replace(digest=digest(number, batch))
 
     return mapped(dataset.enumerate(), cut_one, ahead)

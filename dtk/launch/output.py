@@ -283,7 +283,7 @@ class JobOutput:
             return False
         source.waits = False
         if source.stderr and rank.remote:
-            read, records, source.torn = report_channel.cut(source.torn + read)
+            read, records, source.torn = report_channel.split_records(source.torn + read)
             for record in records:
                 rank.hear(record)
         with source.lock:

@@ -206,7 +206,7 @@ class Starter:
         Closing its standard input ends the rank over there, and so does losing the connection. A
         lost connection may only fall silent, so `SILENCE` seconds without a line end the rank, too:
         write an empty one every `HEARTBEAT` seconds. Its standard error also carries the agent's
-        records, see `report_channel.cut`.
+        records, see `report_channel.split_records`.
         """
         forwarded = {
             name: value

@@ -154,7 +154,7 @@ class HaloExchange:
         """
         rank, matrix = self.communicator.rank, self.halo.matrix
         others = [j for j in range(self.communicator.size) if j != rank]
-        own, *parts = cut(value, [self.halo.sent(rank, j) for j in (rank, *others)], self.axis)
+        own, *parts = parts_of(value, [self.halo.sent(rank, j) for j in (rank, *others)], self.axis)
         if not np.any(matrix):  # the same on all ranks: all know the whole matrix
             return None, own, None
         # Ranks that get no rows have an empty part, so that all ranks' graphs have the same shape.
@@ -173,7 +173,7 @@ class HaloExchange:
         return tf.ensure_shape(tf.fill(shape, tf.cast(constant, like.dtype)), static)
 
 
-def cut(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]:
+def parts_of(value: tf.Tensor, ranges: Sequence[Range], axis: int) -> list[tf.Tensor]:
     """Return several slices of an axis; the first has most of it.
 
     TensorFlow's gradient of a slice is as large as the whole, and it makes one for each slice and

@@ -78,7 +78,7 @@ class ParameterServerTrainer(JobTrainer):
         if isinstance(dataset, worker_data.WorkerDataset):
             return dataset
         slices = self.strategy.slices
-        return operations.cut(dataset, range(slices), slices)
+        return operations.cut_pipeline(dataset, range(slices), slices)
 
     def take_epoch_iterator(
         self, iterator: keras_data.CutEpochIterator | None = None, data_batch: Tree = None
@@ -137,7 +137,7 @@ class ParameterServerTrainer(JobTrainer):
         slices = self.strategy.slices
         for batch in iterator:
             whole = keras_data.as_tensors(batch)
-            yield slicing.cut(whole, range(slices), slices), slicing.spec_of(whole)
+            yield slicing.cut_batch(whole, range(slices), slices), slicing.spec_of(whole)
 
     def make_trial(self, step_function: StepFunction, batch: slicing.Slices) -> ChiefTrial:
         return ChiefTrial(self, step_function, batch)
@@ -237,7 +237,7 @@ class ParameterServerTrainer(JobTrainer):
                         "predict gives a result for every row, in order, which pipelines of the "
                         "workers' own do not have; give it arrays or a tf.data.Dataset"
                     )
-                slices = slicing.cut(data, range(workers), workers)
+                slices = slicing.cut_batch(data, range(workers), workers)
                 self._submit(job, slices, slicing.spec_of(data))
             job.drain()
             return job.take_outputs()

@@ -40,7 +40,7 @@ _DRAWS = re.compile(
 _TRANSPARENT = ("Prefetch", "Options")
 
 
-def cut(
+def cut_pipeline(
     dataset: tf.data.Dataset,
     ranks: Sequence[int],
     size: int,

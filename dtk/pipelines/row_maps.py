@@ -72,7 +72,7 @@ def cut_before_maps(
 
         def take(number: tf.Tensor, element: tuple[tf.Tensor, Tree]) -> slicing.Slices:
             numbers, arrays = element
-            slices = slicing.cut(numbers, (rank,), size)
+            slices = slicing.cut_batch(numbers, (rank,), size)
             slices = slices._replace(parts=tuple(_taken(arrays, part) for part in slices.parts))
             if digest is None:
                 return slices
@@ -93,7 +93,7 @@ def _own_batches(maps: RowMaps, rank: int, size: int, digest: Digest | None) -> 
 
     @tf.autograph.experimental.do_not_convert
     def cut(number: tf.Tensor, batch: Tree) -> tuple[tf.Tensor, Tree]:
-        parts, counts, rows, _ = slicing.cut(batch, (rank,), size)
+        parts, counts, rows, _ = slicing.cut_batch(batch, (rank,), size)
         batch_digest = tf.constant(maps.salt, tf.int64)
         if digest is not None:
             batch_digest += digest(number, batch)

@@ -42,7 +42,7 @@ def test_slices_rebuild_the_batch(count, size):
     """Breaks as a row that no rank trains on, or two do."""
     dense = np.arange(count * 2).reshape(count, 2)
     batch = {"x": tf.constant(dense), "y": tf.ragged.range(tf.range(count)), "no": None}
-    parts = slicing.without_padding(slicing.cut(batch, range(size), size))
+    parts = slicing.without_padding(slicing.cut_batch(batch, range(size), size))
     assert all(part["no"] is None for part in parts)
     np.testing.assert_array_equal(tf.concat([part["x"] for part in parts], 0), dense)
     assert tf.concat([part["y"] for part in parts], 0).to_list() == batch["y"].to_list()
@@ -65,7 +65,7 @@ def test_a_generators_array_is_not_written_to():
 
 
 def exactly(batch, ranks, size):
-    return slicing.without_padding(slicing.cut(batch, ranks, size))
+    return slicing.without_padding(slicing.cut_batch(batch, ranks, size))
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def traced(cut, size):
 
 
 @quick
-@given(rows, sizes, st.integers(1, 4), st.sampled_from([exactly, slicing.cut]))
+@given(rows, sizes, st.integers(1, 4), st.sampled_from([exactly, slicing.cut_batch]))
 def test_parts_of_other_sizes_are_dealt_in_step(count, size, each, cut):
     """Breaks as a rank that has all labelled rows, and another that has none."""
     more = tf.reshape(tf.range(count * each), (count, each))
@@ -103,7 +103,7 @@ def test_parts_that_cannot_be_dealt_in_step_are_told():
 @given(rows, sizes)
 def test_every_slice_has_a_row_and_counts_those_of_its_own(count, size):
     """Breaks as 0 / 0 in the loss of a rank that has no rows."""
-    slices = slicing.cut(tf.range(count), range(size), size)
+    slices = slicing.cut_batch(tf.range(count), range(size), size)
     assert int(slices.rows) == count
     assert sum(map(int, slices.counts)) == count
     for part, own in zip(slices.parts, slices.counts, strict=True):
@@ -116,7 +116,7 @@ def test_sparse_slices_know_the_sizes_that_layers_are_built_from():
 
     @tf.function
     def cut():
-        for part in slicing.without_padding(slicing.cut(whole, range(2), 2)):
+        for part in slicing.without_padding(slicing.cut_batch(whole, range(2), 2)):
             forgotten = slicing.forget_rows(part)
             assert forgotten.shape.as_list() == [None, 7]
             rebuilt.append(tf.sparse.to_dense(forgotten))

@@ -137,7 +137,7 @@ def test_records_are_cut_wherever_reads_tear_them(size):
     wrote = b"50%" + report_channel.record(b'{"saving": "ready"}') + b"\x1e|\n"
     text, records, rest = b"", [], b""
     for begin in range(0, len(wrote), size):
-        shown, found, rest = report_channel.cut(rest + wrote[begin : begin + size])
+        shown, found, rest = report_channel.split_records(rest + wrote[begin : begin + size])
         text, records = text + shown, records + found
     assert (text + rest, records) == (b"50%\x1e|\n", [b'{"saving": "ready"}'])
 

@@ -209,7 +209,7 @@ def build_by_predicting(model: keras.Model, batch: Tree, strategy: Strategy) -> 
 def predict_on_batch(predict: Callable[[list[Tree]], Tree], x: Tree, strategy: Strategy) -> Tree:
     """Predict one global batch."""
     ranks, size = strategy.local_ranks(), strategy.num_replicas_in_sync
-    batch = slicing.cut(keras_data.as_tensors((x,)), ranks, size)
+    batch = slicing.cut_batch(keras_data.as_tensors((x,)), ranks, size)
     outputs = predict([strategy.per_replica(slicing.without_padding(batch))])
     return tf.nest.map_structure(
         lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor) else leaf.numpy(), outputs
