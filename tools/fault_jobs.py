@@ -41,7 +41,7 @@ class Way(NamedTuple):
 def ways() -> list[Way]:
     """Return the ways to start a job that this machine has."""
     run = (str(BIN / "dtk"), "run", "-n", str(RANKS), "--stall-timeout", str(STALL))
-    by_dtk = r"dtk: rank (\d+), host \S+ failed first"
+    by_dtk = r"dtk: rank (\d+), host [^\s,]+, failed first"
     by_mpi = r"(?:process rank |Process name: \[\S+,)(\d+)"
     found = [Way("dtk run, collectives", (*run, "--communicator", "collective"), by_dtk)]
     mpirun, ours = shutil.which("mpirun"), BIN / "mpirun"

@@ -173,7 +173,7 @@ def servers(count: int, chance: random.Random) -> int:
         if survives and job.returncode:
             faults.append("a worker was not replaced")
         # Killed after its last step, the chief may have succeeded.
-        if job.returncode and not survives and f"{name}, host localhost failed first" not in text:
+        if job.returncode and not survives and f"{name}, host localhost, failed first" not in text:
             faults.append("wrong rank")
         for fault in faults:
             print(f"--- servers: {fault}, struck was {role} {index}\n{text}", flush=True)

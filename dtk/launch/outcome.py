@@ -151,7 +151,7 @@ class JobOutcome:
     def failure_report(self, rank: Task, left_out: int = 0, restarts: bool = True) -> str:
         """Return the first failing process's last output, so that it is what stands last."""
         count, speaker = len(self._ranks), self.speaker(rank)
-        text = f"dtk: {rank.process.name}, host {rank.process.host} failed first, {rank.how}"
+        text = f"dtk: {rank.process.name}, host {rank.process.host}, failed first, {rank.how}"
         text += "" if rank.failure is None else rank.failure.place
         text += "." if count == 1 else "; the others were ended."
         if rank.file is not None:

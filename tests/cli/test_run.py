@@ -86,7 +86,7 @@ def test_the_failing_ranks_traceback_is_the_last_thing_seen(script, tmp_path):
     done = dtk("run", *hosts, "--timeout-grace", "1", path)
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: boom\n")
-    assert "dtk: rank 1, host localhost failed first" in done.stderr
+    assert "dtk: rank 1, host localhost, failed first" in done.stderr
     assert str(tmp_path / "out" / "rank-1.log") in done.stderr
 
 

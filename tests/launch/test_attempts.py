@@ -232,6 +232,6 @@ def test_training_that_was_killed_twice_ends_with_the_same_weights(tmp_path):
         return next(line for line in done.stdout.splitlines() if "weights" in line), done.stderr
 
     killed, said = train("die")
-    assert "rank 1, host localhost failed first, by SIGKILL" in said
-    assert "rank 0, host localhost failed first, by SIGKILL" in said
+    assert "rank 1, host localhost, failed first, by SIGKILL" in said
+    assert "rank 0, host localhost, failed first, by SIGKILL" in said
     assert killed == train("whole")[0]

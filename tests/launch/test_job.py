@@ -112,7 +112,7 @@ ENDINGS = {
     "an exception, beside deaf ranks": (
         f"{DEAF}if r == 1: raise ValueError('boom')\ntime.sleep(600)",
         1,
-        "rank 1, host localhost failed first, with exit code 1",
+        "rank 1, host localhost, failed first, with exit code 1",
         "ValueError: boom",
     ),
     # Its peer notices, and its process is gone first.
@@ -133,14 +133,14 @@ ENDINGS = {
     "a kill that is reported late": (
         f"if r == 0: raise ConnectionError('Socket closed')\ntime.sleep(1.5); {KILL}",
         137,
-        "rank 1, host localhost failed first, by SIGKILL",
+        "rank 1, host localhost, failed first, by SIGKILL",
         "",
     ),
     "a rank that leaves": (f"{LOSES}'Socket closed')", 1, "OSError: Socket closed", LEFT),
     "a failure after another has left well": (
         f"{LOSES}'the disk is full')",
         1,
-        "rank 0, host localhost failed first",
+        "rank 0, host localhost, failed first",
         "OSError: the disk is full",
     ),
 }
@@ -161,7 +161,7 @@ def test_a_directory_that_every_rank_makes(run, tmp_path):
     """The rank that failed of it is named, and rank 0 and `strategy.is_chief` with it."""
     code = f"time.sleep(r)\nos.mkdir({str(tmp_path / 'logs')!r})\ntime.sleep(60)\n"
     _, _, err, _ = run(python(code))
-    assert "rank 1, host localhost failed first, with exit code 1" in err
+    assert "rank 1, host localhost, failed first, with exit code 1" in err
     assert "FileExistsError" in err
     assert "rank 0 make it or unpack it, `if strategy.is_chief: os.mkdir(path)`" in err
 
@@ -445,4 +445,4 @@ def test_a_process_that_ends_at_once_is_noted(monkeypatch, has_pidfd):
         err = io.StringIO()
         with a_job(assign(["/bin/false"], 1), stdout=err, stderr=err) as job:
             assert job.wait(20) == 1
-        assert "rank 0, host localhost failed first, with exit code 1" in err.getvalue()
+        assert "rank 0, host localhost, failed first, with exit code 1" in err.getvalue()

@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_for_want_of_memory(group, tmp_path, host):
     command = [sys.executable, "-c", RUN, str(group / "cgroup.procs"), FILL, str(shell), host]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 137
-    assert f"dtk: rank 1, host {host} failed first" in done.stderr
+    assert f"dtk: rank 1, host {host}, failed first" in done.stderr
     said = "by SIGKILL (exit code 137), probably by the kernel's out-of-memory killer"
     assert said in done.stderr
     assert "need less memory. When last seen, rank 1 held 0." in done.stderr

@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
         )
     )
     assert code == 137
-    assert "rank 1, host localhost failed first, by SIGKILL" in err
+    assert "rank 1, host localhost, failed first, by SIGKILL" in err
     assert seconds < 20
 
 

@@ -56,7 +56,7 @@ def test_a_full_disk_under_the_files_changes_no_exit_code(run, tmp_path):
     assert (tmp_path / "rank-1.log").read_text().endswith("\nb\n")
     code, _, err, _ = run(python("print('a')\nsys.exit(7 * r)"), output_dir=tmp_path)
     assert code == 7
-    assert "rank 1, host localhost failed first, with exit code 7;" in err
+    assert "rank 1, host localhost, failed first, with exit code 7;" in err
 
 
 def test_a_launcher_that_fails_itself_says_so_and_does_not_end_with_0(run):
@@ -250,7 +250,7 @@ def test_a_flood_is_written_to_its_end_in_order():
         assert job.wait(timeout=60) == 7
     flood, report = err.getvalue().split("\ndtk: ")
     assert flood == "".join(f"[1] {i}\n" for i in range(1500))
-    assert report.startswith("rank 1, host localhost failed first, with exit code 7;")
+    assert report.startswith("rank 1, host localhost, failed first, with exit code 7;")
     assert report.endswith("\n1499\n")
 
 

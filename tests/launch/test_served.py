@@ -72,7 +72,7 @@ def test_servants_that_never_end_are_ended_without_a_word(play, run):
 def test_the_chiefs_exit_code_is_the_jobs(play, run):
     given, _, err, _ = run(play(chief="mark('done')\nsys.exit('no more disk')"))
     assert given == 1
-    assert err.split("dtk: ")[-1].startswith("rank 0, host localhost failed first, with exit code")
+    assert err.split("dtk: ")[-1].startswith("rank 0, host localhost, failed first, with exit code")
     assert err.endswith("no more disk\n")
 
 
@@ -80,7 +80,7 @@ def test_the_evaluator_is_waited_for_and_may_fail(play, run):
     late = "until('done')\ntime.sleep(0.5)\nprint('evaluated')\nsys.exit(5)"
     given, out, err, _ = run(play(evaluator=late), grace=0.1)
     assert (given, out) == (5, "[evaluator 0] evaluated\n")
-    assert "evaluator 0, host localhost failed first" in err
+    assert "evaluator 0, host localhost, failed first" in err
 
 
 def test_a_killed_evaluator_is_started_again_and_training_goes_on(play, run):
@@ -109,7 +109,7 @@ def test_training_goes_on_without_an_evaluator_and_the_exit_code_says_so(play, r
         "dtk run: evaluator 0 was killed by SIGKILL; training goes on without it, and its exit "
         "code will be the job's"
     )
-    assert "evaluator 0, host localhost failed first, by SIGKILL" in last
+    assert "evaluator 0, host localhost, failed first, by SIGKILL" in last
 
 
 def test_a_killed_worker_is_started_again_in_its_place(play, run, tmp_path):
@@ -207,7 +207,7 @@ def test_the_chief_says_what_the_loss_of_a_server_means(play, run, tmp_path):
     assert given == 1
     *_, words, last = err.splitlines()
     assert words == "RuntimeError: resume from the checkpoint"
-    assert last.startswith("dtk: ps 1, host localhost failed first, by SIGKILL (exit code 137);")
+    assert last.startswith("dtk: ps 1, host localhost, failed first, by SIGKILL (exit code 137);")
     assert last.endswith(f"All it wrote is in {tmp_path / 'logs' / 'ps-1.log'}.")
     assert "dtk run: ps 1 ended by SIGKILL (exit code 137); the chief has 30 s" in err
 
@@ -217,7 +217,7 @@ def test_a_chief_without_a_traceback_still_lends_its_exit_code(play, run):
     given, _, err, _ = run(play(chief=chief, ps="print('bye')\nmark('lost')\ndie()"))
     assert given == 4
     assert err.splitlines()[-3:-1] == ["dtk: the last output of ps 0:", "bye"]
-    assert err.splitlines()[-1].startswith("dtk: ps 0, host localhost failed first, by SIGKILL")
+    assert err.splitlines()[-1].startswith("dtk: ps 0, host localhost, failed first, by SIGKILL")
 
 
 def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
     assert seconds < 15
     *_, words, last = err.splitlines()
     assert words == "ValueError: no such layer"
-    assert last.startswith("dtk: ps 0, host localhost failed first, with exit code 1 at <string>:")
+    assert last.startswith("dtk: ps 0, host localhost, failed first, with exit code 1 at <string>:")
 
 
 @pytest.mark.parametrize("when", ["killed", "lost"])

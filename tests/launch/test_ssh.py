@@ -61,7 +61,7 @@ def test_a_remote_failure_ends_all_with_its_code_and_words(run, shell):
     given, _, err, seconds = run(remote(code), remote_shell=shell)
     assert given == 1
     assert seconds < 10
-    assert "rank 1, host node1.invalid failed first" in err
+    assert "rank 1, host node1.invalid, failed first" in err
     assert err.endswith("no more disk\n")
 
 

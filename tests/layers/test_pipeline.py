@@ -338,9 +338,9 @@ model.fit(ones, ones[:, :1], batch_size=4, verbose=0, callbacks=[dying])
 @pytest.mark.parametrize(
     "how, rank, said",
     [
-        ("kill", 0, "rank 0, host localhost failed first, by SIGKILL"),
-        ("kill", 1, "rank 1, host localhost failed first, by SIGKILL"),
-        ("raise", 1, "rank 1, host localhost failed first, with exit code 1"),
+        ("kill", 0, "rank 0, host localhost, failed first, by SIGKILL"),
+        ("kill", 1, "rank 1, host localhost, failed first, by SIGKILL"),
+        ("raise", 1, "rank 1, host localhost, failed first, with exit code 1"),
     ],
 )
 def test_a_dead_stage_is_named_and_the_job_ends(tmp_path, how, rank, said):
