@@ -81,8 +81,8 @@ class ExchangeSelection:
 
     def _choose(self, costs: Costs, window: int, device: str) -> ExchangeChoice:
         step, sending, sent = np.sum(self._calls, 0) / self._steps
-        gradients = [spec for one in self._undecided for spec in one.seen]
-        factored = [spec for one in self._undecided for spec in one.factored]
+        gradients = [spec for one in self._undecided for spec in one.whole_specs]
+        factored = [spec for one in self._undecided for spec in one.factored_specs]
         observed = Observed(step, sending, sent, gradients, factored, window)
         overheads = overheads_of(observed, self._strategy.communicator, device)
         return choose(observed, overheads, costs)

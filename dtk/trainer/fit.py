@@ -147,10 +147,10 @@ def _fit(
     every_batch = rank_checks.check_same_call(strategy, data if trainer.same_data else {}, flat)
     trainer.synchronize_weights()
     strategy.shuffle_seed.begin_fit()
-    first, last = SynchronizeWeights(trainer), RankChecks(trainer, every_batch)
+    first, last = BeforeCallbacks(trainer), RankChecks(trainer, every_batch)
     mine = _on_this_rank(flat, strategy)
     if listed:  # built by the script
-        mine = [one for one in mine if not isinstance(one, RankChecks | SynchronizeWeights)]
+        mine = [one for one in mine if not isinstance(one, RankChecks | BeforeCallbacks)]
         for callback in (first, last):
             callback.set_model(trainer.model)
         callbacks.callbacks[:] = [first, *mine, last]
@@ -327,7 +327,7 @@ def notify(callbacks: Sequence[keras.callbacks.Callback], event: str, *args: obj
             method(*args)
 
 
-class SynchronizeWeights(keras.callbacks.Callback):
+class BeforeCallbacks(keras.callbacks.Callback):
     """Callback before the user's, so that theirs see the weights and logs of all ranks."""
 
     def __init__(self, trainer: DistributedTrainer):

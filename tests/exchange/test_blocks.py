@@ -14,7 +14,7 @@ import tensorflow as tf
 from dtk.communicators.local import NullCommunicator
 from dtk.exchange import BlockMomentum, Delayed, Dense, ModelAveraging, Quantized, WarmStart
 from dtk.exchange.contract import BatchPart, ExchangeState, Trained
-from dtk.trainer.fit import SynchronizeWeights
+from dtk.trainer.fit import BeforeCallbacks
 from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
@@ -285,7 +285,7 @@ def test_what_else_a_callback_puts_into_the_logs_is_not_sent():
         recorder=types.SimpleNamespace(end_steps=lambda: None),
     )
     logs = {"score": 1.0, "steps": 2, "own": object()}
-    SynchronizeWeights(trainer).on_epoch_end(0, logs)
+    BeforeCallbacks(trainer).on_epoch_end(0, logs)
     assert (logs["score"], logs["steps"]) == (2.0, 2)
 
 

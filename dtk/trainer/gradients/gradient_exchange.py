@@ -57,8 +57,8 @@ class GradientExchange:
         self._notes: NonFiniteNotes | None = None
         self.chooses = isinstance(self.exchange, Auto)
         # Specs of the gradients that are summed whole, and of those that may go as factors.
-        self.seen: list[tf.TensorSpec] = []
-        self.factored: list[tf.TensorSpec] = []
+        self.whole_specs: list[tf.TensorSpec] = []
+        self.factored_specs: list[tf.TensorSpec] = []
         self.state = ExchangeState(strategy.communicator, placement.keeping(strategy))
 
     @property
@@ -133,7 +133,7 @@ class GradientExchange:
         self._of_step = []
         for group in self._groups(variables):
             of_group = [variables[i] for i in group]
-            exchanged, applied = self._update([gradients[i] for i in group], of_group, part)
+            exchanged, applied = self._update_group([gradients[i] for i in group], of_group, part)
             for i, gradient in zip(group, exchanged, strict=True):
                 updated[i] = gradient
             flags += [] if applied is None else [applied]
@@ -143,7 +143,7 @@ class GradientExchange:
         everywhere = self.strategy.model_communicator
         return updated, everywhere.allreduce(tf.reduce_all(tf.stack(flags)), "min")
 
-    def _update(
+    def _update_group(
         self, gradients: Gradients, variables: Sequence[keras.Variable], part: BatchPart | None
     ) -> Update:
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -229,10 +229,10 @@ class GradientExchange:
         )
 
     def _see(self, gradients: list[Gradient]) -> None:
-        self.seen, self.factored = [], []
+        self.whole_specs, self.factored_specs = [], []
         for g in gradients:
             if not isinstance(g, tf.IndexedSlices) and g.shape.is_fully_defined():
-                alike = self.factored if isinstance(g, Factored) else self.seen
+                alike = self.factored_specs if isinstance(g, Factored) else self.whole_specs
                 alike.append(tf.TensorSpec(g.shape, g.dtype))
 
     def _scale(self) -> tf.Tensor | None:
