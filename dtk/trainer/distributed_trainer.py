@@ -36,6 +36,7 @@ from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.replica import (
     compiled_step,
+    predict_trial,
     reducing_optimizer,
     replica_step,
     self_test,
@@ -43,6 +44,7 @@ from dtk.trainer.replica import (
     step_metrics,
     step_times,
     step_trial,
+    trial_reasons,
 )
 from dtk.trainer.step_recorder import StepRecorder
 from dtk.trainer.strategy import Loop, StepFunction, Strategy, set_trace_context, tell
@@ -247,7 +249,7 @@ class DistributedTrainer(ModelState):
         # A test step of Keras's own computes nothing that the train step has not.
         covered = name == "test" and self.checks_of("train").kinds is not None
         covered = covered and keras_models.is_from_keras(type(model).test_step)
-        reasons = [] if covered else self_test.reasons(model, f"{name}_step")
+        reasons = [] if covered else trial_reasons.of_step(model, f"{name}_step")
         self.checks_of(name).try_step(step_function, first, reasons)
 
     def audit(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
@@ -348,11 +350,11 @@ class DistributedTrainer(ModelState):
             model.predict_function = predict
             self._build_by_predicting(batches[0])
             outputs = predict(batches)
-            if checks and self_test.reasons_to_try_predict(model):
+            if checks and trial_reasons.of_predict(model):
                 mine = tf.nest.map_structure(
                     lambda leaf: keras_variables.components(leaf)[0], batches[0]
                 )
-                self_test.check_predict(model, mine, strategy)
+                predict_trial.check_predict(model, mine, strategy)
             return outputs
 
         return first

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.trainer.replica import self_test, step_metrics, step_trial
+from dtk.trainer.replica import comparing, self_test, step_metrics, step_trial
 from dtk.trainer.tracing import loss_terms, row_dependence, traced_step
 
 ROWS = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.0], [-3.0, 1.0]], "float32")
@@ -96,12 +96,12 @@ SHARES = np.array([0.6, 0.4])
     ],
 )
 def test_kinds(whole, parts, kind):
-    kinds, unclear, odd = self_test._kinds_of(outcome(*whole), outcome(*parts), SHARES, 1e-3)
+    kinds, unclear, odd = comparing.kinds_of(outcome(*whole), outcome(*parts), SHARES, 1e-3)
     assert (kinds.get("loss 0"), unclear, odd) == (kind, [], [])
 
 
 def test_what_is_neither_is_told_with_its_numbers():
-    kinds, unclear, (odd,) = self_test._kinds_of(outcome([9.0]), outcome([3.0, 0.5]), SHARES, 1e-3)
+    kinds, unclear, (odd,) = comparing.kinds_of(outcome([9.0]), outcome([3.0, 0.5]), SHARES, 1e-3)
     assert not kinds and not unclear
     assert "loss 0 is 9 on all rows and 3, 0.5 on the parts" in odd
     assert "neither a mean (2) nor a sum (3.5)" in odd
@@ -113,14 +113,14 @@ def test_what_is_not_a_number_is_told_as_that():
         step_trial.Outcome({}, {"bias": np.ones(2), "kernel": np.array([value])}, {}, {})
         for value in (1.0, np.nan)
     )
-    wrong = self_test._compare(whole, parts, 1e-3).wrong
+    wrong = comparing.compare(whole, parts, 1e-3).wrong
     assert wrong.startswith("the gradient of 'kernel' is not a number on all rows or on a part")
 
 
 def test_zero_tells_nothing():
     nothing = outcome([0.0]), outcome([0.0, 0.0]), SHARES, 1e-3
-    assert self_test._kinds_of(*nothing)[:2] == ({}, ["loss 0"])
-    assert self_test._kinds_of(*nothing, {"loss 0"})[:2] == ({"loss 0": "sum"}, []), "by its graph"
+    assert comparing.kinds_of(*nothing)[:2] == ({}, ["loss 0"])
+    assert comparing.kinds_of(*nothing, {"loss 0"})[:2] == ({"loss 0": "sum"}, []), "by its graph"
 
 
 @pytest.mark.parametrize(

@@ -38,20 +38,16 @@ import tensorflow as tf
 from dtk.cluster.variables import SELF_TEST, TIME_STEPS
 from dtk.compat import (
     keras_models,
-    keras_optimizers,
-    keras_steps,
     random_draws,
-    tf_replicas,
 )
 from dtk.errors import NotDistributedError, at_rank
-from dtk.input import slicing
-from dtk.nests import Array, Tree
-from dtk.trainer.gradients import shared_optimizer
-from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
-from dtk.trainer.replica.step_trial import Outcome, Snapshot, Trial
+from dtk.trainer.replica import metric_trial
+from dtk.trainer.replica.comparing import Difference, compare, kinds_of, notes_of, tolerance_of
+from dtk.trainer.replica.step_trial import Outcome, Trial
+from dtk.trainer.replica.trial_reasons import ALONG
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
-from dtk.trainer.tracing.loss_terms import BATCH, RATIO, SUM
+from dtk.trainer.tracing.loss_terms import BATCH, SUM
 
 # Number of other weights at which a step is tried before it is refused.
 _OTHER_WEIGHTS = 3
@@ -66,24 +62,10 @@ JOINED = (
     "One worker computes all rows of each step, as one process does, and the others wait; "
     "dtk.strategies.AllReduceStrategy() shares the rows"
 )
-# What to change, by what differs.
-_LOSSES = (
-    "Losses given to compile, and compute_loss, are computed on the rows of all workers where they "
-    "do not add up. Any other number must be a mean or a sum over rows, or made of sums by "
-    "dtk.layers.sum_over_batch, and rows be compared by dtk.layers.gather_over_batch. With "
-    "local steps or jit_compile=True nothing is gathered: there Dice and Tversky need axis=, for "
-    "one value per row"
-)
-_ALONG = "along axis 0"
 _ALONG_BATCH = (
     "A layer along axis 0 needs the rows of all workers. In place of it, call a layer of your own "
     "whose call(self, x) is: rows, first = dtk.layers.gather_over_batch(x); "
     "return self.layer(rows)[first : first + keras.ops.shape(x)[0]]"
-)
-_STATE = (
-    "Replicas average what they assign, so it must be a mean over rows, or made of sums by "
-    "dtk.layers.sum_over_batch; a largest value of a batch is neither. Rows that are kept, as in a "
-    "queue, must be those of all workers, by dtk.layers.gather_over_batch"
 )
 _MOVING = (
     "The step itself moves weights, by gradients of a replica's own rows; average them first, with "
@@ -94,15 +76,6 @@ _CLIPPING = (
     "Does the step clip gradients before an optimizer takes them? Give the optimizer clipnorm=, "
     "global_clipnorm= or clipvalue=, which clip those of the whole batch"
 )
-
-
-class Difference(NamedTuple):
-    """How a step in parts differs from the step as a whole."""
-
-    size: float  # the largest relative difference of a gradient
-    wrong: str | None = None  # how training would differ from one process; None if it would not
-    cure: str = _LOSSES
-    moves: bool = True  # whether any gradient is not zero
 
 
 class Verdict(NamedTuple):
@@ -155,7 +128,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     if verdict.difference.wrong:
         if trial.moves_weights:
             verdict = verdict._replace(difference=verdict.difference._replace(cure=_MOVING))
-        if any(reason.endswith(_ALONG) for reason in reasons):
+        if any(reason.endswith(ALONG) for reason in reasons):
             verdict = verdict._replace(difference=verdict.difference._replace(cure=_ALONG_BATCH))
         large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
         if large:
@@ -240,79 +213,10 @@ def _confirm(trial: Trial, kinds: dict[str, str]) -> Verdict:
     """Compute both ways with kinds that are known; logs have counted other steps by now."""
     whole, parts = trial.whole(), trial.replicas(kinds)
     # What begins later is far above rounding, which trained weights may amplify.
-    tolerance = min(10 * _tolerance(trial.model), 5e-2)
+    tolerance = min(10 * tolerance_of(trial.model), 5e-2)
     if not all(np.isfinite(gradient).all() for gradient in whole.gradients.values()):
         return Verdict(kinds, Difference(0.0), [])  # so are one process's
-    return Verdict(kinds, _compare(whole, parts, tolerance), [])
-
-
-def check_predict(model: keras.Model, data: Tree, strategy: Strategy) -> None:
-    """Raise on all ranks if what a model predicts of a row depends on other rows.
-
-    Args:
-        model: Built by its first prediction.
-        data: This process's rows of a batch, which are predicted again, together and in two parts.
-        strategy: Of all ranks.
-    """
-    rows = min(int(slicing.count_rows(data)), 5)
-    difference = None
-    if rows > 1:
-        few = slicing.rows_of(replica_step.without_optionals(data), 0, rows)
-        try:
-            difference = _difference_of_predictions(model, few, rows, strategy)
-        except Exception as why:  # it may be made for other numbers of rows, or for graphs alone
-            untried = f"the predict_step of model {model.name!r} could not be tried on {rows} rows"
-            tell(strategy, f"warning: {untried}: {type(why).__name__}: {str(why)[:200]}")
-    shown = next(filter(None, strategy.world.allgather_object(difference)), None)
-    if shown is not None:
-        message = (
-            f"what the predict_step of model {model.name!r} gives for a row depends on the other "
-            f"rows, of which each of {strategy.num_replicas_in_sync} replicas has its own: "
-            f"{shown}. Gather them by dtk.layers.gather_over_batch, or predict on each rank alone, "
-            "inside `with dtk.strategies.undistributed():`"
-        )
-        raise NotDistributedError(at_rank(strategy.rank, message))
-
-
-def _difference_of_predictions(
-    model: keras.Model, few: Tree, rows: int, strategy: Strategy
-) -> str | None:
-    """Predict rows together and in two parts; return how the predictions differ, if they do."""
-    before = Snapshot([*model.variables, *step_metrics.metric_variables(model)])
-    half = rows - rows // 2
-
-    def predicted(begin: int, end: int) -> list[Array]:
-        random_draws.restart(end - begin, begin, rows, of_python=False)
-        outputs = model.predict_step(slicing.rows_of(few, begin, end))
-        before.restore()
-        return [np.asarray(one) for one in tf.nest.flatten(outputs, expand_composites=True)]
-
-    def differing(one: Sequence[Array], other: Sequence[Array]) -> str | None:
-        for value, its in zip(one, other, strict=True):
-            if not _same_outputs(value, its, _tolerance(model)):
-                return f"{value.ravel()[:1]} with {rows} rows, and {its.ravel()[:1]} with a part"
-        return None
-
-    alone = tf_replicas.as_one_replica(strategy)
-    by_row = random_draws.by_row(of_python=False)
-    with alone, by_row, keras_steps.all_synchronized(model), whole_batch.noting_calls() as calls:
-        whole, again = predicted(0, rows), predicted(0, rows)
-        # It asks for other rows by itself, or draws in a way that no seed tells.
-        if calls or differing(whole, again) is not None:
-            return None
-        parts = zip(predicted(0, half), predicted(half, rows), strict=True)
-        return differing(
-            whole, [np.concatenate(both) if both[0].ndim else both[0] for both in parts]
-        )
-
-
-def _same_outputs(one: Array, other: Array, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return False
-    if one.dtype.kind == "f":
-        scale = tolerance * max(1.0, np.abs(one[np.isfinite(one)]).max(initial=0.0))
-        return np.allclose(other, one, tolerance, scale, equal_nan=True)
-    return np.mean(one != other) < 0.1  # rounding decides ties, as of argmax
+    return Verdict(kinds, compare(whole, parts, tolerance), [])
 
 
 def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
@@ -374,7 +278,7 @@ def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdic
     note = (
         f"the self-test cannot tell rounding from a mistake: {verdict.difference.wrong} between "
         f"all rows and the parts, and by {100 * spread:.3g} % if weights change by "
-        f"{_tolerance(trial.model) / 100:.0e} of their size. If the losses are means or sums "
+        f"{tolerance_of(trial.model) / 100:.0e} of their size. If the losses are means or sums "
         "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
         "this test"
     )
@@ -383,16 +287,16 @@ def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdic
 
 def _spread(trial: Trial) -> float:
     """Return how much changes of the size of rounding make the step differ from itself."""
-    tolerance = _tolerance(trial.model)
+    tolerance = tolerance_of(trial.model)
     whole, spread = trial.whole(), 0.0
     for seed in (1, 2):
         with trial.moved(seed, tolerance / 100):
-            spread = max(spread, _compare(whole, trial.whole(), tolerance).size)
+            spread = max(spread, compare(whole, trial.whole(), tolerance).size)
     return trial.strategy.world.broadcast_object(spread)
 
 
 def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
-    return _tolerance(trial.model) < verdict.difference.size <= 3 * spread
+    return tolerance_of(trial.model) < verdict.difference.size <= 3 * spread
 
 
 def _compute(trial: Trial) -> Verdict:
@@ -420,19 +324,19 @@ def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdi
     guess = dict.fromkeys(agreed(sorted(trial.sums)), SUM) | batch
     parts = trial.replicas(guess)
     shares = np.array(trial.parts) / trial.rows
-    tolerance = _tolerance(trial.model)
+    tolerance = tolerance_of(trial.model)
     # Losses of the whole batch, and those within them, have no terms in the parts.
     terms = {name: t for name, t in whole.terms.items() if name in parts.terms or not batch}
-    found_kinds = _kinds_of(whole._replace(terms=terms), parts, shares, tolerance, trial.sums)
+    found_kinds = kinds_of(whole._replace(terms=terms), parts, shares, tolerance, trial.sums)
     kinds, unclear, odd = agreed(found_kinds)
     kinds |= batch
     if kinds != guess:
         parts = trial.replicas(kinds)
-    difference = agreed(_compare(whole, parts, tolerance))
+    difference = agreed(compare(whole, parts, tolerance))
     if difference.wrong and unclear:
         with_sums = kinds | dict.fromkeys(unclear, SUM)
         again = trial.replicas(with_sums)
-        of_sums = agreed(_compare(whole, again, tolerance))
+        of_sums = agreed(compare(whole, again, tolerance))
         if not of_sums.wrong:
             kinds, parts, difference = with_sums, again, of_sums
     if difference.wrong and odd:
@@ -440,7 +344,7 @@ def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdi
     own = traced_step.takes_own_step(trial.step_function, trial.model)
     if not difference.wrong and trial.step_function.__name__ == "train_step" and not own:
         difference = agreed(_compare_magnified(trial, kinds, tolerance, difference))
-    return Verdict(kinds, difference, _notes(whole, parts, tolerance))
+    return Verdict(kinds, difference, notes_of(whole, parts, tolerance))
 
 
 def _compare_magnified(
@@ -451,7 +355,7 @@ def _compare_magnified(
         whole, parts = trial.whole(), trial.replicas(kinds)
     finite = [np.isfinite(g).all() for g in [*whole.gradients.values(), *parts.gradients.values()]]
     # Of a mean of gradients that the step keeps, rounding is as large.
-    large = _compare(whole._replace(state={}), parts, tolerance)
+    large = compare(whole._replace(state={}), parts, tolerance)
     if not large.wrong or not all(finite):
         return difference
     wrong = f"with gradients {_LARGE:,.0f} times as large, {large.wrong}"
@@ -467,155 +371,12 @@ def _amount(size: float) -> str:
     return f"{size:.3g} GB"
 
 
-# Judging.
-
-
-def _tolerance(model: keras.Model) -> float:
-    """Return the relative difference of gradients and scalars that may be rounding."""
-    kinds = {layer.compute_dtype for layer in keras_models.layers_of(model)}
-    return 5e-2 if kinds & {"float16", "bfloat16"} else 1e-4
-
-
-def _close(one: float, other: float, scale: float, tolerance: float) -> bool:
-    return bool(np.abs(one - other) <= tolerance * scale)
-
-
-def _kinds_of(
-    whole: Outcome,
-    parts: Outcome,
-    shares: Array,
-    tolerance: float,
-    sums: frozenset[str] = frozenset(),
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Find the kinds of terms that are not means, the names of unclear terms, and oddities."""
-    kinds: dict[str, str] = {}
-    unclear: list[str] = []
-    odd: list[str] = []
-    if whole.terms.keys() != parts.terms.keys():  # replicas' come in any order
-        on_all = sorted(parts.terms)
-        return {}, [], [f"it has the losses {list(whole.terms)} on one, {on_all} on all"]
-    for name, (of_whole, *_) in whole.terms.items():
-        values, value = parts.terms[name], of_whole[0]
-        present = shares > 0
-        each, above, below = (values[present, i] for i in range(3))
-        mean, total = (shares[present] * each).sum(), each.sum()
-        scale = max(np.abs([value, mean, total, *each]).max(), 1e-30)
-        if _is_ratio(of_whole, above, below, tolerance):
-            # Even if a mean fits: a mask may keep all of so few rows, or none.
-            kinds[name] = RATIO
-        elif not np.isfinite([value, *each]).all():
-            unclear.append(name)
-        elif _close(mean, value, scale, tolerance):
-            if _close(total, value, scale, tolerance):
-                if name in sums:
-                    kinds[name] = SUM
-                else:
-                    unclear.append(name)
-        elif _close(total, value, scale, tolerance):
-            kinds[name] = SUM
-        else:
-            each_value = ", ".join(f"{v:.5g}" for v in each)
-            odd.append(
-                f"{name} is {value:.5g} on all rows and {each_value} on the parts, neither a mean "
-                f"({mean:.5g}) nor a sum ({total:.5g})"
-            )
-    return kinds, unclear, odd
-
-
-def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> bool:
-    """Return whether a term is a quotient of two sums over rows."""
-    _, numerator, denominator = whole
-    if not np.isfinite([numerator, denominator, *above, *below]).all():
-        return False
-    above_scale = max(np.abs([numerator, *above]).max(), 1e-30)
-    return _close(above.sum(), numerator, above_scale, tolerance) and _close(
-        below.sum(), denominator, max(abs(denominator), 1e-30), tolerance
-    )
-
-
-def _compare(whole: Outcome, parts: Outcome, tolerance: float) -> Difference:
-    """Return the first difference in gradients or state."""
-    if whole.gradients.keys() != parts.gradients.keys():
-        return Difference(np.inf, "optimizers were given gradients of other variables")
-    state = [
-        f"the step assigns other values to the variable {name!r}"
-        for name, value in whole.state.items()
-        if not np.allclose(parts.state.get(name, np.nan), value, tolerance, 1e-6, equal_nan=True)
-    ][:1]
-    sizes = {name: np.linalg.norm(g) for name, g in whole.gradients.items()}
-    # A gradient that cancels out, as of a bias before a batch normalization, is only rounding.
-    least = 1e-2 * max(sizes.values(), default=0.0)
-    differences = {
-        name: float(np.linalg.norm(parts.gradients[name] - g) / max(sizes[name], least, 1e-30))
-        for name, g in whole.gradients.items()
-    }
-    worst = max(differences, key=lambda name: differences[name], default=None)
-    difference = differences[worst] if worst is not None else 0.0
-    if np.isnan(list(differences.values())).any():
-        name = next(name for name, difference in differences.items() if np.isnan(difference))
-        return Difference(
-            np.nan,
-            f"the gradient of {name!r} is not a number on all rows or on a part of them",
-            "0 / 0, as where a mask leaves no row, is not a number; tf.math.divide_no_nan gives 0",
-        )
-    if worst is not None and not difference <= tolerance:
-        # A variable that other rows share, as for moments of the batch, tells which layer it is.
-        reasons = [f"the gradient of {worst!r} differs by {100 * difference:.3g} %", *state]
-        return Difference(difference, "; ".join(reasons))
-    for name, squares in whole.squares.items():
-        # Squares of gradients that are only rounding are too small to compare.
-        size = max(np.linalg.norm(squares), least**2, 1e-30)
-        apart = float(np.linalg.norm(parts.squares[name] - squares) / size)
-        if not apart <= 4 * tolerance:
-            return Difference(
-                apart,
-                f"the slices of the gradient of {name!r} differ: their sums are equal, but this "
-                "optimizer squares or clips slices one by one, and their squares differ by "
-                f"{100 * apart:.3g} %",
-                "One process sums slices that belong to no row of the batch before it squares "
-                "them (keras.optimizers.SGD without clipping makes no difference; "
-                "run_eagerly=True hides how indices are computed)",
-            )
-    moves = any(sizes.values()) or not sizes
-    if state:
-        return Difference(difference, state[0], _STATE, moves)
-    return Difference(difference, moves=moves)
-
-
-def _notes(whole: Outcome, parts: Outcome, tolerance: float) -> list[str]:
-    notes = []
-    for name, value in whole.logs.items():
-        theirs = parts.logs.get(name, np.nan)
-        if not np.allclose(theirs, value, tolerance, 1e-6, equal_nan=True):
-            notes.append(
-                f"{name!r} is neither a mean nor a sum over rows ({np.ravel(value)[0]:.5g} on all "
-                f"rows of a trial, {np.ravel(theirs)[0]:.5g} from its parts), so the logged value "
-                "differs from one process's; weights are not affected"
-            )
-    for name, value in whole.others.items():
-        if not _same(value, parts.others.get(name), tolerance):
-            notes.append(
-                f"{name!r} in the logs is not one number but {value.dtype} of shape {value.shape}, "
-                "and depends on the rows: a worker logs that of its own rows, not of all; weights "
-                "are not affected"
-            )
-    return notes
-
-
-def _same(one: Array, other: Array | None, tolerance: float) -> bool:
-    if other is None or one.shape != other.shape:
-        return False
-    if one.dtype.kind in "biuf":
-        return np.allclose(other, one, tolerance, 1e-6, equal_nan=True)
-    return np.array_equal(one, other)
-
-
 def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     """Add notes on metrics that do not add up, and the metrics to count on gathered rows."""
     strategy, model = trial.strategy, trial.model
     doubts: list[metric_trial.Doubt] = []
     if strategy.is_chief:  # one rank decides, since rounding may differ by rank
-        tolerance = _tolerance(model)
+        tolerance = tolerance_of(model)
         doubts = metric_trial.doubts_of(trial.counted, trial.rows, model, verdict.kinds, tolerance)
     cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
     names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
@@ -626,78 +387,6 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     notes = [note for note in verdict.notes if not note.startswith(said_better)]
     notes += [doubt.told(doubt in cured) for doubt in doubts]
     return verdict._replace(notes=notes, gathered=gathered)
-
-
-# Which models need the self-test.
-
-
-def reasons(model: keras.Model, step_name: str) -> list[str]:
-    """Return the parts of a model's step that are not Keras's own and so must be tried."""
-    parts = reasons_to_try_predict(model, step_name)
-    if not keras_models.computes_own_loss(model):
-        parts.append(f"compute_loss of {type(model).__name__}")
-    parts += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
-    parts += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
-    return parts + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
-
-
-def reasons_to_try_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]:
-    """Return a model's step and layers that are not Keras's own, or compute along the batch."""
-    own_step = not keras_models.is_from_keras(getattr(type(model), step_name))
-    parts = [f"{step_name} of {type(model).__name__}"] if own_step else []
-    layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
-    parts += [f"layer {name}" for name in sorted(layers)]
-    along = filter(_is_along_batch, keras_models.layers_of(model))
-    parts += [f"layer {layer.name} {_ALONG}" for layer in along]
-    own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
-    parts += [f"activation {name}" for name in sorted({*map(_called, own)})]
-    return parts + [f"operation {name}" for name in keras_models.combining_operations(model)]
-
-
-def _looks_up_eagerly(model: keras.Model) -> bool:
-    """Return whether an optimizer squares slices and no graph shows their origin."""
-    if not model.run_eagerly:
-        return False
-    linear = all(map(keras_optimizers.is_linear, shared_optimizer.optimizers_of(model)))
-    layers = keras_models.layers_of(model)
-    return not linear and any(isinstance(one, keras.layers.Embedding) for one in layers)
-
-
-def _called(thing: object) -> str:
-    return str(getattr(thing, "__name__", type(thing).__name__))
-
-
-def _is_foreign(layer: keras.Layer) -> bool:
-    if isinstance(layer, keras.layers.Lambda):
-        return True
-    if getattr(layer, "activity_regularizer", None) is not None or _pads(layer):
-        return True
-    if type(layer).__module__.startswith("dtk."):
-        return False
-    call = getattr(type(layer), "call", None)
-    return call is not None and not keras_models.is_from_keras(call)
-
-
-def _is_along_batch(layer: keras.Layer) -> bool:
-    return keras_models.is_from_keras(type(layer)) and keras_models.is_along_batch(layer)
-
-
-def _own_activations(layer: keras.Layer) -> Iterator[object]:
-    """Yield the activations of a layer that a script has written."""
-    for name in ("activation", "recurrent_activation"):
-        activation = getattr(layer, name, None)
-        module = str(getattr(activation, "__module__", ""))
-        known = activation is None or keras_models.is_from_keras(activation)
-        if not known and not module.startswith("tensorflow."):
-            yield activation
-
-
-def _pads(layer: keras.Layer) -> bool:
-    """Return whether a layer pads a batch to its longest row, which another rank may have."""
-    if not isinstance(layer, keras.layers.TextVectorization):
-        return False
-    config = layer.get_config()
-    return config["output_mode"] == "int" and config["output_sequence_length"] is None
 
 
 # Models made for a fixed number of rows: a worker has only its share of the rows.
