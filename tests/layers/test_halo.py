@@ -18,8 +18,8 @@ from dtk.layers.halo import (
     Range,
     Window,
     add_rows,
-    cut,
     fits,
+    parts_of,
     pieces,
     ranges_of,
 )
@@ -142,7 +142,7 @@ def test_gradients_of_slices_are_added_in_their_rows(axis):
 
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
-        ours, plain = loss(cut(x, ranges, axis)), loss([x[one] for one in index])
+        ours, plain = loss(parts_of(x, ranges, axis)), loss([x[one] for one in index])
     np.testing.assert_allclose(tape.gradient(ours, x), tape.gradient(plain, x), atol=1e-12)
     more = add_rows(
         x, tf.ones([2, 2, 5, 3] if axis == 1 else [2, 5, 2, 3], x.dtype), ranges[3], axis
