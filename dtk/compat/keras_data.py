@@ -162,7 +162,9 @@ class CutEpochIterator(TFEpochIterator):
         EpochIterator.__init__(self, **kwargs)  # Keras's own would distribute the dataset
         self.dataset: Dataset = self.data_adapter.get_tf_dataset()
         # as Keras does: `predict` takes rows without padding, and a model may not be dtk's
-        self.cut: Callable[[Dataset], Dataset] = distribute_strategy.experimental_distribute_dataset
+        self.cut: Callable[[Dataset], Dataset] = functools.partial(
+            _distributed, distribute_strategy
+        )
         self._pipeline: Dataset | None = None
 
     def read(self, dataset: Dataset, cut: Callable[[Dataset], Dataset] | None = None) -> None:
@@ -199,6 +201,13 @@ class CutEpochIterator(TFEpochIterator):
         if self._epoch_iterator is not None:
             self._epoch_iterator.close()
         self._epoch_iterator = self._current_iterator = self.feed = None
+
+
+def _distributed(strategy: tf.distribute.Strategy, dataset: Dataset) -> Dataset:
+    """Distribute a dataset, unless a script has done so."""
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        return dataset
+    return strategy.experimental_distribute_dataset(dataset)
 
 
 @contextlib.contextmanager

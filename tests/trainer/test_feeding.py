@@ -335,3 +335,24 @@ def test_batches_of_replicas_of_one_process_are_refused_for_what_they_are(world)
     ((told, steps),) = world("local", 1).run(refused_batches_of_replicas)
     assert len(told) == 2 and steps == 2
     assert all("dataset_fn(tf.distribute.InputContext())" in one for one in told)
+
+
+def answers_of_distributed_data(devices):
+    """What a model answers of a dataset, and of the same one that the script has distributed."""
+    strategy = bodies.strategy(devices)
+    x, y = cases.rows(10)
+    model = cases.compiled(strategy)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    distributed = strategy.experimental_distribute_dataset(data)
+    return [
+        (model.predict(d, verbose=0), model.evaluate(d, verbose=0)) for d in (data, distributed)
+    ]
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_data_that_a_script_has_distributed_are_not_cut_again(world, devices):
+    """They were: `predict` ended in an AttributeError."""
+    pool = world("local", 1) if devices else world("collective", 2)
+    for plain, distributed in pool.run(answers_of_distributed_data, devices):
+        np.testing.assert_array_equal(plain[0], distributed[0])
+        assert plain[1] == distributed[1]
