@@ -253,10 +253,11 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             return PerRankDataset(slicing.in_time(dataset), whole=None)
         slicing.check_rows(dataset.element_spec)
         observed = self._observe is not None
+        padded = not slicing.has_rows_for_all(dataset.element_spec, self._communicator.size)
 
         @tf.autograph.experimental.do_not_convert
         def own(batch: slicing.Slices) -> Tree:
-            (rows,) = slicing.without_padding(batch)
+            (rows,) = slicing.without_padding(batch) if padded else batch.parts
             return (rows, batch.digest) if observed else rows
 
         def local() -> tf.data.Dataset:
@@ -443,10 +444,14 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         slicing.check_rows(dataset.element_spec)
 
 
-        exact = tf.autograph.experimental.do_not_convert(slicing.without_padding)
+        padded = not slicing.has_rows_for_all(dataset.element_spec, size)
+
+        @tf.autograph.experimental.do_not_convert
+        def own(batch: slicing.Slices) -> tuple[Tree, ...]:
+            return slicing.without_padding(batch) if padded else batch.parts
 
         def local() -> tf.data.Dataset:
-            return self.cut(dataset).map(exact, synchronous=True)
+            return self.cut(dataset).map(own, synchronous=True)
 
         return PerRankDataset(local, whole=dataset, regrouped=True)
 

@@ -150,6 +150,11 @@ def cut_batch(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
+def has_rows_for_all(spec: Specs, size: int) -> bool:
+    """Return whether every batch is known to have rows for so many slices."""
+    return all((leaf.shape[0] or 0) >= size for leaf in check_rows(spec))
+
+
 def without_padding(batch: Slices) -> tuple[Tree, ...]:
     """Return the slices of a batch without padding rows, as loops of one's own get them."""
     return tuple(map(_first_rows, batch.parts, batch.counts))

@@ -197,7 +197,9 @@ class BatchJob(Generic[ReportT, OutputsT]):
     ) -> FunctionalStep:
         """Trace Keras's step with values of `variables`; without a share, of a whole batch."""
         whole = share is None
-        all_rows = self.slices == 1 or self.is_joined
+        # Pipelines of workers are read in slices, whatever other data needed.
+        joined = self.is_joined and not isinstance(data, tf.data.Iterator)
+        all_rows = self.slices == 1 or joined
         only = tf_replicas.as_only_replica() if all_rows else contextlib.nullcontext()
         state = list(zip(self.variables(), values, strict=True))
         with only:

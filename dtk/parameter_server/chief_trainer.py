@@ -191,7 +191,8 @@ class ParameterServerTrainer(JobTrainer):
             self.build_by(step_function, batch)
         elif checks.is_due():
             job.drain()  # steps in flight move the weights that are compared
-            self.audit(job.name, step_function, batch)
+            with self._joining(job):
+                self.audit(job.name, step_function, batch)
         else:
             with self._joining(job):
                 self.try_step(job.name, step_function, batch)

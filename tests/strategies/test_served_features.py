@@ -21,6 +21,7 @@ from dtk.callbacks import (
 from dtk.errors import NotDistributedError
 from dtk.exchange import Downpour, codec
 from dtk.parameter_server.consistency_models import Async, BoundedDelay, SerialStart
+from dtk.parameter_server.job_context import WholeStepNeeded
 
 from support.bodies import digits, flat, scope_of, served_with
 from support.served_bodies import check_mistake, exchanging, line, partitioned
@@ -261,7 +262,27 @@ def _begin_late():
     model.fit(images[:160], labels[:160], batch_size=16, verbose=0)
 
 
+def _pipelines_after_all_rows():
+    """They cannot be joined, whatever the arrays before were."""
+    strategy = served_with("sync")
+    images, labels = digits()
+    rows = images[:16], labels[:16].astype("float32").reshape(-1, 1), np.ones(16, "float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", keras.losses.MeanSquaredError("mean_with_sample_weight"))
+    model.fit(*rows[:2], 8, sample_weight=rows[2], verbose=0)
+    data = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensor_slices(rows).batch(4, drop_remainder=True)
+    )
+    model.fit(data, steps_per_epoch=2, verbose=0)
+
+
 MISTAKES = {
+    "all rows": (
+        _pipelines_after_all_rows,
+        *(WholeStepNeeded, "exchange numbers within a step", "a batch is cut over 2"),
+    ),
     "late term": (
         _begin_late,
         *(NotDistributedError, "step 8 of the train_step of model 'late", "and step 4 did"),

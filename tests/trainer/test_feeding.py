@@ -337,6 +337,22 @@ def test_batches_of_replicas_of_one_process_are_refused_for_what_they_are(world)
     assert all("dataset_fn(tf.distribute.InputContext())" in one for one in told)
 
 
+def shapes_of_distributed_data(devices):
+    """The number of rows that a loop of one's own sees, before it reads any."""
+    strategy = bodies.strategy(devices)
+    numbers = tf.data.Dataset.range(8)
+    batches = numbers.batch(2, drop_remainder=True), numbers.batch(2)
+    distributed = map(strategy.experimental_distribute_dataset, batches)
+    return [tf.nest.flatten(one.element_spec)[0].shape.as_list() for one in distributed]
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_a_loop_knows_how_many_rows_a_slice_has_where_that_is_known(world, devices):
+    pool = world("local", 1) if devices else world("collective", 2)
+    for shapes in pool.run(shapes_of_distributed_data, devices):
+        assert shapes == [[1], [None]]
+
+
 def answers_of_distributed_data(devices):
     """What a model answers of a dataset, and of the same one that the script has distributed."""
     strategy = bodies.strategy(devices)

@@ -61,11 +61,12 @@ class StepChecks:
         if group.size > 1:  # a stage of a pipeline has layers of its own; all ranks try, or none
             of_ranks = group.allgather_object(reasons)
             reasons = sorted({reason for of_rank in of_ranks for reason in of_rank})
-        self.kinds = {}
+        self.kinds, self.trial = {}, None
         if reasons or asked in (True, "only"):
             trial = self._make_trial(step_function, first)
             verdict = self_test.run(trial, reasons or ["asked for"])
-            self.kinds, self.joined = verdict.kinds, verdict.joined
+            self.kinds = verdict.kinds
+            self.joined = self.joined or verdict.joined  # some steps are traced so
             gathered = self._trainer.metrics_of_all_rows
             gathered += [m for m in verdict.gathered if m not in gathered]
             if not verdict.joined:
