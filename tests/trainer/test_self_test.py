@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from dtk.input import digests
+from dtk.patches import patch
 from dtk.trainer.model_scope import trainer_of
-from dtk.trainer.replica import self_test, step_trial
+from dtk.trainer.replica import self_test, step_checks, step_trial
 
 from support import bodies, cases
 from support.once import once
@@ -282,3 +283,23 @@ def drawn_after_a_trial():
 @pytest.mark.worlds(("local", 1))
 def test_numpy_draws_on_where_it_was(pool):
     assert pool.run(drawn_after_a_trial) == [np.random.RandomState(3).rand()]
+
+
+def tries_of_other_data():
+    """How often a step was tried, with data of another kind behind."""
+    runs, original = [], step_checks.StepChecks.try_step
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    with bodies.strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", lambda y, p: keras.ops.mean(keras.ops.abs(y - p), -1))
+    with patch(step_checks.StepChecks, try_step=lambda *a: runs.append(a) or original(*a)):
+        model.evaluate(x, x[:, :1], 8, verbose=0)
+        model.fit(x, x[:, :1], 8, verbose=0)
+        model.evaluate(x, x[:, :1], 2, sample_weight=np.ones(64), verbose=0)
+    return len(runs)
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_trial_of_other_data_does_not_stay(pool):
+    """It stayed due, so that every later step was tried anew."""
+    assert pool.run(tries_of_other_data) == [3, 3]
