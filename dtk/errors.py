@@ -165,7 +165,7 @@ PEER_LOST = re.compile(
     r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
     r"HorovodInternalError|Horovod has been shut down|"
     r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
-    r"whose script has ended; see what"  # dtk's own, over MPI
+    r"whose script has ended; see what|another rank is gone; see what"  # dtk's own, over MPI
 )
 # Characters: of a message, and of the first and last parts of a traceback that is longer.
 _MESSAGE, _HEAD, _TAIL = 300, 3000, 6000

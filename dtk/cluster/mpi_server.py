@@ -9,6 +9,9 @@ that host knows a process by them, not by its id.
 
 Source: the PMIx standard, version 5, "PMIx_server_setup_fork": what a process needs to join is in
 its environment.
+
+On each other host mpirun starts a daemon by a remote shell. Where ranks are there already, one of
+them does that (`mpi_join`): what mpirun takes for a remote shell only writes the command to a pipe.
 """
 
 from __future__ import annotations
@@ -16,16 +19,22 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import multiprocessing.connection
 import os
+import random
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from dtk.cluster import mpi_installs
+from dtk.cluster import mpi_installs, slurm
+from dtk.cluster.line import Line
 from dtk.cluster.variables import MPI_LEASE, is_foreign
 from dtk.errors import CommunicatorError
 
@@ -49,28 +58,43 @@ SHARED_MEMORY = Path("/dev/shm")
 
 # Runs a server that no launcher ends, and then removes its files.
 _LAST = 'folder=$1 memory=$2; shift 2; "$@"; rm -rf "$folder" "$memory"'
+_LEASE, _COMMANDS, _DAEMON = "lease", "commands", "prted"
+# What mpirun takes for a remote shell: it says what is to be started, and where.
+_SAY = f'printf "%s\\n" "$*" > "${{0%/*}}/{_COMMANDS}"\n'
 
 
 class MPIServer:
     """A server for so many ranks: of this machine, or each on its host.
 
     With the mark of a job it is ended by that job's launcher; else it ends with the last rank.
+    Other hosts are reached by a remote shell, or by `lines`: a rank of each, by the host's name.
     """
 
     def __init__(
-        self, ranks: int, hosts: Sequence[str] = (), remote_shell: str = "", mark: str = ""
+        self,
+        ranks: int,
+        hosts: Sequence[str] = (),
+        remote_shell: str = "",
+        mark: str = "",
+        lines: Mapping[str, Line] | None = None,
     ) -> None:
         self._ranks, self._hosts, self._mark = ranks, hosts, mark
+        self._lines = lines or {}
         self._held = contextlib.ExitStack()
         self._memory: Path | None = None
         try:
             _remove_abandoned()
-            self._folder = self._made(Path(tempfile.gettempdir()))
-            self._lease = self._folder / "lease"
-            os.mkfifo(self._lease, 0o600)
-            self._held.callback(os.close, os.open(self._lease, os.O_RDWR | os.O_CLOEXEC))
-            with open(self._folder / "errors", "w") as errors:
-                self._process = self._start(remote_shell, errors.fileno())
+            self._folder = self._make(Path(tempfile.gettempdir()), [_LEASE, _COMMANDS])
+            self._lease = self._folder / _LEASE
+            self._open(self._lease)
+            self._commands = self._open(self._folder / _COMMANDS)
+            if self._lines:
+                shell = self._folder / "start"
+                shell.write_text(_SAY)
+                remote_shell = f"sh {shell}"
+            errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115
+            self._errors = self._held.enter_context(errors)
+            self._process = self._start(remote_shell, self._errors.fileno())
             self._held.callback(self._end)
             self.env = self._read()
             self.folders = tuple(filter(None, (self._folder, self._memory)))
@@ -78,19 +102,17 @@ class MPIServer:
             self.close()
             raise
 
-    def _made(self, place: Path) -> Path:
+    def _make(self, place: Path, pipes: Sequence[str] = ()) -> Path:
         """Make a folder that is there, and locked, until the end."""
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
-        try:
-            locked = _lock(made)
-        except OSError:
-            made.rmdir()
-            raise
-        # Only now it has a name that `_remove_abandoned` looks for.
-        folder = made.rename(place / made.name[1:])
+        folder, locked = _make_locked(place, pipes)
         self._held.callback(shutil.rmtree, folder, ignore_errors=True)
         self._held.callback(os.close, locked)
         return folder
+
+    def _open(self, pipe: Path) -> int:
+        end = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        self._held.callback(os.close, end)
+        return end
 
     def _start(self, remote_shell: str, errors: int) -> subprocess.Popen[bytes]:
         command = [str(mpi_installs.required_mpirun()), "--bind-to", "none"]
@@ -104,7 +126,7 @@ class MPIServer:
             if missing := mpi_installs.shared_memory_missing(self._ranks, str(SHARED_MEMORY)):
                 raise CommunicatorError(f"communicator mpi: {missing}")
             with contextlib.suppress(OSError):  # then where MPI itself puts it
-                self._memory = self._made(SHARED_MEMORY)
+                self._memory = self._make(SHARED_MEMORY)
         else:
             names = self._folder / "hosts"
             names.write_text("".join(f"{host.strip('[]')}\n" for host in self._hosts))
@@ -113,22 +135,17 @@ class MPIServer:
             command += ["--prtemca", "plm_ssh_agent", remote_shell]
             for name, value in _KEEPALIVE.items():
                 command += ["--prtemca", f"oob_tcp_keepalive_{name}", value]
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "SLURM_CONF"  # by which srun finds its controller
-            or not (is_foreign(name) or name.startswith(_ALLOCATIONS))
-        }
-        if not self._mark:  # what ends rank 0's processes is not to end those of others
-            kept.pop("DTK_JOB", None)
-        if os.getuid() == 0:  # the user may start training as root, and so what it needs
-            kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if self._lines:
+            command += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            # It listens at each of them that is free.
+            ports = random.SystemRandom().sample(slurm.PORTS, 3)
+            command += ["--prtemca", "oob_tcp_dynamic_ipv4_ports", ",".join(map(str, ports))]
         if not self._mark:
             left = map(str, (self._folder, self._memory or self._folder))
             command = ["sh", "-c", _LAST, "sh", *left, *command]
         return subprocess.Popen(
             [*command, "sh", "-c", _PLACE, "sh", str(self._lease)],
-            env={**kept, "DTK_JOB": self._mark} if self._mark else kept,
+            env=_environment(self._mark),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -136,29 +153,30 @@ class MPIServer:
         )
 
     def _read(self) -> list[dict[str, str]]:
-        """Read the variables that the processes write, each a line."""
+        """Read the variables that the processes write, each a line; meanwhile start daemons."""
         assert self._process.stdout is not None
-        held_up = ""
-
-        def give_up() -> None:
-            nonlocal held_up
-            held_up = self.held_up() or f"mpirun did not answer within {START_SECONDS:g} s"
-            self._kill()
-
-        late = threading.Timer(START_SECONDS, give_up)
-        late.start()
+        written = self._process.stdout.fileno()
         envs: dict[int, dict[str, str]] = {}
-        try:
-            with self._process.stdout as lines:
-                while len(envs) < self._ranks:
-                    line = lines.readline()
-                    if not line:
-                        raise CommunicatorError(self._why(held_up))
-                    env = _variables(line)
-                    if "PMIX_RANK" in env:  # else it is a line of MPI's own, about what is wrong
-                        envs[int(env["PMIX_RANK"])] = env
-        finally:
-            late.cancel()
+        deadline, rest = time.monotonic() + START_SECONDS, b""
+        ends = {line.end: host for host, line in self._lines.items()}
+        with self._process.stdout:
+            while len(envs) < self._ranks:
+                left = max(0.0, deadline - time.monotonic())
+                ready = multiprocessing.connection.wait([written, self._commands, *ends], left)
+                if not ready:
+                    silent = f"mpirun did not answer within {START_SECONDS:g} s"
+                    raise CommunicatorError(self._why(self.held_up() or silent))
+                for host in (host for end, host in ends.items() if end in ready):
+                    raise CommunicatorError(self._why(f"{host}: {_said_by(self._lines[host])}"))
+                if self._commands in ready:
+                    self._pass_commands()
+                if written in ready:
+                    if not (read := os.read(written, 1 << 16)):
+                        raise CommunicatorError(self._why())
+                    *lines, rest = (rest + read).split(b"\n")
+                    for env in map(_variables, lines):
+                        if "PMIX_RANK" in env:  # else it is a line of MPI's own, of what is wrong
+                            envs[int(env["PMIX_RANK"])] = env
         if not self._hosts:  # no port for messages that no other host sends
             extra = {"OMPI_MCA_btl": "self,sm"}
             if self._memory is not None:
@@ -167,16 +185,28 @@ class MPIServer:
                 env.update({name: os.environ.get(name, value) for name, value in extra.items()})
         return [{**envs[rank], MPI_LEASE: str(self._lease)} for rank in range(self._ranks)]
 
+    def _pass_commands(self) -> None:
+        """Have ranks on other hosts start the daemons that mpirun asks for."""
+        text = os.read(self._commands, 1 << 20)  # more than a pipe holds, and so whole lines
+        for host, command in (line.split(" ", 1) for line in text.decode().splitlines()):
+            words = shlex.split(command)
+            (start,) = (i for i, word in enumerate(words) if os.path.basename(word) == _DAEMON)
+            # As a daemon it would leave the process that removes its files.
+            arguments = [word for word in words[start + 1 :] if word != "--daemonize"]
+            self._lines[host].send({"daemon": arguments, "folder": self._folder.name})
+
     def held_up(self) -> str:
         """Return who may keep the server from answering the ranks, for a sentence; "" if nobody."""
         return ""
 
     def _said(self) -> list[str]:
         """Return what the server wrote, line by line."""
-        lines = (self._folder / "errors").read_text(errors="replace").splitlines()
-        return [line.strip() for line in lines if line.strip(" -\n")]
+        self._errors.seek(0)  # what comes is appended
+        return [line.strip() for line in self._errors if line.strip(" -\n")]
 
-    def _why(self, held_up: str) -> str:
+    def _why(self, held_up: str = "") -> str:
+        if held_up:
+            self._kill()
         code = self._process.wait()
         if held_up:
             return f"communicator mpi: no rank could be placed. {held_up}"
@@ -201,6 +231,40 @@ class MPIServer:
         self._held.close()
 
 
+def _said_by(line: Line) -> str:
+    """Return why a rank on another host cannot have started MPI's daemon there."""
+    try:
+        return str(line.receive_one()["failed"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return "the rank that was to start MPI's daemon there is gone"
+
+
+def start_daemon(arguments: Sequence[str], name: str, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start MPI's daemon of this host, which ends with the server, and its folder with it."""
+    command = [str(Path(sys.executable).parent / _DAEMON), *arguments]
+    parent, locks = Path(tempfile.gettempdir()), list[int]()
+    try:
+        folder, locked = _make_locked(parent, [_LEASE], name)
+        locks.append(locked)
+        command = ["sh", "-c", _LAST, "sh", str(folder), str(folder), *command]
+    except OSError:  # hosts may share it; else the next line says what is wrong
+        folder = parent / name
+    os.open(folder / _LEASE, os.O_RDWR | os.O_CLOEXEC)  # until this process ends
+    try:
+        return subprocess.Popen(
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+            pass_fds=locks,
+        )
+    finally:
+        for locked in locks:
+            os.close(locked)
+
+
 def _remove_abandoned() -> None:
     """Remove what servers left whose processes were killed."""
     temporary = Path(tempfile.gettempdir())
@@ -208,6 +272,35 @@ def _remove_abandoned() -> None:
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
             os.close(_lock(folder))
             shutil.rmtree(folder)
+
+
+def _make_locked(place: Path, pipes: Sequence[str] = (), name: str = "") -> tuple[Path, int]:
+    """Make a folder that is locked as long as somebody has open what is returned with it."""
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, made)
+        locked = _lock(made)
+        undo.callback(os.close, locked)
+        for pipe in pipes:
+            os.mkfifo(made / pipe, 0o600)
+        # Only now it has a name that `_remove_abandoned` looks for.
+        folder = made.rename(place / (name or made.name[1:]))
+        undo.pop_all()
+    return folder, locked
+
+
+def _environment(mark: str = "") -> dict[str, str]:
+    """Return the variables of a server or daemon: none of an allocation, or of another job."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF"  # by which srun finds its controller
+        or not (is_foreign(name) or name.startswith(_ALLOCATIONS))
+    }
+    if os.getuid() == 0:  # the user may start training as root, and so what it needs
+        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    kept.pop("DTK_JOB", None)  # what ends rank 0's processes is not to end those of others
+    return {**kept, "DTK_JOB": mark} if mark else kept
 
 
 def _lock(folder: Path) -> int:

@@ -20,12 +20,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm
 from dtk.cluster.detect import detect, is_child_of_rank
-from dtk.cluster.mpi_installs import (
-    horovod_refused,
-    is_joined,
-    mpirun_of_python_started,
-    offer,
-)
+from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
+from dtk.cluster.mpi_join import is_joined, offer
 from dtk.cluster.place import Place, divide_cores
 from dtk.cluster.variables import COMMUNICATOR, JOINED
 from dtk.errors import CommunicatorError, at_rank
@@ -151,9 +147,10 @@ def _world(
         if not is_chosen:
             message = (
                 "communicator mpi: no launcher of MPI's has started this rank, and dtk joins ranks "
-                "by MPI itself only where all are on one machine, with the same TMPDIR, room in "
-                f"/dev/shm and no GPU, and each has `{pip_install('mpi')}` and has not imported "
-                "mpi4py.MPI before: start with `dtk run`, or use communicator='collective'"
+                "by MPI itself only where each has the same TMPDIR, room in /dev/shm, no GPU and "
+                f"`{pip_install('mpi')}`, and has not imported mpi4py.MPI before; machines need "
+                "names of their own, and IPv4 addresses: start with `dtk run`, or use "
+                "communicator='collective'"
             )
             raise CommunicatorError(at_rank(place.rank, message))
         return collective.start(place, before_collectives, joined)

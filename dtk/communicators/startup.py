@@ -27,9 +27,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster import progress, slurm
+from dtk.cluster import mpi_join, progress, slurm
 from dtk.cluster.line import Line, introduce
-from dtk.cluster.mpi_server import START_SECONDS, MPIServer
+from dtk.cluster.mpi_server import START_SECONDS
 from dtk.cluster.place import Place
 from dtk.cluster.startup_barrier import Wait
 from dtk.cluster.variables import JOB_SECRET
@@ -100,11 +100,11 @@ class Met(NamedTuple):
     """What a rank learns where all meet."""
 
     addresses: tuple[str, ...]  # of every rank
-    mpi: dict[str, str] = {}  # variables by which it joins MPI's world, if all are on one machine
+    mpi: dict[str, str] = {}  # variables by which it joins MPI's world, if all can
 
 
 def gather(place: Place, offer: str = "") -> Met:
-    """Return once every rank has called this; see `mpi_installs.offer`."""
+    """Return once every rank has called this; see `mpi_join.offer`."""
     rank, size, addresses = place.rank, place.size, place.addresses
     if len(addresses) == size:
         check_free(rank, addresses[rank], addresses)
@@ -167,7 +167,7 @@ def _gather(
     else:
         answer = _ask(meeting, hello, wait)
     if isinstance(answer, Met):
-        return answer
+        return answer._replace(mpi=mpi_join.at_this_host(answer.mpi))
     error = _refused(rank, answer)
     raise as_passing(error) if _LIMIT in answer else error
 
@@ -181,7 +181,7 @@ def _host(
 ) -> Met | str:
     """Hear all ranks, and tell them all addresses, or what is wrong; return that."""
     size = len(names)
-    addresses, offers = {0: _address(meeting, meeting, hello)}, {0: hello["mpi"]}
+    addresses, hellos = {0: _address(meeting, meeting, hello)}, {0: hello}
     lines: dict[int, Line] = {}
     stranger = problem = ""
     with contextlib.ExitStack() as stack:
@@ -199,7 +199,7 @@ def _host(
                     rank = _number(theirs, "rank")
                     problem = _problem(theirs, rank, hello, lines, size)
                     addresses[rank] = _address(f"{host.removeprefix('::ffff:')}:0", meeting, theirs)
-                    lines[rank], offers[rank] = line, theirs.get("mpi", "")
+                    lines[rank], hellos[rank] = line, theirs
                 except (OSError, ValueError, KeyError, TypeError):
                     stranger = host  # a port scanner, a health check: not ours to judge
             if not (problem or wait.left) and len(addresses) < size:
@@ -212,7 +212,10 @@ def _host(
                         f" Somebody at {stranger} came who is no rank of this job, or has another "
                         f"{JOB_SECRET} than rank 0"
                     )
-        variables = [{}] * size if problem else _mpi_of_ranks([offers[r] for r in range(size)])
+        variables: list[dict[str, str]] = [{}] * size
+        if not problem:
+            said = [hellos[rank] for rank in range(size)]
+            variables = mpi_join.variables_of_ranks(said, lines)
         answer = problem or [addresses[r] for r in range(size)]
         for rank, line in lines.items():
             with contextlib.suppress(OSError):
@@ -220,23 +223,6 @@ def _host(
                 line.end.shutdown(socket.SHUT_WR)
                 line.end.recv(1)  # the client must close first, so that this port is free at once
     return answer if isinstance(answer, str) else Met(tuple(answer), variables[0])
-
-
-_servers: list[MPIServer] = []  # of this process, until it ends
-
-
-def _mpi_of_ranks(offers: Sequence[object]) -> list[dict[str, str]]:
-    """Return the variables by which ranks join MPI's world; none where not all can."""
-    nothing: list[dict[str, str]] = [{}] * len(offers)
-    if not offers[0] or len(set(offers)) > 1:
-        return nothing
-    try:
-        server = MPIServer(len(offers))
-    except (CommunicatorError, OSError) as error:
-        print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
-        return nothing
-    _servers.append(server)
-    return server.env
 
 
 def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
@@ -298,10 +284,9 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> Met | str:
                 # Others may stand before this one, and say nothing: it keeps its place.
                 line = introduce(end, _secret(), is_listener=False, patience=wait.left + 1.0)
                 line.receive_one()
-                line.send(hello)
+                line.send({**hello, "from": str(end.getsockname()[0]).removeprefix("::ffff:")})
                 # Rank 0 knows more than we do about who is missing: give it time to say so.
-                end.settimeout(wait.left + START_SECONDS)
-                told = line.receive_one()
+                told = mpi_join.await_answer(line, wait.left + START_SECONDS)
                 answer, mpi = told["answer"], told.get("mpi", {})
                 if isinstance(answer, list) and isinstance(mpi, dict):
                     return Met(tuple(map(str, answer)), {str(n): str(v) for n, v in mpi.items()})

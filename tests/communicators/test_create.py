@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -357,14 +358,38 @@ def test_ranks_of_which_one_has_no_mpi_are_joined_by_collectives_or_told_why_not
     assert [out for out, _, _ in ends] == [f"{rank} 2 2 2 collective\n" for rank in range(2)]
     ends = ends_of_torchruns(OF_TORCHRUN, {}, without, DTK_COMMUNICATOR="mpi")
     for _, err, code in ends:
-        assert "dtk joins ranks by MPI itself only where all are on one machine" in err
+        assert "dtk joins ranks by MPI itself only where each has the same TMPDIR" in err
         assert code == 1
 
 
-def start_rank(script, **variables):
-    """Start a process that knows its rank by these variables."""
+@needs_mpi
+def test_ranks_of_several_machines_are_joined_by_mpi_without_a_remote_shell(many_hosts, tmp_path):
+    """As in pods: nothing starts processes there but the engine that has started the ranks."""
+    (first, second), shell = many_hosts(2)
+    knows = {"WORLD_SIZE": "3", "MASTER_ADDR": first, "MASTER_PORT": "4000"}
+    for ending, codes in [("", [0, 0, 0]), (ENDS_IN_RANK_1, [75, 9, 75])]:
+        ranks = [
+            start_rank(
+                OF_TORCHRUN.replace("(8,", "(12,").replace("=4,", "=6,") + ending,
+                (shell, host),
+                RANK=str(rank),
+                TMPDIR=str(tmp_path),
+                **knows,
+            )
+            for rank, host in enumerate([first, second, first])
+        ]
+        ends = [end(rank) for rank in ranks]
+        assert [out for out, _, _ in ends] == [f"{rank} 3 3 2 mpi\n" for rank in range(3)], ends
+        assert [code for _, _, code in ends] == codes, ends
+        assert not ending or re.search("rank 1, host dtk.*2, was gone first", ends[0][1])
+        until(lambda: list(tmp_path.iterdir()) == [])
+
+
+def start_rank(script, where=(), **variables):
+    """Start a process that knows its rank by these variables; `where` is a shell and its host."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [*where, shlex.join(command)] if where else command,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -152,7 +152,8 @@ def test_a_host_that_the_network_cuts_off_is_named_with_its_rank(tmp_path):
 
     `tools/link_faults.py reset --communicator mpi` resets them.
     """
-    (tmp_path / "errors").write_text(
+    errors = tmp_path / "errors"
+    errors.write_text(
         "----\nPRTE has lost communication with a remote daemon.\n\n"
         "  HNP daemon   : [prterun-dtkd467a91-13@0,0] on node dtkd467a91\n"
         "  Remote daemon: [prterun-dtkd467a91-13@0,2] on node dtkd467a93\n\n"
@@ -160,10 +161,10 @@ def test_a_host_that_the_network_cuts_off_is_named_with_its_rank(tmp_path):
     )
     places = object.__new__(mpi_places.MPIPlaces)
     places._hosts = ["127.0.0.1", "10.9.9.2", "10.9.9.2", "10.9.9.3"]
-    places._folder = tmp_path
     places._process = subprocess.Popen(["true"])
     places._process.wait()
-    how, code = places.lost()
+    with errors.open() as places._errors:
+        how, code = places.lost()
     assert how.startswith("rank 3, host 10.9.9.3, is cut off: MPI's server (prterun, process")
     assert how.endswith("(node dtkd467a93)") and code == 1
 

@@ -14,7 +14,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from dtk.cluster.mpi_installs import mpirun_of_python_started, offer, shared_memory_missing
+from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
+from dtk.cluster.mpi_join import offer
 from dtk.cluster.place import Place
 from dtk.cluster.variables import MPI_LEASE, is_foreign
 from dtk.communicators import startup
@@ -67,8 +68,7 @@ def start(place: Place) -> Communicator:
 def join(place: Place) -> Communicator | tuple[str, ...]:
     """Join ranks that no launcher of MPI's has started.
 
-    Returns the addresses of all ranks where they cannot be: not every rank has MPI beside Python,
-    or they are on several machines.
+    Returns the addresses of all ranks where they cannot be, see `mpi_join`.
     """
     if place in _JOINED:
         return _JOINED[place]

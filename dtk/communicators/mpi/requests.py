@@ -14,6 +14,7 @@ functions runs, so the progress thread keeps testing while any request is under 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import sys
 import threading
@@ -26,8 +27,9 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
-from dtk.cluster import progress
-from dtk.errors import CommunicatorError, at_rank
+from dtk.cluster import failures, progress
+from dtk.cluster.mpi_join import is_joined
+from dtk.errors import CommunicatorError, as_passing, at_rank, exit_code
 from dtk.nests import Array
 
 # For at most this many bytes a host function itself waits, at most this long: the thread and the
@@ -44,6 +46,9 @@ _PAUSE = 2e-5
 _LOOK = 0.25
 _AFTER_LEAVING = 2.0
 _LEFT_TAG = 1
+_AT_END = 1e-3  # seconds between two looks whether the others have left, too
+# What MPI says of a rank that is gone, where it goes on without: see `mpi_join`.
+_LOST = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 # Buffers kept of each size, and the least size in bytes, a multiple of a page.
 _KEPT = 4
 _POOLED = 1 << 16
@@ -143,7 +148,7 @@ class RequestProgress:
                         look = time.monotonic() + _LOOK
                         self._check([job])
         except MPI.Exception as error:
-            raise self._refused(job.what, error.Get_error_string()) from error
+            raise self._failed(job.what, error) from error
         self._check_length(job, status)
         return job.result
 
@@ -152,6 +157,14 @@ class RequestProgress:
         room = job.result.size
         if job.came is not None and (came := job.came(status)) != room:
             raise self._refused(job.what, f"{came} elements came, {room} were expected")
+
+    def _failed(self, what: str, error: MPI.Exception) -> CommunicatorError:
+        """Return an error that says why MPI has given up a collective."""
+        told = error.Get_error_string()
+        if error.Get_error_class() not in _LOST:
+            return self._refused(what, told)
+        message = f"{what}: another rank is gone; see what it wrote ({told})"
+        return as_passing(CommunicatorError(at_rank(self._world.rank, message)))
 
     def _refused(self, what: str, told: str) -> CommunicatorError:
         """Return an error with MPI's message and its most likely cause."""
@@ -171,8 +184,15 @@ class RequestProgress:
         self._wake.set()
         self._stopped.wait(_AFTER_LEAVING)
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        sent = [self._world.Isend(np.zeros(1, np.uint8), rank, _LEFT_TAG) for rank in others]
-        MPI.Request.Waitall(sent)  # such short messages do not wait to be received
+        with contextlib.suppress(MPI.Exception):  # one is gone
+            sent = [self._world.Isend(np.zeros(1, np.uint8), rank, _LEFT_TAG) for rank in others]
+            MPI.Request.Waitall(sent)  # such short messages do not wait to be received
+        # Where no launcher sees that a rank is gone, MPI's end may wait for it, and no thread of
+        # Python's, such as that of `heartbeats`, runs in that.
+        while is_joined() and len(self._left) < len(others):
+            with self._hear_lock, contextlib.suppress(MPI.Exception):
+                self._hear()
+            time.sleep(_AT_END)
 
     def _run(self) -> None:
         """Test all requests under way until they are done; sleep while there are none."""
@@ -183,10 +203,13 @@ class RequestProgress:
             threading.Event().wait()
         except BaseException as error:
             # A graph cannot be told: it would wait for ever, and so would the other ranks.
-            if not isinstance(error, CommunicatorError):
+            if isinstance(error, MPI.Exception):
+                error = self._failed("messages of ranks that leave", error)
+            elif not isinstance(error, CommunicatorError):
                 traceback.print_exc()
             print(f"dtk: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
+            failures.tell(failures.of(error))
+            os._exit(1 if progress.is_launched() else exit_code(error))
 
     def _test_until_left(self) -> None:
         jobs: list[tuple[PendingRequest, Callable[[Array], None]]] = []
@@ -203,7 +226,7 @@ class RequestProgress:
                 done = MPI.Request.Testsome(requests, statuses) if jobs else []
             except MPI.Exception as error:
                 what = " or ".join(job.what for job, _ in jobs)
-                raise self._refused(what, error.Get_error_string()) from error
+                raise self._failed(what, error) from error
             for index, status in zip(done or (), statuses, strict=False):
                 job, deliver = jobs[index]
                 self._check_length(job, status)
