@@ -111,7 +111,7 @@ class Table:
         self._over: set[int] = set()  # ranks whose scripts are over
         self._lock = threading.Lock()
         self._left = math.inf  # when the script of rank 0 itself was over
-        atexit.register(self._leave)
+        atexit.register(self._say_over)
         self._statuses = [
             RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
             for rank, host in enumerate(hosts)
@@ -154,7 +154,7 @@ class Table:
                 self._said = True  # a rank is about to end of it
                 with contextlib.suppress(OSError):
                     os.write(2, stall.describe_cause(short, self._statuses).encode())
-            is_settling = 0 <= now - self._lost_since < _LATE
+            is_settling = 0 <= now - self._lost_since < 2 * _LATE
             watches = self._timeout < math.inf and not is_settling
             if watches and (stuck := stall.find(self._statuses, now, self._timeout)):
                 stall.say_last(stall.describe(stuck, self._statuses))
@@ -230,7 +230,7 @@ class Table:
         self._tell({"lost": True})
         os._exit(TRY_AGAIN)
 
-    def _leave(self) -> None:
+    def _say_over(self) -> None:
         self._left = time.monotonic()
         self._tell({"over": True})
 
@@ -258,7 +258,7 @@ class Client:
             _end_at_silence(line.end)
         self._fails = self._over = False  # whether this rank fails; whether rank 0's script is over
         self._left = math.inf  # when the script of this rank was over
-        atexit.register(self._leave)
+        atexit.register(self._say_over)
         self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
         self._status = self._statuses[rank]
         self._heard = time.monotonic()
@@ -274,7 +274,7 @@ class Client:
         self._status.take(report, time.monotonic())
         self._send(vars(report))
 
-    def _leave(self) -> None:
+    def _say_over(self) -> None:
         self._left = time.monotonic()
         self._send({"over": True})
 
@@ -349,8 +349,10 @@ def _end_at_silence(end: socket.socket) -> None:
 
 
 def _waits_since(moment: float, status: RankStatus) -> bool:
-    """Return whether a rank has said since a moment that it waits for others."""
-    return status.waits and status.heard is not None and status.heard > moment
+    """Return whether a rank waits for others, and has had time to say otherwise since a moment."""
+    has_had_time = time.monotonic() - moment > _LATE  # a rank that moves on says so each second
+    heard = status.heard is not None and status.heard > moment
+    return status.waits and (heard or has_had_time)
 
 
 def _leave() -> NoReturn:
