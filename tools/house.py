@@ -125,7 +125,7 @@ def walks() -> list[tuple[str, Walk]]:
     import numpy as np
 
     from dtk.compat import keras_data
-    from dtk.trainer import model_scope
+    from dtk.trainer import distributed_model
 
     strategy = dtk.strategies.MirroredStrategy(devices=2)
     with strategy.scope():
@@ -135,7 +135,7 @@ def walks() -> list[tuple[str, Walk]]:
     x, y = np.ones((16, 3), "float32"), np.ones((16, 1), "float32")
     model.fit(x, y, batch_size=8, verbose=0)  # what is made once is not counted
     batch, gradient = Walk(), Walk()
-    trainer = model_scope.trainer_of(model)
+    trainer = distributed_model.trainer_of(model)
     original = trainer.take_epoch_iterator
 
     def followed(*args: Any, **kwargs: Any) -> None:

@@ -9,8 +9,8 @@ import keras
 from dtk.errors import NotDistributedError
 from dtk.strategies import ParameterServerStrategy
 from dtk.strategies.dtk_strategy import DtkStrategy
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.model_scope import trainer_of
 
 _Callback = TypeVar("_Callback", bound=keras.callbacks.Callback)
 

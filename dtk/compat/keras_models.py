@@ -4,8 +4,8 @@ for good         keras.Model.fit and its like               patch_calls
                  functions that write a model to a path     patch_saving
                  makedirs and rmtree of Keras's callbacks   patch_folders
 inside a scope   keras.Model.compile                        patch_compile
-of one model     _maybe_symbolic_build, compute_loss,
-                 make_train_function and its like           patch_model
+of one model     methods, by a class made for it            made_classes
+                 _maybe_symbolic_build                      AdoptedModel
                  _get_metrics_result_or_logs, once          set_next_epoch_logs,
                                                             answer_without_steps
 """
@@ -158,7 +158,7 @@ def foreign_counters(model: keras.Model) -> list[keras.Metric]:
 
 def computes_own_loss(model: keras.Model) -> bool:
     """Return whether Keras computes the loss, from `compile` and `add_loss`."""
-    return type(model).compute_loss is keras.Model.compute_loss
+    return model.__class__.compute_loss is keras.Model.compute_loss
 
 
 def is_all_keras(model: keras.Model) -> bool:
@@ -333,11 +333,17 @@ def set_trainer(model: keras.Model, trainer: object) -> None:
     model._dtk_trainer = trainer
 
 
-def patch_model(model: keras.Model, build: Function[None], **methods: Function[object]) -> None:
-    """Replace methods of a model, and how Keras builds it from data before its first step."""
-    model._maybe_symbolic_build = build
-    for name, method in methods.items():
-        setattr(model, name, method)
+class AdoptedModel(keras.Model):
+    """A model of which a strategy replaces methods; see `made_classes`."""
+
+    def _dtk_begin(self, iterator: Iterator[Tree] | None, data_batch: Tree) -> None:
+        """Take the iterator of an epoch, or a single batch, and build the model by it."""
+        raise NotImplementedError
+
+    def _maybe_symbolic_build(
+        self, iterator: Iterator[Tree] | None = None, data_batch: Tree = None
+    ) -> None:
+        self._dtk_begin(iterator, data_batch)
 
 
 def lacks_state(model: keras.Model) -> bool:

@@ -3,7 +3,7 @@
 An optimizer that wraps another counts as two.
 
     for good           apply of every optimizer             patch_every_apply
-    of one optimizer   methods, by a class made for it      make_subclass
+    of one optimizer   methods, by a class made for it      made_classes
                        methods with private names           TakenOver
                        attributes that Keras saves          saved_numbers
                        update_step                          optimizer_updates.fuse_updates
@@ -12,7 +12,6 @@ An optimizer that wraps another counts as two.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -43,7 +42,7 @@ def set_owner(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> N
 
 
 class TakenOver(keras.Optimizer):
-    """An optimizer of which a strategy replaces methods; see `make_subclass`.
+    """An optimizer of which a strategy replaces methods; see `made_classes`.
 
     It treats gradients as already reduced.
     """
@@ -64,41 +63,6 @@ class TakenOver(keras.Optimizer):
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[Tree]) -> list[Tree]:
         return list(grads_and_vars)
-
-
-def make_subclass(optimizer: keras.Optimizer, kind: type[keras.Optimizer]) -> None:
-    """Give an optimizer a class made for it: a subclass of a kind, and of the class that it has.
-
-    `optimizer.__class__` stays the class that the script made it of, under whose name Keras saves
-    it; so files, copies and pickles are of that class, and need no dtk. `type(optimizer)` differs.
-    """
-    original, current = optimizer.__class__, type(optimizer)
-    # What a script has set on the object would hide the kind's methods, which call it instead.
-    replaced = {n for one in kind.__mro__ if one not in keras.Optimizer.__mro__ for n in vars(one)}
-    own = {n: staticmethod(vars(optimizer).pop(n)) for n in replaced & vars(optimizer).keys()}
-    if own:
-        current = _class(original.__name__, (current,), own)
-
-    def reduced(self: keras.Optimizer) -> tuple[object, ...]:
-        if original.__reduce__ is not keras.Optimizer.__reduce__:
-            return original.__reduce__(self)
-        unpickle, *values = original.__reduce__(self)  # a method of a class of no module
-        return types.MethodType(unpickle.__func__, original), *values
-
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__class__": property(lambda self: original),
-        "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
-        "__reduce__": reduced,
-    }
-    made = _class(original.__name__, (kind, current), namespace)
-    vars(object)["__class__"].__set__(optimizer, made)
-
-
-def _class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:
-    return types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
 
 
 def chain(optimizer: keras.Optimizer) -> list[keras.Optimizer]:

@@ -16,7 +16,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function
 from dtk.strategies.dtk_strategy import DtkStrategy
 from dtk.strategies.parameter_server import ParameterServerStrategy
-from dtk.trainer import model_files, model_scope
+from dtk.trainer import distributed_model, model_files
 from dtk.trainer.ranks.rank_checks import compare
 
 
@@ -136,7 +136,7 @@ def _bytes_of(model: keras.Model) -> int:
 
 def strategy_of(model: keras.Model) -> DtkStrategy | None:
     """Return the strategy a model was built or compiled under; None if it was none of dtk's."""
-    trainer = model_scope.trainer_of(model)
+    trainer = distributed_model.trainer_of(model)
     owner = keras_models.owner_of(model) if trainer is None else trainer.strategy
     return owner if isinstance(owner, DtkStrategy) else None
 
@@ -171,7 +171,7 @@ def check_ready(model: keras.Model, communicator: Communicator) -> str:
             "on one batch first"
         )
         raise ValueError(at_rank(communicator.rank, message))
-    trainer = model_scope.trainer_of(model)
+    trainer = distributed_model.trainer_of(model)
     if trainer is not None:
         trainer.flush()
     weights_hash = model_files.hash_of(model)

@@ -31,8 +31,8 @@ from dtk.parameter_server.job_context import EvaluatorConfig, JobStrategy
 from dtk.strategies import devices, start
 from dtk.strategies.cluster_resolver import JobResolver
 from dtk.strategies.dtk_strategy import DtkStrategy
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.distributed_trainer import DistributedTrainer
-from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica import self_test as self_testing
 
 

@@ -43,7 +43,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.patches import temporarily
 from dtk.placement import outside_graph
-from dtk.trainer import fit, model_files, model_scope, undistributed_jobs
+from dtk.trainer import distributed_model, fit, model_files, model_scope, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import reducing_optimizer, self_test, step_metrics
@@ -92,7 +92,7 @@ class _Guard:
     def __call__(
         self, model: keras.Model, name: str, method: Function[object], args: Args, kwargs: Kwargs
     ) -> object:
-        trainer = model_scope.trainer_of(model) or _distributed_now(model, name)
+        trainer = distributed_model.trainer_of(model) or _distributed_now(model, name)
         if trainer is not None:
             return fit.call(trainer, name, method, args, kwargs)
         strategy = self.strategy

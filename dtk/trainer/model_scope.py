@@ -1,34 +1,29 @@
-"""Give every model that is compiled in `strategy.scope()` a distributed trainer.
+"""Make every model that is compiled in `strategy.scope()` a `DistributedModel` with a trainer.
 
-Only that model object gets dtk's step functions, and dtk's checks around `fit`, `evaluate` and
-`predict`; once the scope is left, `compile` and the losses are Keras's again.
+Once the scope is left, `compile` of other models and the losses are Keras's again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from dtk.compat import keras_models, keras_optimizers
+from dtk.compat.made_classes import make_subclass
 from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Function, Tree
+from dtk.trainer.distributed_model import DistributedModel, trainer_of
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.ranks import rank_checks, shared_weights
-from dtk.trainer.replica import compiled_step, whole_batch
-from dtk.trainer.strategy import Loop, Strategy
+from dtk.trainer.replica import compiled_step
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
 _STEPS = ("train_step", "test_step", "predict_step")
-
-
-def trainer_of(model: keras.Model) -> DistributedTrainer | None:
-    """Return the trainer of a model; None if the model was not compiled under a dtk strategy."""
-    return keras_models.trainer_of(model, DistributedTrainer)
 
 
 def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
@@ -48,40 +43,8 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     if before is not None:
         return before
     keras_models.set_trainer(model, trainer)
-    methods: dict[str, Function[object]] = {
-        "compute_loss": whole_batch.checking_loss(model),
-        "compile": _in_scope(model, strategy),
-    }
-    if trainer.takes_over:
-        methods |= {
-            "make_train_function": _prepared(trainer, trainer.make_train_function),
-            "make_test_function": _prepared(trainer, trainer.make_test_function),
-            "make_predict_function": trainer.make_predict_function,
-        }
-    keras_models.patch_model(model, trainer.take_epoch_iterator, **methods)
+    make_subclass(model, DistributedModel, keras.Model)
     return trainer
-
-
-def _in_scope(model: keras.Model, strategy: Strategy) -> Function[None]:
-    """Compile the model again in the scope it was compiled in, wherever a script calls it."""
-
-    @functools.wraps(model.compile)
-    def compile_again(*args: object, **kwargs: object) -> None:
-        inside = contextlib.nullcontext() if tf.distribute.has_strategy() else strategy.scope()
-        with inside:
-            type(model).compile(model, *args, **kwargs)
-
-    return compile_again
-
-
-def _prepared(trainer: DistributedTrainer, make: Callable[[bool], Loop]) -> Callable[[bool], Loop]:
-    """Prepare the model's step whenever Keras asks for its function, which is once a call."""
-
-    def make_prepared(force: bool = False) -> Loop:
-        trainer.prepare_step()
-        return make(force)
-
-    return make_prepared
 
 
 @contextlib.contextmanager

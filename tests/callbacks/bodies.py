@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.strategies import AllReduceStrategy, MirroredStrategy
-from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.distributed_model import trainer_of
 
 ROWS, BATCH, EPOCHS = 37, 8, 4  # five steps an epoch, the last of 5 rows
 MANY = 96  # rows of `train`

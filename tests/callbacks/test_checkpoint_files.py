@@ -27,7 +27,7 @@ from dtk.callbacks.checkpointing.checkpoint_files import (
 )
 from dtk.callbacks.strategy_callback import StrategyCallback
 from dtk.files import DRAFT
-from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.distributed_model import trainer_of
 
 from callbacks.bodies import compiled, everything, fails, fitted, strategy
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 from dtk.communicators.local import NullCommunicator
 from dtk.exchange import BlockMomentum, Delayed, Dense, ModelAveraging, Quantized, WarmStart
 from dtk.exchange.contract import BatchPart, ExchangeState, Trained
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.fit import BeforeCallbacks
-from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.replica.step_trial import Snapshot, changed_by_training
 
 from exchange.exchanged import (

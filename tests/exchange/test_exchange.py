@@ -264,7 +264,7 @@ def test_what_is_remembered_goes_to_any_number_of_workers(first):
 
 def test_one_worker_carries_what_several_remembered():
     from dtk.strategies import AllReduceStrategy
-    from dtk.trainer.model_scope import trainer_of
+    from dtk.trainer.distributed_model import trainer_of
 
     strategy = AllReduceStrategy(communicator="local", exchange="1bit")
     trainer = trainer_of(perceptron(strategy, make("sgd")))

@@ -16,7 +16,7 @@ from keras.src.losses import loss
 
 from dtk.compat import tf_replicas
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, start, undistributed
-from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.ranks import rank_checks, shared_weights
 from dtk.trainer.strategy import ShuffleSeed
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtk.input import digests
 from dtk.patches import patch
-from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.replica import self_test, step_checks, step_trial
 
 from support import bodies, cases

@@ -35,10 +35,10 @@ from dtk.exchange.contract import SavedItem
 from dtk.layers.parallelize import ModelInParts, is_in_parts
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
+from dtk.trainer.distributed_model import trainer_of
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.sharded_optimizer import ShardedState
-from dtk.trainer.model_scope import trainer_of
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import shared_weights
 from dtk.trainer.replica.step_metrics import metric_variables

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_optimizers, tf_replicas
+from dtk.compat.made_classes import make_subclass
 from dtk.errors import ReplacedError
 from dtk.migrate.horovod import job
 from dtk.migrate.horovod.collectives import (
@@ -21,7 +22,7 @@ from dtk.migrate.horovod.collectives import (
 )
 from dtk.migrate.horovod.replaced import replaced
 from dtk.nests import Gradients, Tree
-from dtk.trainer.model_scope import trainer_of
+from dtk.trainer.distributed_model import trainer_of
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
@@ -123,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802
         inner.gradient_accumulation_steps = passes  # Keras applies the mean of a window
         factor *= 1 if average_aggregated_gradients else passes
     if factor != 1:
-        keras_optimizers.make_subclass(optimizer, MultipliedGradients)
+        make_subclass(optimizer, MultipliedGradients, keras.Optimizer)
         vars(optimizer)["_dtk_factor"] = float(factor)
     job.mark(optimizer, check_compression(compression))
     return optimizer

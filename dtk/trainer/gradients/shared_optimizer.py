@@ -26,6 +26,7 @@ import tensorflow as tf
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_optimizers, keras_variables
 from dtk.compat.keras_variables import copy_mark, flat_shard_of, is_of_all, path_of, shard_of
+from dtk.compat.made_classes import make_subclass
 from dtk.compat.tf_replicas import on_values
 from dtk.errors import at_rank
 from dtk.exchange.local_steps import LocalOp
@@ -158,7 +159,7 @@ def take_over(optimizer: keras.Optimizer, strategy: Strategy, kind: type[SharedO
     for member in keras_optimizers.members(optimizer):
         if not isinstance(member, kind):
             keras_optimizers.set_owner(member, strategy)
-            keras_optimizers.make_subclass(member, kind)
+            make_subclass(member, kind, keras.Optimizer)
             if strategy.supports_jit:  # servers run Keras's own updates
                 optimizer_updates.fuse_updates(member, strategy.num_replicas_in_sync)
 

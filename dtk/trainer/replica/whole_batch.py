@@ -45,10 +45,10 @@ def sum_over_replicas(value: _Summed) -> _Summed:
 
 def losses_of_all_rows() -> AbstractContextManager[None]:
     """Return a context in which losses of kind BATCH are computed on the rows of all replicas."""
-    return keras_steps.patch_loss_calls(_compute_loss)
+    return keras_steps.patch_loss_calls(_loss_of_compile)
 
 
-def _compute_loss(
+def _loss_of_compile(
     loss: keras.Loss,
     y_true: Tree,
     y_pred: Tree,
@@ -65,27 +65,23 @@ def _compute_loss(
     return loss_of_batch(step, name, own, (y_true, y_pred, sample_weight), adds_up=sums)
 
 
-def checking_loss(model: keras.Model) -> Function[tf.Tensor | None]:
-    """Make a `compute_loss` that keeps the rule even if the model overrides it."""
-    compute_loss, overridden = model.compute_loss, not keras_models.computes_own_loss(model)
-
-    @functools.wraps(compute_loss)
-    def checked(*args: object, **kwargs: object) -> tf.Tensor | None:
-        step = traced_step.current()
-        if step is None:
-            return compute_loss(*args, **kwargs)
-        if not overridden:
-            loss = compute_loss(*args, **kwargs)
-            return loss if loss is None else step.terms.mark_mean(tf.convert_to_tensor(loss))
-        loss = loss_of_batch(step, "compute_loss", compute_loss, args, kwargs)
-        if loss is None or step.kinds.get("compute_loss") == BATCH:
-            return loss
-        loss = tf.convert_to_tensor(loss)
-        with temporarily(step, loss="compute_loss"):
-            step.note_loss(loss)
-        return step.terms.to_mean("compute_loss", loss)
-
-    return checked
+def compute_loss(
+    model: keras.Model, compute: Function[tf.Tensor | None], args: Args, kwargs: Kwargs
+) -> tf.Tensor | None:
+    """Compute a model's loss, by the rule even if the model overrides it."""
+    step = traced_step.current()
+    if step is None:
+        return compute(*args, **kwargs)
+    if keras_models.computes_own_loss(model):
+        loss = compute(*args, **kwargs)
+        return loss if loss is None else step.terms.mark_mean(tf.convert_to_tensor(loss))
+    loss = loss_of_batch(step, "compute_loss", compute, args, kwargs)
+    if loss is None or step.kinds.get("compute_loss") == BATCH:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    with temporarily(step, loss="compute_loss"):
+        step.note_loss(loss)
+    return step.terms.to_mean("compute_loss", loss)
 
 
 def loss_of_batch(
