@@ -20,6 +20,8 @@ from typing import TypeVar
 
 # TensorFlow's, where another rank is gone or cut off; by name, without importing it.
 _LOST = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+# What dtk says of that, over MPI.
+OTHER_IS_GONE = "another rank is gone; see what"
 # Exit code of a process that the same command may well bring further, as of EX_TEMPFAIL.
 TRY_AGAIN = 75
 
@@ -154,6 +156,8 @@ def exit_code(error: BaseException) -> int:
         return 130
     kind = type(error)
     lost = kind.__name__ in _LOST and kind.__module__.startswith("tensorflow")
+    # Of a step's graph TensorFlow makes an UnknownError of it.
+    lost = lost or OTHER_IS_GONE in _said(error)
     return TRY_AGAIN if lost or getattr(error, "passing", False) else 1
 
 
@@ -165,7 +169,7 @@ PEER_LOST = re.compile(
     r"Socket closed|Connection reset by peer|[Cc]onnection closed by peer|UnavailableError|"
     r"HorovodInternalError|Horovod has been shut down|"
     r"An error occurred in PMIx Event Notification|"  # MPI's server is gone
-    r"whose script has ended; see what|another rank is gone; see what"  # dtk's own, over MPI
+    r"whose script has ended; see what|" + OTHER_IS_GONE  # dtk's own, over MPI
 )
 # Characters: of a message, and of the first and last parts of a traceback that is longer.
 _MESSAGE, _HEAD, _TAIL = 300, 3000, 6000

@@ -24,6 +24,7 @@ import multiprocessing.connection
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,8 @@ _IN_TURN = 2.0
 _SETTLE, _LATE = 0.3, 3.0
 # Seconds of a network's silence after which a rank is taken for gone, where nobody else tells: less
 # than MPI's server waits, which then ends all ranks without a word of dtk's.
-_CUT_OFF = 60
+_CUT_OFF = 60.0
+_LAST_ACK = 56  # where tcp(7)'s tcp_info has the milliseconds since the last acknowledgement
 _GONE = "was gone first, and told of no exception: it was killed, or its script was over"
 
 
@@ -105,8 +107,6 @@ class Table:
     ) -> None:
         self._timeout, self._lines = timeout, dict(lines)
         self._ends_at_loss = ends_at_loss
-        for line in lines.values() if ends_at_loss else ():
-            _end_at_silence(line.end)
         self._lost_since = math.inf
         self._over: set[int] = set()  # ranks whose scripts are over
         self._lock = threading.Lock()
@@ -175,11 +175,17 @@ class Table:
                 for message in line.receive():
                     self._take(rank, message, time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
-                del self._lines[rank]
-                line.end.close()
-                self._statuses[rank].left = True
-                if self._ends_at_loss and rank not in self._over:
-                    self._lost_since = min(self._lost_since, time.monotonic())
+                self._lose(rank)
+        watched = self._lines.items() if self._ends_at_loss else ()
+        for rank in [one for one, line in watched if _is_cut_off(line.end)]:
+            self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        """Note that the connection to a rank has ended."""
+        self._lines.pop(rank).end.close()
+        self._statuses[rank].left = True
+        if self._ends_at_loss and rank not in self._over:
+            self._lost_since = min(self._lost_since, time.monotonic())
 
     def _take(self, rank: int, message: Mapping[str, object], now: float) -> None:
         self._lags[rank] = lag = min(self._lags[rank], now - float(str(message["sent"])))
@@ -254,8 +260,6 @@ class Client:
     ) -> None:
         self._rank, self._line, self._timeout = rank, line, timeout
         self._ends_at_loss = ends_at_loss
-        if ends_at_loss:
-            _end_at_silence(line.end)
         self._fails = self._over = False  # whether this rank fails; whether rank 0's script is over
         self._left = math.inf  # when the script of this rank was over
         atexit.register(self._say_over)
@@ -311,6 +315,8 @@ class Client:
                     if "first" in message:
                         self._first = str(message["first"])
                         self._is_known.set()
+            if self._ends_at_loss and _is_cut_off(self._line.end):
+                break
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
         self._is_known.set()
@@ -338,14 +344,14 @@ class Client:
         _leave()
 
 
-def _end_at_silence(end: socket.socket) -> None:
-    """Have a connection fail once nothing comes or goes: the system answers for a busy process."""
-    every, times = 5, 3
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _CUT_OFF - every * times)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, times)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_OFF * 1000)
+def _is_cut_off(end: socket.socket) -> bool:
+    """Return whether nothing has come from the other host for long, not even what its system sends.
+
+    That answers for a busy process, too; and rank 0 sends something each second.
+    """
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
+    milliseconds: int = struct.unpack_from("I", info, _LAST_ACK)[0]
+    return milliseconds > 1000 * _CUT_OFF
 
 
 def _waits_since(moment: float, status: RankStatus) -> bool:

@@ -46,6 +46,13 @@ class Line:
             messages.append(json.loads(text))
         return messages
 
+    def is_over(self) -> bool:
+        """Return whether the other end is gone, once there is something to read."""
+        try:
+            return not self.end.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
     def receive_one(self) -> Mapping[str, object]:
         """Return the message that has come first; wait for it."""
         while not (messages := self.receive()):

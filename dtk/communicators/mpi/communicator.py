@@ -200,7 +200,8 @@ class MPICommunicator(Communicator):
         key = ("eager" if tf.executing_eagerly() else self._lane_name, number % _BESIDE)
         if key not in self._lanes:
             tag = zlib.crc32(repr(key).encode()) % _TAGS
-            self._lanes[key] = _Lane(self._comm.Create_group(self._comm.group, tag))
+            with self._progress.explaining("a new group of ranks"):
+                self._lanes[key] = _Lane(self._comm.Create_group(self._comm.group, tag))
         return self._lanes[key]
 
     def _call(
@@ -220,7 +221,8 @@ class MPICommunicator(Communicator):
         what = f"the collective {label!r}" if peer is None else f"a message {label}"
 
         def begin(arrays: Sequence[Array]) -> PendingRequest:
-            request, result, came = post(lane.comm, *arrays)
+            with self._progress.explaining(what):
+                request, result, came = post(lane.comm, *arrays)
             return PendingRequest(request, result, arrays, members, what, came)
 
         if tf.executing_eagerly():
@@ -253,7 +255,8 @@ class MPICommunicator(Communicator):
         return value
 
     def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
-        comm = MPI.Intracomm(self._comm.Split(ranks[0], ranks.index(self.rank)))
+        with self._progress.explaining("a new group of ranks"):
+            comm = MPI.Intracomm(self._comm.Split(ranks[0], ranks.index(self.rank)))
         hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
             return LocalCommunicator(hosts[0])

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 from dtk.cluster import failures, progress
 from dtk.cluster.mpi_join import is_joined
-from dtk.errors import CommunicatorError, as_passing, at_rank, exit_code
+from dtk.errors import OTHER_IS_GONE, CommunicatorError, as_passing, at_rank, exit_code
 from dtk.nests import Array
 
 # For at most this many bytes a host function itself waits, at most this long: the thread and the
@@ -48,7 +48,7 @@ _AFTER_LEAVING = 2.0
 _LEFT_TAG = 1
 _AT_END = 1e-3  # seconds between two looks whether the others have left, too
 # What MPI says of a rank that is gone, where it goes on without: see `mpi_join`.
-_LOST = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+_LOST = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 # Buffers kept of each size, and the least size in bytes, a multiple of a page.
 _KEPT = 4
 _POOLED = 1 << 16
@@ -125,9 +125,10 @@ class RequestProgress:
             return False
         until = time.perf_counter() + SOON_SECONDS
         status = MPI.Status()
-        while not job.request.Test(status):
-            if time.perf_counter() > until:
-                return False
+        with self.explaining(job.what):
+            while not job.request.Test(status):
+                if time.perf_counter() > until:
+                    return False
         self._check_length(job, status)
         return True
 
@@ -140,15 +141,12 @@ class RequestProgress:
         """Wait for a collective and return its result."""
         idle, look = 0, time.monotonic() + _LOOK
         status = MPI.Status()
-        try:
-            with progress.polling():
-                while not job.request.Test(status):
-                    idle = _pause(idle)
-                    if time.monotonic() > look:
-                        look = time.monotonic() + _LOOK
-                        self._check([job])
-        except MPI.Exception as error:
-            raise self._failed(job.what, error) from error
+        with progress.polling(), self.explaining(job.what):
+            while not job.request.Test(status):
+                idle = _pause(idle)
+                if time.monotonic() > look:
+                    look = time.monotonic() + _LOOK
+                    self._check([job])
         self._check_length(job, status)
         return job.result
 
@@ -158,13 +156,20 @@ class RequestProgress:
         if job.came is not None and (came := job.came(status)) != room:
             raise self._refused(job.what, f"{came} elements came, {room} were expected")
 
-    def _failed(self, what: str, error: MPI.Exception) -> CommunicatorError:
-        """Return an error that says why MPI has given up a collective."""
-        told = error.Get_error_string()
-        if error.Get_error_class() not in _LOST:
-            return self._refused(what, told)
-        message = f"{what}: another rank is gone; see what it wrote ({told})"
-        return as_passing(CommunicatorError(at_rank(self._world.rank, message)))
+    @contextlib.contextmanager
+    def explaining(self, what: str, statuses: Sequence[MPI.Status] = ()) -> Iterator[None]:
+        """Return a context that says why MPI has given up collectives, or a message."""
+        try:
+            yield
+        except MPI.Exception as error:
+            codes = [error.Get_error_code()]
+            if error.Get_error_class() == MPI.ERR_IN_STATUS:
+                codes = [status.Get_error() for status in statuses if status.Get_error()] or codes
+            told = MPI.Get_error_string(codes[0])
+            if not {MPI.Get_error_class(code) for code in codes} & _LOST:
+                raise self._refused(what, told) from error
+            message = f"{what}: {OTHER_IS_GONE} it wrote ({told})"
+            raise as_passing(CommunicatorError(at_rank(self._world.rank, message))) from error
 
     def _refused(self, what: str, told: str) -> CommunicatorError:
         """Return an error with MPI's message and its most likely cause."""
@@ -189,8 +194,9 @@ class RequestProgress:
             MPI.Request.Waitall(sent)  # such short messages do not wait to be received
         # Where no launcher sees that a rank is gone, MPI's end may wait for it, and no thread of
         # Python's, such as that of `heartbeats`, runs in that.
-        while is_joined() and len(self._left) < len(others):
-            with self._hear_lock, contextlib.suppress(MPI.Exception):
+        is_watched = is_joined() and progress.is_reporting() and not progress.is_launched()
+        while is_watched and len(self._left) < len(others):
+            with self._hear_lock, contextlib.suppress(CommunicatorError):
                 self._hear()
             time.sleep(_AT_END)
 
@@ -203,9 +209,7 @@ class RequestProgress:
             threading.Event().wait()
         except BaseException as error:
             # A graph cannot be told: it would wait for ever, and so would the other ranks.
-            if isinstance(error, MPI.Exception):
-                error = self._failed("messages of ranks that leave", error)
-            elif not isinstance(error, CommunicatorError):
+            if not isinstance(error, CommunicatorError):
                 traceback.print_exc()
             print(f"dtk: {error}", file=sys.stderr, flush=True)
             failures.tell(failures.of(error))
@@ -222,11 +226,8 @@ class RequestProgress:
             while self._new:
                 jobs.append(self._new.popleft())
             requests, statuses = [job.request for job, _ in jobs], [MPI.Status() for _ in jobs]
-            try:
+            with self.explaining(" or ".join(job.what for job, _ in jobs), statuses):
                 done = MPI.Request.Testsome(requests, statuses) if jobs else []
-            except MPI.Exception as error:
-                what = " or ".join(job.what for job, _ in jobs)
-                raise self._failed(what, error) from error
             for index, status in zip(done or (), statuses, strict=False):
                 job, deliver = jobs[index]
                 self._check_length(job, status)
@@ -258,14 +259,15 @@ class RequestProgress:
 
     def _hear(self) -> None:
         """Note which ranks have said that they leave."""
-        while True:
-            if self._hearing is None:
-                self._hearing = self._world.Irecv(self._goodbye, MPI.ANY_SOURCE, _LEFT_TAG)
-            status = MPI.Status()
-            if not self._hearing.Test(status):
-                return
-            self._left[status.source] = time.monotonic()
-            self._hearing = None
+        with self.explaining("a rank that waits for messages"):
+            while True:
+                if self._hearing is None:
+                    self._hearing = self._world.Irecv(self._goodbye, MPI.ANY_SOURCE, _LEFT_TAG)
+                status = MPI.Status()
+                if not self._hearing.Test(status):
+                    return
+                self._left[status.source] = time.monotonic()
+                self._hearing = None
 
 
 def _pause(idle: int) -> int:
