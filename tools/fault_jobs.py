@@ -17,6 +17,7 @@ from typing import NamedTuple, TextIO
 import psutil
 
 BIN = Path(sys.executable).parent
+ENGINE = Path(__file__).parent / "engine.py"
 MARK = "DTK_FAULTS"  # of every process of a trial
 RANKS = 2
 START = 90.0  # seconds until all ranks train, on a busy machine
@@ -44,6 +45,10 @@ def ways() -> list[Way]:
     by_dtk = r"dtk: rank (\d+), host [^\s,]+, failed first"
     by_mpi = r"(?:process rank |Process name: \[\S+,)(\d+)"
     found = [Way("dtk run, collectives", (*run, "--communicator", "collective"), by_dtk)]
+    by_rank = r"dtk: rank (\d+), host [^\s,]+, (?:failed|was gone) first"
+    for name in ("collective", *(["mpi"] if (BIN / "mpirun").exists() else [])):
+        command = ("env", f"DTK_COMMUNICATOR={name}", sys.executable, str(ENGINE), str(RANKS))
+        found.append(Way(f"an engine, {name}", command, by_rank))
     mpirun, ours = shutil.which("mpirun"), BIN / "mpirun"
     if importlib.util.find_spec("horovod") is not None:
         found.append(Way("dtk run, Horovod", (*run, "--communicator", "horovod"), by_dtk))

@@ -27,7 +27,6 @@ from dtk.pipelines import operations
 MakesDataset: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
-
 def patch_iterators() -> None:
     """Let other ranks wait neither for the end of data nor for its closing, from now on."""
     closing: queue.SimpleQueue[list[object]] = queue.SimpleQueue()

@@ -251,13 +251,12 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             return slicing.in_time(dataset)
         if is_of_this_rank(dataset):
             return PerRankDataset(slicing.in_time(dataset), whole=None)
-        slicing.check_rows(dataset.element_spec)
         observed = self._observe is not None
-        padded = not slicing.has_rows_for_all(dataset.element_spec, self._communicator.size)
+        rows_only = slicing.rows_only(dataset.element_spec, self._communicator.size)
 
         @tf.autograph.experimental.do_not_convert
         def own(batch: slicing.Slices) -> Tree:
-            (rows,) = slicing.without_padding(batch) if padded else batch.parts
+            (rows,) = rows_only(batch)
             return (rows, batch.digest) if observed else rows
 
         def local() -> tf.data.Dataset:
@@ -441,17 +440,10 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         size = self._num_replicas_in_sync
         if size == 1:
             return slicing.in_time(dataset)
-        slicing.check_rows(dataset.element_spec)
-
-
-        padded = not slicing.has_rows_for_all(dataset.element_spec, size)
-
-        @tf.autograph.experimental.do_not_convert
-        def own(batch: slicing.Slices) -> tuple[Tree, ...]:
-            return slicing.without_padding(batch) if padded else batch.parts
+        rows_only = slicing.rows_only(dataset.element_spec, size)
 
         def local() -> tf.data.Dataset:
-            return self.cut(dataset).map(own, synchronous=True)
+            return self.cut(dataset).map(rows_only, synchronous=True)
 
         return PerRankDataset(local, whole=dataset, regrouped=True)
 

@@ -150,9 +150,11 @@ def cut_batch(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     return Slices(_parts(batch, rows, padded), tuple(end - begin for begin, end in bounds), rows)
 
 
-def has_rows_for_all(spec: Specs, size: int) -> bool:
-    """Return whether every batch is known to have rows for so many slices."""
-    return all((leaf.shape[0] or 0) >= size for leaf in check_rows(spec))
+def rows_only(spec: Specs, size: int) -> Callable[[Slices], tuple[Tree, ...]]:
+    """Return what takes from slices of such batches what loops of one's own get of them."""
+    has_rows_for_all = all((leaf.shape[0] or 0) >= size for leaf in check_rows(spec))
+    take = without_padding if not has_rows_for_all else lambda batch: batch.parts
+    return tf.autograph.experimental.do_not_convert(take)
 
 
 def without_padding(batch: Slices) -> tuple[Tree, ...]:
