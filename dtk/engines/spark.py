@@ -107,7 +107,7 @@ def run(
     try:
         (result,) = ranks.partitionBy(1).values().collect()
     except Py4JJavaError as error:
-        raise _told(str(error)) or error from None
+        raise _told(str(error), context.pythonExec) or error from None
     returned: Result = pickle.loads(result)
     return returned
 
@@ -131,8 +131,13 @@ def _check_slots(context: SparkContext, wanted: int) -> None:
         )
 
 
-def _told(message: str) -> Exception | None:
+def _told(message: str, python: str) -> Exception | None:
     """Return what Spark's error is about: a rank's failure, or what Spark itself refuses."""
+    if "ModuleNotFoundError: No module named 'dtk'" in message:
+        return ClusterError(
+            f"Spark's executors run {python}, which has no dtk: set PYSPARK_PYTHON to a Python "
+            f"that has, such as {sys.executable} where that is theirs, too, or install it there"
+        )
     of_rank = message.rpartition(f"{RankError.__name__}: ")[2].partition(_END)
     if of_rank[1]:
         return RankError(of_rank[0].strip())
