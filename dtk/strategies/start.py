@@ -196,9 +196,9 @@ def _watch(communicator: Communicator, timeout: float) -> None:
     if place is None or name == "null" or progress.is_launched() or progress.is_reporting():
         return
     rank, hosts = communicator.rank, communicator.hosts
-    # TensorFlow's runtime sees that a rank is gone, and so does a launcher of MPI's.
-    joined = name == "mpi" and place.kind in WITHOUT_MPI
-    timeout = timeout or (math.inf if joined else 0.0)
+    # Here no launcher sees that a rank is gone, and TensorFlow's runtime not always.
+    ends_at_loss = place.kind in WITHOUT_MPI
+    timeout = timeout or (math.inf if ends_at_loss else 0.0)
     listener = None
     # How to reach rank 0's listener; the secret proves that a client is a rank of this job.
     addresses, port, secret = _addresses(communicator), 0, b""
@@ -223,14 +223,14 @@ def _watch(communicator: Communicator, timeout: float) -> None:
         if rank == 0:
             missing = [str(one) for one in range(1, communicator.size) if one not in there]
             print(
-                f"dtk: stalls{' and lost ranks' * joined} will not be detected: rank "
+                f"dtk: stalls{' and lost ranks' * ends_at_loss} will not be detected: rank "
                 f"{', '.join(missing)} cannot reach port "
                 f"{port} of rank 0 ({', '.join(addresses)})"
             )
     elif listener is not None:
-        heartbeats.Table(hosts, lines, timeout, joined)
+        heartbeats.Table(hosts, lines, timeout, ends_at_loss)
     else:
-        heartbeats.Client(rank, hosts, lines[0], timeout, joined)
+        heartbeats.Client(rank, hosts, lines[0], timeout, ends_at_loss)
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:

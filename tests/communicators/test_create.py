@@ -350,6 +350,23 @@ def test_two_ranks_train_by_the_variables_of_torchrun_and_who_loses_the_other_sa
         assert "rank 1, host " in ends[0][1] and "was gone first" in ends[0][1]
 
 
+def test_a_lost_rank_ends_the_job_of_an_engine_also_where_tensorflow_does_not_see_it():
+    """A rank killed in the middle of an exchange; the other waited for the stall timeout."""
+    waits = """
+    from dtk.cluster import progress
+    if strategy.rank == 1:
+        os._exit(9)
+    import time
+    with progress.inside("an exchange"):
+        time.sleep(50)
+    """
+    began = time.monotonic()
+    ends = ends_of_torchruns(OF_TORCHRUN + waits, DTK_COMMUNICATOR="collective")
+    assert [code for _, _, code in ends] == [75, 9], ends[0][1]
+    assert "rank 1, host " in ends[0][1] and "was gone first" in ends[0][1]
+    assert time.monotonic() - began < 50
+
+
 @needs_mpi
 def test_ranks_of_one_machine_are_joined_by_mpi_and_leave_nothing(tmp_path):
     ends = ends_of_torchruns(OF_TORCHRUN, TMPDIR=str(tmp_path), DTK_STALL_TIMEOUT="0")
