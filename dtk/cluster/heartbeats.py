@@ -45,7 +45,8 @@ _SETTLE, _LATE = 0.3, 3.0
 # Seconds of a network's silence after which a rank is taken for gone, where nobody else tells: less
 # than MPI's server waits, which then ends all ranks without a word of dtk's.
 _CUT_OFF = 60.0
-_LAST_ACK = 56  # where tcp(7)'s tcp_info has the milliseconds since the last acknowledgement
+_LAST_CAME = 52  # where tcp(7)'s tcp_info has it for data, and then for acknowledgements
+_PAUSE = 5.0
 _GONE = "was gone first, and told of no exception: it was killed, or its script was over"
 
 
@@ -104,12 +105,14 @@ class Table:
         lines: Mapping[int, Line],
         timeout: float,
         ends_at_loss: bool = False,
+        waits_at_end: bool = False,
     ) -> None:
         self._timeout, self._lines = timeout, dict(lines)
-        self._ends_at_loss = ends_at_loss
+        self._ends_at_loss, self._waits_at_end = ends_at_loss, waits_at_end
         self._lost_since = math.inf
         self._over: set[int] = set()  # ranks whose scripts are over
         self._lock = threading.Lock()
+        self._awake, self._process = _Awake(), os.getpid()
         self._left = math.inf  # when the script of rank 0 itself was over
         atexit.register(self._say_over)
         self._statuses = [
@@ -148,7 +151,8 @@ class Table:
                 self._say_first()
             is_lost = now - self._lost_since > _SETTLE and self._own is None
             waits = any(_waits_since(self._lost_since, one) for one in self._statuses)
-            if is_lost and (waits or now - max(self._left, self._lost_since) > _LATE):
+            ends = now - max(self._left, self._lost_since) > _LATE and self._waits_at_end
+            if is_lost and (waits or ends):
                 self._end_lost()
             if not self._said and (short := stall.find_short(self._statuses)):
                 self._said = True  # a rank is about to end of it
@@ -176,7 +180,8 @@ class Table:
                     self._take(rank, message, time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 self._lose(rank)
-        watched = self._lines.items() if self._ends_at_loss else ()
+        is_awake = self._awake.seconds() > _CUT_OFF
+        watched = self._lines.items() if self._ends_at_loss and is_awake else ()
         for rank in [one for one, line in watched if _is_cut_off(line.end)]:
             self._lose(rank)
 
@@ -237,8 +242,9 @@ class Table:
         os._exit(TRY_AGAIN)
 
     def _say_over(self) -> None:
-        self._left = time.monotonic()
-        self._tell({"over": True})
+        if os.getpid() == self._process:  # not of a child by os.fork
+            self._left = time.monotonic()
+            self._tell({"over": True})
 
     def _tell(self, message: object) -> None:
         with self._lock:
@@ -257,10 +263,12 @@ class Client:
         line: Line,
         timeout: float,
         ends_at_loss: bool = False,
+        waits_at_end: bool = False,
     ) -> None:
         self._rank, self._line, self._timeout = rank, line, timeout
-        self._ends_at_loss = ends_at_loss
+        self._ends_at_loss, self._waits_at_end = ends_at_loss, waits_at_end
         self._fails = self._over = False  # whether this rank fails; whether rank 0's script is over
+        self._process = os.getpid()
         self._left = math.inf  # when the script of this rank was over
         atexit.register(self._say_over)
         self._statuses = [RankStatus(f"rank {rank}", host) for rank, host in enumerate(hosts)]
@@ -279,8 +287,9 @@ class Client:
         self._send(vars(report))
 
     def _say_over(self) -> None:
-        self._left = time.monotonic()
-        self._send({"over": True})
+        if os.getpid() == self._process:  # not of a child by os.fork
+            self._left = time.monotonic()
+            self._send({"over": True})
 
     def _send(self, message: Mapping[str, object]) -> None:
         with self._lock, contextlib.suppress(OSError):
@@ -299,6 +308,7 @@ class Client:
     def _run(self) -> None:
         """Await rank 0's word, or its silence; rank 1 speaks first of it."""
         patience = self._timeout + min(5.0, self._timeout / 4) + _IN_TURN * (self._rank - 1)
+        awake = _Awake()
         while True:
             if select.select([self._line.end], [], [], min(_PERIOD, self._timeout / 10))[0]:
                 try:
@@ -315,7 +325,8 @@ class Client:
                     if "first" in message:
                         self._first = str(message["first"])
                         self._is_known.set()
-            if self._ends_at_loss and _is_cut_off(self._line.end):
+            is_awake = awake.seconds() > _CUT_OFF
+            if self._ends_at_loss and is_awake and _is_cut_off(self._line.end):
                 break
             if time.monotonic() - self._heard > patience:
                 self._end(f"reported nothing for {self._timeout:g} s, last")
@@ -323,7 +334,7 @@ class Client:
         gone = time.monotonic()
         while self._ends_at_loss and not (self._over or self._fails):
             # At its end MPI may wait for rank 0, and for ever.
-            ends = time.monotonic() - max(gone, self._left) > _LATE
+            ends = time.monotonic() - max(gone, self._left) > _LATE and self._waits_at_end
             if ends or _waits_since(gone, self._status):
                 why = "is gone, and this rank waited for it at its end" if ends else _GONE
                 stall.say_last(f"dtk: rank 0, host {self._statuses[0].host}, {why}\n")
@@ -349,9 +360,24 @@ def _is_cut_off(end: socket.socket) -> bool:
 
     That answers for a busy process, too; and rank 0 sends something each second.
     """
-    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
-    milliseconds: int = struct.unpack_from("I", info, _LAST_ACK)[0]
-    return milliseconds > 1000 * _CUT_OFF
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_CAME + 8)
+    data, acknowledgement = struct.unpack_from("II", info, _LAST_CAME)  # milliseconds ago
+    return min(data, acknowledgement) > 1000 * _CUT_OFF
+
+
+class _Awake:
+    """For how long this process has run without a pause, such as by SIGSTOP."""
+
+    def __init__(self) -> None:
+        self._since = self._looked = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds; to be asked at least once a second."""
+        now = time.monotonic()
+        if now - self._looked > _PAUSE:
+            self._since = now
+        self._looked = now
+        return now - self._since
 
 
 def _waits_since(moment: float, status: RankStatus) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import multiprocessing.connection
 import os
 import socket
 from collections.abc import Mapping
@@ -47,11 +48,13 @@ class Line:
         return messages
 
     def is_over(self) -> bool:
-        """Return whether the other end is gone, once there is something to read."""
+        """Drop what has come, and return whether the other end is gone."""
         try:
-            return not self.end.recv(1, socket.MSG_PEEK)
-        except OSError:
+            while multiprocessing.connection.wait([self.end], 0):
+                self.receive()
+        except (OSError, ValueError):
             return True
+        return False
 
     def receive_one(self) -> Mapping[str, object]:
         """Return the message that has come first; wait for it."""

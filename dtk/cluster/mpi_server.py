@@ -177,7 +177,8 @@ class MPIServer:
                     silent = f"mpirun did not answer within {START_SECONDS:g} s"
                     raise CommunicatorError(self._why(self.held_up() or silent))
                 for host in (host for end, host in ends.items() if end in ready):
-                    raise CommunicatorError(self._why(f"{host}: {_said_by(self._lines[host])}"))
+                    if failed := self._failure(self._lines[host]):
+                        raise CommunicatorError(self._why(f"{host}: {failed}"))
                 if self._commands in ready:
                     self._pass_commands()
                 if written in ready:
@@ -205,6 +206,14 @@ class MPIServer:
             # for a shell of the user's.
             arguments = [word for word in words[start + 1 :] if word not in ("--daemonize", ")")]
             self._lines[host].send({"daemon": arguments, "folder": self._folder.name})
+
+    def _failure(self, line: Line) -> str:
+        """Return why a rank cannot have started MPI's daemon on its host; "" if it may have."""
+        try:
+            told = [one for one in line.receive() if one.get("folder") == self._folder.name]
+        except (OSError, ValueError, AttributeError):
+            return "the rank that was to start MPI's daemon there is gone"
+        return str(told[0].get("failed")) if told else ""  # of a server before this one
 
     def held_up(self) -> str:
         """Return who may keep the server from answering the ranks, for a sentence; "" if nobody."""
@@ -240,14 +249,6 @@ class MPIServer:
     def close(self) -> None:
         """End the server, and remove what it left."""
         self._held.close()
-
-
-def _said_by(line: Line) -> str:
-    """Return why a rank on another host cannot have started MPI's daemon there."""
-    try:
-        return str(line.receive_one()["failed"])
-    except (OSError, KeyError, TypeError, ValueError):
-        return "the rank that was to start MPI's daemon there is gone"
 
 
 def start_daemon(arguments: Sequence[str], name: str, errors: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import faulthandler
 import logging
-import multiprocessing.connection
 import os
 import random
 import select
@@ -235,9 +234,7 @@ def _host(
 
 def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
     """Forget ranks whose processes have ended, since they may be started again."""
-    # Unlike select(2), of any number of connections.
-    ready = multiprocessing.connection.wait([line.end for line in lines.values()], 0)
-    gone = [rank for rank, line in lines.items() if line.end in ready and line.is_over()]
+    gone = [rank for rank, line in lines.items() if line.is_over()]
     for rank in gone:
         del lines[rank], addresses[rank]
     return bool(gone)

@@ -27,16 +27,16 @@ def make_subclass(instance: keras.Model, kind: type[keras.Model], base: type[ker
     replaced = {name for one in kind.__mro__ if one not in base.__mro__ for name in vars(one)}
     own = {n: staticmethod(vars(instance).pop(n)) for n in replaced & vars(instance).keys()}
     if own:
-        current = _class(original.__name__, (current,), own)
+        current = _class(original.__name__, (_Unnoticed, current), own)
 
-    def reduced(self: keras.Model) -> tuple[object, ...]:
-        reduce: Function[tuple[types.MethodType, ...]] = vars(definer(original, "__reduce__"))[
-            "__reduce__"
-        ]
-        if original.__reduce__ is not base.__reduce__:
-            return reduce(self)
-        unpickle, *values = reduce(self)  # a method of a class of no module
-        return types.MethodType(unpickle.__func__, original), *values
+    def reduced(self: keras.Model) -> object:
+        reduce: Function[object] = vars(definer(original, "__reduce__"))["__reduce__"]
+        value = reduce(self)
+        if isinstance(value, tuple) and isinstance(value[0], types.MethodType):
+            unpickle, *others = value  # a method of a class of no module, by Keras
+            if unpickle.__self__ is type(self):
+                return types.MethodType(unpickle.__func__, original), *others
+        return value
 
     namespace = {
         "__module__": original.__module__,
@@ -46,9 +46,19 @@ def make_subclass(instance: keras.Model, kind: type[keras.Model], base: type[ker
         "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
         "__reduce__": reduced,
     }
-    made = _class(original.__name__, (kind, current), namespace)
+    bases = (kind, current) if own else (_Unnoticed, kind, current)
+    made = _class(original.__name__, bases, namespace)
     vars(object)["__class__"].__set__(instance, made)
 
 
+class _Unnoticed:
+    """Keeps a script's classes from knowing of classes that are derived from them."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Do nothing."""
+
+
 def _class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:
-    return types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
+    metaclass, namespace, _ = types.prepare_class(name, bases)
+    # Not by the metaclass: a script's may count classes, or refuse another of the same name.
+    return type.__new__(metaclass, name, bases, {**namespace, **body})

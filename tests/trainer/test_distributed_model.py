@@ -43,6 +43,24 @@ class Own(keras.Model):
         return super().compute_loss(*args, **kwargs)
 
 
+class Registered(type):
+    names = []
+
+    def __new__(mcs, name, bases, namespace):
+        mcs.names.append(name)
+        return super().__new__(mcs, name, bases, namespace)
+
+
+class Told(keras.Sequential, metaclass=Registered):
+    """A script's, which counts its subclasses, and pickles itself."""
+
+    def __init_subclass__(cls, /, kind, **kwargs):
+        raise AssertionError("a class was derived")
+
+    def __reduce__(self):
+        return super().__reduce__()
+
+
 def functional():
     inputs = keras.Input((2,))
     return keras.Model(inputs, keras.layers.Dense(3)(inputs))
@@ -53,6 +71,7 @@ MODELS = {
     "lazy": lambda: keras.Sequential([keras.layers.Dense(3)]),
     "functional": functional,
 }
+TOLD = {"told": lambda: Told([keras.Input((2,)), keras.layers.Dense(3)])}
 
 
 def trained(make):
@@ -99,6 +118,13 @@ def test_what_the_script_overrides_is_called_once():
     assert model.calls.count("compute_loss") <= 2  # to build the metrics, and to trace the step
     model.compile("adam", "mae")
     assert model.calls.count("compile") == 2 and trainer_of(model) is not None
+
+
+def test_a_script_s_class_learns_nothing_of_the_class_that_is_made():
+    model = trained(TOLD["told"])
+    assert Registered.names == ["Told"] and isinstance(type(model), Registered)
+    with keras.saving.custom_object_scope({"Told": Told}):
+        assert type(pickle.loads(pickle.dumps(model))) is Told
 
 
 def test_a_loss_that_the_script_has_set_on_the_object_is_computed():
