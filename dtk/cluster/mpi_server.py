@@ -64,7 +64,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _LAST = (
     'lease=$1 folder=$2 other=$3; shift 3; "$@" & server=$!; '
     f'(set -- "$lease"; {_AWAIT}; cat <&3; n=30; while [ $((n -= 1)) -gt 0 ]; do sleep 1; done; '
-    "kill -9 $server) >/dev/null 2>&1 & "
+    "kill -9 $(cat /proc/$server/task/$server/children) $server) >/dev/null 2>&1 & "
     'watch=$!; wait $server; code=$?; kill $watch; rm -rf "$folder" "$other"; exit $code'
 )
 _LEASE, _COMMANDS, _DAEMON = "lease", "commands", "prted"
