@@ -27,7 +27,7 @@ def make_subclass(instance: keras.Model, kind: type[keras.Model], base: type[ker
     replaced = {name for one in kind.__mro__ if one not in base.__mro__ for name in vars(one)}
     own = {n: staticmethod(vars(instance).pop(n)) for n in replaced & vars(instance).keys()}
     if own:
-        current = _class(original.__name__, (_Unnoticed, current), own)
+        current = _class(original.__name__, (current,), own)
 
     def reduced(self: keras.Model) -> object:
         reduce: Function[object] = vars(definer(original, "__reduce__"))["__reduce__"]
@@ -46,8 +46,7 @@ def make_subclass(instance: keras.Model, kind: type[keras.Model], base: type[ker
         "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
         "__reduce__": reduced,
     }
-    bases = (kind, current) if own else (_Unnoticed, kind, current)
-    made = _class(original.__name__, bases, namespace)
+    made = _class(original.__name__, (kind, current), namespace)
     vars(object)["__class__"].__set__(instance, made)
 
 
@@ -59,6 +58,8 @@ class _Unnoticed:
 
 
 def _class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:
+    if not issubclass(bases[-1], _Unnoticed):
+        bases = (_Unnoticed, *bases)
     metaclass, namespace, _ = types.prepare_class(name, bases)
     # Not by the metaclass: a script's may count classes, or refuse another of the same name.
     return type.__new__(metaclass, name, bases, {**namespace, **body})
