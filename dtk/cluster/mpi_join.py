@@ -166,12 +166,13 @@ _daemons: list[subprocess.Popen[bytes]] = []
 
 def at_this_host(variables: Mapping[str, str]) -> dict[str, str]:
     """Put the name of the network interface in the place of the address that it has here."""
-    import psutil  # here, since few jobs ask
+    own = dict(variables)
+    if address := own.pop(_ADDRESS, ""):
+        import psutil  # here, since few jobs ask
 
-    own = {name: value for name, value in variables.items() if name != _ADDRESS}
-    for name, addresses in psutil.net_if_addrs().items() if len(own) < len(variables) else ():
-        if any(variables[_ADDRESS] == one.address for one in addresses):
-            return {**own, f"{_INTERFACES}include": name}
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address == one.address for one in addresses):
+                return {**own, f"{_INTERFACES}include": name}
     return own
 
 

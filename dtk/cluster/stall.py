@@ -454,4 +454,4 @@ def say_last(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, f"\n{text.lstrip()}".encode())  # a progress bar may stand in the line

@@ -2,10 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
+
+from dtk.cluster import heartbeats
 
 pytestmark = pytest.mark.command
 
@@ -154,4 +158,30 @@ def test_all_survivors_learn_who_failed_first(ends, first):
     survivors = [one for rank, one in enumerate(told) if f"{rank}=0.2:killed" not in ends]
     assert all(f"knows {first}" in out for out, _ in survivors), told
     says = survivors[0][1]
-    assert says.startswith(f"dtk: {first}") and says.count("\n") == 1
+    # on a line of its own: a progress bar may stand in the last
+    assert says.startswith(f"\ndtk: {first}") and says.count("\n") == 2
+
+
+def test_who_only_hears_another_is_not_cut_off_from_it(monkeypatch):
+    """The system notes acknowledgements of what one sends oneself, and that may be nothing."""
+    monkeypatch.setattr(heartbeats, "_CUT_OFF", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as hears,
+        listener.accept()[0] as end,
+    ):
+        for _ in range(10):
+            end.sendall(b"here")
+            time.sleep(0.1)
+        assert not heartbeats._is_cut_off(hears)
+        time.sleep(0.7)
+        assert heartbeats._is_cut_off(hears)
+
+
+def test_time_in_which_a_process_was_stopped_is_no_silence_of_others(monkeypatch):
+    monkeypatch.setattr(heartbeats, "_PAUSE", 0.5)
+    awake = heartbeats._Awake()
+    time.sleep(0.6)
+    assert awake.seconds() == 0.0
+    time.sleep(0.2)
+    assert 0.2 <= awake.seconds() < 0.6
