@@ -48,6 +48,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import hosts  # noqa: E402
 import tcp_shell  # noqa: E402
 
+from dtk.cluster import mpi_installs  # noqa: E402
+
 BIN = Path(sys.executable).parent
 STALL = 15.0
 START = 120.0  # seconds until both ranks train
@@ -230,7 +232,7 @@ def line(communicator: str, fault: str, found: Outcome) -> str:
 
 def communicators() -> dict[str, bool]:
     """Return those that this machine has, as keys."""
-    mpi = (BIN / "prterun").exists() and importlib.util.find_spec("mpi4py") is not None
+    mpi = mpi_installs.mpirun() is not None
     horovod = importlib.util.find_spec("horovod") is not None
     there = {"collective": True, "horovod": horovod, "mpi": mpi}
     return {name: True for name, is_there in there.items() if is_there}

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dtk.cluster.place import has_gpu
+from dtk.cluster.pmix import LIBRARY
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -27,10 +28,10 @@ _OTHER_MEMORY = (
 
 def mpirun() -> Path | None:
     """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
-    beside = Path(sys.executable).parent
-    # Ranks can take the places of processes that PRRTE has started; other MPIs do not use it.
-    is_there = all((beside / name).is_file() for name in ("prterun", "mpirun"))
-    return beside / "mpirun" if is_there and importlib.util.find_spec("mpi4py") else None
+    path = Path(sys.executable).parent / "mpirun"
+    # Of another MPI's, dtk cannot be the server.
+    is_there = path.is_file() and Path(sys.prefix, LIBRARY).is_file()
+    return path if is_there and importlib.util.find_spec("mpi4py") else None
 
 
 def required_mpirun() -> Path:

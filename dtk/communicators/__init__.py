@@ -147,9 +147,9 @@ def _world(
         if not is_chosen:
             message = (
                 "communicator mpi: no launcher of MPI's has started this rank, and dtk joins ranks "
-                "by MPI itself only where each has the same TMPDIR, room in /dev/shm, no GPU and "
-                f"`{pip_install('mpi')}`, and has not imported mpi4py.MPI before; machines need "
-                "names of their own, and IPv4 addresses: start with `dtk run`, or use "
+                f"by MPI itself only where each has room in /dev/shm, no GPU and the same Open MPI "
+                f"by `{pip_install('mpi')}`, and has not imported mpi4py.MPI before; machines need "
+                "IPv4 addresses of their own: start with `dtk run`, or use "
                 "communicator='collective'"
             )
             raise CommunicatorError(at_rank(place.rank, message))

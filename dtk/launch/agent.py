@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from dtk.cluster.report_channel import ask, pair, receive, record, takes_more, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, usage_of
-from dtk.launch.job_processes import BESIDE, abort, end, members, start
+from dtk.launch.job_processes import abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
@@ -325,9 +325,28 @@ def guard(job: str, grace: float, save_grace: float) -> None:
             saver.note(word, int(rest))
     saver.let_save()
     end(job, grace)
-    end(job + BESIDE, 0.0)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve_mpi(job: str, silence: float, **order: object) -> int:
+    """Be MPI's server of this host, until the launcher is gone and the job's last rank here, too.
+
+    Ranks still need it while they save, once the launcher has been killed.
+    """
+    from dtk.cluster.pmix import serve  # sent for this alone
+
+    alive, over = os.pipe()
+
+    def follow() -> None:
+        for _ in orders(silence) if silence else sys.stdin:
+            pass
+        while members(job):
+            time.sleep(0.2)
+        os.close(over)
+
+    _thread(follow)
+    return serve(**order, alive=[alive])  # type: ignore[arg-type]
 
 
 def tell(host: str, ports: int) -> None:
@@ -341,5 +360,7 @@ def main(task: str, arguments: Mapping[str, object]) -> int:
         return run_rank(**arguments)  # type: ignore[arg-type]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if task == "mpi":
+        return serve_mpi(**arguments)  # type: ignore[arg-type]
     (guard if task == "guard" else tell)(**arguments)  # type: ignore[arg-type]
     return 0

@@ -224,6 +224,7 @@ class Job:
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(ssh.HEARTBEAT):
+            self._starter.beat()
             for rank in self._state.tasks:
                 rank.beat()
 

@@ -22,9 +22,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-# Added to a job's mark: processes that outlive its ranks, and end with its launcher.
-BESIDE = ".beside"
-
 
 def members(job: str) -> list[int]:
     """List the processes of a job, and of jobs started inside it."""

@@ -1,22 +1,23 @@
-"""Places in MPI's world for ranks that `dtk run` starts; see `dtk.cluster.mpi_server`.
-
-Failures, prefixes, binding and endings are dtk's as without MPI, and the server ends with the job.
-"""
+"""MPI's servers of a job of `dtk run`, one on each of its hosts; see `dtk.cluster.pmix`."""
 
 from __future__ import annotations
 
 import contextlib
-import re
+import random
+import secrets
+import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from dtk.cluster import mpi_installs, mpi_server, slurm
 from dtk.cluster.mpi_server import MPIServer
+from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, ssh
+from dtk.launch.plan import Process
 from dtk.launch.task import killer
 
-_CUT_OFF = re.compile(
-    r"lost communication with a remote daemon.*Remote daemon: \[\S+@\d+,(\d+)\] on node (\S+)"
-)
+_PORTS = 20  # that are tried
+_SSH_FAILED = 255
 
 
 class Loss(NamedTuple):
@@ -26,22 +27,62 @@ class Loss(NamedTuple):
     code: int
 
 
-class MPIPlaces(MPIServer):
-    """The variables by which each rank joins MPI's world, and the server that they lead to."""
+class MPIPlaces:
+    """The servers, and the variables by which each rank joins MPI's world."""
 
-    def __init__(self, hosts: Sequence[str], job: str, remote_shell: str) -> None:
-        alone = all(map(ssh.is_local, hosts))
-        super().__init__(
-            len(hosts), () if alone else hosts, remote_shell, job + job_processes.BESIDE
-        )
+    def __init__(self, processes: Sequence[Process], job: str, remote_shell: str) -> None:
+        mpi_installs.required_mpirun()
+        self._job = job
+        self._servers: dict[str, MPIServer] = {}
+        machines: dict[str, list[int]] = {}
+        for process in processes:
+            host = "localhost" if ssh.is_local(process.host) else process.host
+            machines.setdefault(host, []).append(process.rank)
+        order = {
+            "prefix": sys.prefix,
+            "memory": mpi_server.SHARED_MEMORY,
+            "namespace": job,
+            "machines": list(machines.values()),
+            "hosts": list(machines),
+            "secret": secrets.token_hex(),
+            "meeting": processes[0].address.rpartition(":")[0].strip("[]"),
+            "job": job,
+        }
+        ports = random.SystemRandom().sample(slurm.PORTS, _PORTS)
+        variables: dict[int, dict[str, str]] = {}
+        try:
+            for here, (host, ranks) in enumerate(machines.items()):
+                is_local = ssh.is_local(host)
+                missing = mpi_installs.shared_memory_missing(len(ranks), mpi_server.SHARED_MEMORY)
+                if is_local and missing:
+                    raise CommunicatorError(f"communicator mpi: {missing}")
+                command = [sys.executable, "-I", "-S", "-c", ssh.BOOTSTRAP]
+                if not is_local:
+                    command = ssh.remote_command(host, remote_shell)
+                silence = 0.0 if is_local else ssh.SILENCE
+                line = ssh.first_line("mpi", **order, here=here, ports=ports, silence=silence)
+                self._servers[host] = MPIServer(command, line)
+                served = self._servers[host].answer()
+                variables |= served.variables
+                ports = served.ports
+        except BaseException:
+            self.close()
+            raise
+        self.env = [variables[process.rank] for process in processes]
+
+    def beat(self) -> None:
+        """Tell the servers that this process is alive."""
+        for server in self._servers.values():
+            server.say("")
 
     def held_up(self) -> str:
-        """Return who may keep the server from answering the ranks, for a sentence; "" if nobody.
+        """Return who may keep a server from answering the ranks, for a sentence; "" if nobody.
 
         It reads from one connection after the other, and waits for each.
         """
-        own = job_processes.members(self._mark.removesuffix(job_processes.BESIDE))
-        others = _strangers(self._process.pid, own)
+        server = self._servers.get("localhost")
+        own = job_processes.members(self._job)
+        others = _strangers(server.pid, own) if server is not None else []
         if not others:
             return ""
         return (
@@ -51,33 +92,24 @@ class MPIPlaces(MPIServer):
         )
 
     def lost(self) -> Loss | None:
-        """Return how the server has ended; None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        said = " ".join(self._said())
-        killed = re.search(r"rank (\d+) with PID (\d+).*? exited on signal (\d+)", said)
-        if killed:
-            rank, pid, number = map(int, killed.groups())
-            place = f"process {pid}, which MPI's server keeps in the place of rank {rank},"
-            how = f"was ended by {killer(number)}, and with it the server (prterun)"
-            return Loss(f"{place} {how}", 128 + number)
-        server = f"MPI's server (prterun, process {self._process.pid})"
-        cut = _CUT_OFF.search(said)
-        # Its daemons count from 1, in the order of the hosts.
-        others = list(dict.fromkeys(host for host in self._hosts if not ssh.is_local(host)))
-        if cut and 0 < int(cut[1]) <= len(others):
-            host = others[int(cut[1]) - 1]
-            how = f"is cut off: {server} has lost its connection to that host (node {cut[2]})"
-            return Loss(f"rank {self._hosts.index(host)}, host {host}, {how}", code or 1)
-        if code < 0:
-            return Loss(f"{server} was ended by {killer(-code)}", agent.shell_code(code))
-        words = f", saying: {said:.500}" if said else ""
-        return Loss(f"{server} ended with exit code {code}{words}", code or 1)
+        """Return how a server has ended; None while all run."""
+        for host, server in self._servers.items():
+            if (code := server.code) is None:
+                continue
+            name = f"MPI's server on {host} (process {server.pid})"
+            if code == _SSH_FAILED and not ssh.is_local(host):
+                return Loss(f"host {host} is cut off: its remote shell has ended", code)
+            if code < 0:
+                return Loss(f"{name} was ended by {killer(-code)}", agent.shell_code(code))
+            said = server.said()
+            words = f", saying: {said:.500}" if said else ""
+            return Loss(f"{name} ended with exit code {code}{words}", code or 1)
+        return None
 
-    def _end(self) -> None:
-        super()._end()
-        job_processes.end(self._mark, 0.0)
+    def close(self) -> None:
+        """Let the servers end."""
+        for server in self._servers.values():
+            server.close()
 
 
 def _strangers(server: int, own: Collection[int]) -> list[str]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtk.cluster import report_channel, usage
+from dtk.cluster import line, pmix, report_channel, usage
 from dtk.errors import ClusterError
 from dtk.launch import agent, job_processes
 
@@ -76,7 +76,8 @@ def is_local(host: str) -> bool:
 
 def first_line(task: str, **arguments: object) -> str:
     """Return what `BOOTSTRAP` reads: the agent, and what it is to do, see `agent.main`."""
-    sent = (usage, report_channel, job_processes, agent)
+    of_mpi = (line, pmix) if task == "mpi" else ()
+    sent = (usage, report_channel, job_processes, *of_mpi, agent)
     modules = {one.__name__: inspect.getsource(one) for one in sent}
     return json.dumps({"modules": modules, "task": task, "given": arguments}) + "\n"
 

@@ -92,6 +92,11 @@ class Starter:
         """Return what may keep the ranks from starting together, for a sentence; "" if nothing."""
         return "" if self._mpi is None else self._mpi.held_up()
 
+    def beat(self) -> None:
+        """Tell MPI's servers that this process is alive."""
+        if self._mpi is not None:
+            self._mpi.beat()
+
     def close(self) -> None:
         """Let go of the guard, the rendezvous server and the ports."""
         self._reader.close()
@@ -249,7 +254,7 @@ class Starter:
             return
         try:
             places = mpi_places.MPIPlaces(
-                [process.host for process in self._state.spec.processes],
+                self._state.spec.processes,
                 self._state.job_id,
                 self._state.spec.remote_shell,
             )
@@ -258,8 +263,6 @@ class Starter:
                 raise
             self._output.say(f"going on over TensorFlow's collectives: {error}")
             return
-        for folder in places.folders:
-            self._guard.remove(folder)
         self._held.callback(places.close)
         self._mpi = places
         self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]

@@ -1,4 +1,4 @@
-"""Ranks that dtk starts, in the places that MPI's own launcher made: real ranks, real MPI."""
+"""Ranks that dtk starts, and MPI's servers that it is for them: real ranks, real MPI."""
 
 import dataclasses
 import io
@@ -6,21 +6,19 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from dtk.cluster import Host, mpi_installs, mpi_server
+from dtk.cluster import Host, mpi_installs, mpi_join, mpi_server, pmix
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import assign, job_processes, mpi_places, ssh, watch
+from dtk.launch import assign, job_processes, ssh, watch
 
 from support.launched import a_job, until
 
@@ -33,8 +31,15 @@ SUM = (
     "import os\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
     "print(world.rank, world.size, world.allreduce(world.rank + 1), os.environ['DTK_COMMUNICATOR'])"
 )
-# What keeps PRRTE from starting: it wants another interface than loopback.
-NOT_STARTING = "PRTE_MCA_oob_tcp_if_include"
+
+
+def servers_of(launcher=None):
+    """Return MPI's servers that a launcher has started here: its ranks listen nowhere."""
+    return [
+        child
+        for child in psutil.Process(launcher).children()
+        if any(one.status == psutil.CONN_LISTEN for one in child.net_connections())
+    ]
 
 
 def make(code, workers=2, communicator="auto", **options):
@@ -48,7 +53,7 @@ def places(tmp_path, monkeypatch):
     shared.mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(mpi_server, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(mpi_server, "SHARED_MEMORY", str(shared))
     yield
     assert [path for path in tmp_path.rglob("*") if path != shared] == []
 
@@ -79,23 +84,6 @@ def test_ranks_meet_in_mpis_world_and_nothing_is_left(run, places):
 
 
 @needs_mpi
-def test_what_an_earlier_server_left_does_not_keep_mpi_from_starting(places, tmp_path):
-    """The folder of a server that was killed, when its number was given to the next one."""
-    host, last = socket.gethostname(), int(Path("/proc/loadavg").read_text().split()[-1])
-    left = [tmp_path / f"ompi.{pid}" for pid in range(last, last + 2000)]
-    for folder in left:
-        folder.mkdir()
-        (folder / f"pmix.{host}.tool").touch()
-    try:
-        made = mpi_places.MPIPlaces(["localhost"], "earlier", "ssh")
-        made.close()
-    finally:
-        for folder in left:
-            shutil.rmtree(folder, ignore_errors=True)
-    assert Path(made.env[0]["PMIX_SERVER_TMPDIR"]).parent in made.folders
-
-
-@needs_mpi
 def test_on_one_machine_ranks_listen_nowhere(run):
     listening = (
         "import os, psutil\nfrom mpi4py import MPI\nMPI.COMM_WORLD.allreduce(1)\n"
@@ -119,54 +107,22 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
     assert seconds < 20
 
 
-@pytest.mark.full_but("prterun-40-signal 40")
 @needs_mpi
-@pytest.mark.parametrize(
-    ("which", "number", "how"),
-    [("prterun", signal.SIGRTMIN + 6, "signal 40"), ("cat", signal.SIGKILL, "SIGKILL")],
-)
-def test_mpis_server_that_is_killed_is_named_and_no_rank(which, number, how, places, monkeypatch):
+def test_mpis_server_that_is_killed_is_named_and_no_rank(places, monkeypatch):
     """Each rank said that it had failed by itself, with exit code 195."""
     monkeypatch.setattr(watch, "LATE", 1.0)  # a rank that fails of it does so at once
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
+    number = signal.SIGRTMIN + 6
     with a_job(make(code, communicator="mpi"), stdout=out, stderr=err, grace=0.5) as job:
         time.sleep(1.0)  # MPI has started by then, or not: the server is gone either way
-        beside = map(psutil.Process, job_processes.members(job.job_id + job_processes.BESIDE))
-        victim = next(one for one in beside if one.name() == which)
+        (victim,) = servers_of()
         victim.send_signal(number)
         assert job.wait(60) == 128 + number
     last = err.getvalue().splitlines()[-1]
-    named = (
-        f"dtk: MPI's server (prterun, process {victim.pid})"
-        if which == "prterun"
-        else f"dtk: process {victim.pid}, which MPI's server keeps in the place of rank "
-    )
-    assert last.startswith(named) and f" was ended by {how}" in last, err.getvalue()
+    named = f"dtk: MPI's server on localhost (process {victim.pid}) was ended by signal 40"
+    assert last == f"{named}; every rank needs it. The job was ended.", err.getvalue()
     assert "failed first" not in err.getvalue()
-    assert last.endswith("every rank needs it. The job was ended.")
-
-
-def test_a_host_that_the_network_cuts_off_is_named_with_its_rank(tmp_path):
-    """What the server wrote when its connections were reset, and ended with 0; no rank was named.
-
-    `tools/link_faults.py reset --communicator mpi` resets them.
-    """
-    errors = tmp_path / "errors"
-    errors.write_text(
-        "----\nPRTE has lost communication with a remote daemon.\n\n"
-        "  HNP daemon   : [prterun-dtkd467a91-13@0,0] on node dtkd467a91\n"
-        "  Remote daemon: [prterun-dtkd467a91-13@0,2] on node dtkd467a93\n\n"
-        "This is usually due to either a failure of the TCP network connection to the node\n"
-    )
-    places = object.__new__(mpi_places.MPIPlaces)
-    places._hosts = ["127.0.0.1", "10.9.9.2", "10.9.9.2", "10.9.9.3"]
-    places._process = subprocess.Popen(["true"])
-    places._process.wait()
-    with errors.open() as places._errors:
-        how, code = places.lost()
-    assert how.startswith("rank 3, host 10.9.9.3, is cut off: MPI's server (prterun, process")
-    assert how.endswith("(node dtkd467a93)") and code == 1
 
 
 @needs_mpi
@@ -188,18 +144,21 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
 
 
 @needs_mpi
-def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, monkeypatch):
-    monkeypatch.setenv(NOT_STARTING, "lo")
+def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, tmp_path, monkeypatch):
+    library = tmp_path / "prefix" / pmix.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.write_text("of another MPI")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     code, out, err, _ = run(make("import os; print(os.environ['DTK_COMMUNICATOR'])"))
     assert code == 0
     assert sorted(out.splitlines()) == ["[0] auto", "[1] auto"]
     (line,) = err.splitlines()
     assert line.startswith("dtk run: going on over TensorFlow's collectives: communicator mpi: ")
-    # On a busy machine mpirun may end before it has written why.
-    why = "before the ranks could start: (No network interfaces were found|it said nothing)"
-    assert re.search(why, line)
-    with pytest.raises(CommunicatorError, match=why):
+    why = f"MPI's server did not start: {library}: "
+    assert why in line
+    with pytest.raises(CommunicatorError, match=re.escape(why)):
         run(make("", communicator="mpi"))
+    shutil.rmtree(tmp_path / "prefix")
 
 
 @needs_mpi
@@ -257,14 +216,11 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
 @pytest.mark.full_but("alone")
 @needs_mpi
 @pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
-def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
-    guard_too, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(mpi_server, "SHARED_MEMORY", tmp_path)
+def test_mpis_server_ends_with_the_last_rank_of_a_launcher_that_is_killed(guard_too, tmp_path):
     code = (
-        "import pathlib, sys, time\nfrom dtk.cluster import mpi_server\n"
+        "import sys, time\nfrom dtk.cluster import mpi_server\n"
         "from dtk.launch import Job, JobSpec, assign\n"
-        f"mpi_server.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
+        f"mpi_server.SHARED_MEMORY = {str(tmp_path)!r}\n"
         f"ranks = assign([sys.executable, '-c', {SUM + '; import time; time.sleep(600)'!r}], 2, "
         "communicator='mpi')\n"
         "job = Job(JobSpec(processes=tuple(ranks), grace=0.5)).start()\n"
@@ -273,24 +229,32 @@ def test_a_launcher_that_is_killed_takes_mpis_server_and_memory_with_it(
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
         lines = (line.decode().split() for line in launcher.stdout)
         job = next(line[1] for line in lines if line[0] == "job")
-        assert job_processes.members(job + job_processes.BESIDE)
-        own = set(tmp_path.iterdir())
-        assert len(own) == 1
-        beside = job_processes.members(job + job_processes.BESIDE)
-        there = [psutil.Process(pid) for pid in (*job_processes.members(job), *beside)]
+        (server,) = servers_of(launcher.pid)
+        assert len(list(tmp_path.iterdir())) == 1
+        ranks = [psutil.Process(pid) for pid in job_processes.members(job)]
         for child in psutil.Process(launcher.pid).children() if guard_too else ():
-            if child not in there:
+            if child not in (server, *ranks):
                 child.kill()
         os.kill(launcher.pid, signal.SIGKILL)
-    if guard_too:
-        psutil.wait_procs(there, 10)
-        assert own & set(tmp_path.iterdir())
-        with a_job(make(SUM, communicator="mpi"), stdout=io.StringIO()) as job_after:
-            assert job_after.wait(60) == 0  # which tidies up
-    # The guard removes what lies in memory when all processes have ended.
-    until(lambda: not own & set(tmp_path.iterdir()), 10)
-    left = [job_processes.members(one) for one in (job, job + job_processes.BESIDE)]
-    assert left == [[], []]
+    gone, still = psutil.wait_procs([server, *ranks], 20)
+    assert not still
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mpi
+def test_what_a_killed_server_left_is_removed_by_the_next_one(places, tmp_path, monkeypatch):
+    order = {"namespace": "of-one", "machines": [[0]], "hosts": ["a"], "here": 0, "meeting": ""}
+    mpi_join._serve({**order, "ports": [], "pids": [os.getpid()]})
+    (folder,) = (tmp_path / "shm").iterdir()
+    server = mpi_join._kept.pop()
+    os.kill(server.pid, signal.SIGKILL)
+    assert folder.exists()
+    try:
+        mpi_join._serve({**order, "namespace": "of-two", "ports": [], "pids": [os.getpid()]})
+        assert not folder.exists()
+    finally:
+        mpi_join.end_server()
+        server.close()
 
 
 @needs_mpi
@@ -308,19 +272,15 @@ def test_mpi_between_two_hosts(two_hosts):
     with a_job(processes, stdout=out, stderr=err, remote_shell=shell) as job:
         assert job.wait(timeout=60) == 0, err.getvalue()
     assert sorted(out.getvalue().splitlines()) == [f"[{r}] {r} 3 6 mpi" for r in range(3)]
-    # The namespaces' shell hands on its variables, by which MPI's servers there are found.
-    assert job_processes.members(job.job_id + job_processes.BESIDE) == []
 
 
-def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(places, monkeypatch):
+def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(monkeypatch):
     """It hung: what was ended was the shell around it, and not what holds its output open."""
-    silent = Path(tempfile.gettempdir(), "mpirun")
-    silent.write_text("#!/bin/sh\nsleep 1000 & wait\n")
-    silent.chmod(0o700)
     monkeypatch.setattr(mpi_server, "START_SECONDS", 0.3)
-    monkeypatch.setattr(mpi_installs, "required_mpirun", lambda: silent)
-    began = time.monotonic()
-    with pytest.raises(CommunicatorError, match=r"mpirun did not answer within 0.3 s"):
-        mpi_server.MPIServer(2)
-    assert time.monotonic() - began < 20
-    silent.unlink()
+    server = mpi_server.MPIServer(["sh", "-c", "sleep 1000 & wait"], "")
+    children = psutil.Process(server.pid).children()
+    with pytest.raises(CommunicatorError, match=r"it did not answer within 0.3 s"):
+        server.answer()
+    server.close()
+    psutil.wait_procs(children, 10)
+    assert not any(one.is_running() for one in children)

@@ -7,17 +7,15 @@ It needs no compiler and no root. Start jobs with the `mpirun` of that package, 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import os
 import socket
-from collections.abc import Mapping
 
 from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
 from dtk.cluster.mpi_join import offer
 from dtk.cluster.place import Place
-from dtk.cluster.variables import MPI_LEASE, is_foreign
+from dtk.cluster.variables import MPI_SERVER, is_foreign
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
@@ -29,8 +27,7 @@ def start(place: Place) -> Communicator:
     """Initialise MPI and check that it sees the world the launcher described."""
     # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    _keep_server(os.environ)
-    is_open_mpi_5 = MPI_LEASE in os.environ or mpirun_of_python_started(os.environ)
+    is_open_mpi_5 = MPI_SERVER in os.environ or mpirun_of_python_started(os.environ)
     if is_open_mpi_5 and (missing := shared_memory_missing(1)):
         raise CommunicatorError(at_rank(place.rank, missing))
     try:
@@ -77,7 +74,7 @@ def join(place: Place) -> Communicator | tuple[str, ...]:
         _JOINED[place] = met.addresses
         return met.addresses
     outer = {name for name in os.environ if is_foreign(name) and name != "TF_CONFIG"}
-    before = {name: os.environ.get(name) for name in (met.mpi.keys() | outer) - {MPI_LEASE}}
+    before = {name: os.environ.get(name) for name in (met.mpi.keys() | outer) - {MPI_SERVER}}
     for name in outer:  # of another server
         del os.environ[name]
     os.environ.update(met.mpi)
@@ -97,8 +94,3 @@ def join(place: Place) -> Communicator | tuple[str, ...]:
 
 _JOINED: dict[Place, Communicator | tuple[str, ...]] = {}
 
-
-def _keep_server(environ: Mapping[str, str]) -> None:
-    """Keep MPI's server until this process ends, even if its launcher has been killed."""
-    with contextlib.suppress(OSError, KeyError):  # not under `dtk run`, or on another host
-        os.open(environ[MPI_LEASE], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

