@@ -46,13 +46,6 @@ _SERVE = (
 )
 _INTERFACES = "OMPI_MCA_btl_tcp_if_"
 _ADDRESS = "address"  # among variables, until each rank has put its interface in its place
-_OF_SEVERAL_MACHINES = {
-    # Ports that a firewall lets ranks reach; see SECURITY.md.
-    "OMPI_MCA_btl_tcp_port_min_v4": str(slurm.PORTS.start),
-    "OMPI_MCA_btl_tcp_port_range_v4": str(len(slurm.PORTS)),
-    # Else Open MPI ends a process, without a word, as soon as it has lost a connection.
-    "OMPI_MCA_mpi_ft_enable": "true",
-}
 
 
 def offer() -> str:
@@ -154,15 +147,12 @@ def variables_of_ranks(
     except (CommunicatorError, OSError, ValueError, KeyError) as error:
         print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
         return nothing
-    if not starters:
-        return all_variables
-    settings = {name: os.environ.get(name, value) for name, value in _OF_SEVERAL_MACHINES.items()}
-    if not any(name.startswith(_INTERFACES) for name in os.environ):
+    if starters and not any(name.startswith(_INTERFACES) for name in os.environ):
         # Other interfaces may not lead to the other hosts, such as those of containers.
         for address, ranks in zip(addresses, by_machine, strict=True):
             for rank in ranks:
                 all_variables[rank][_ADDRESS] = address
-    return [{**settings, **env} for env in all_variables]
+    return all_variables
 
 
 def end_server() -> None:

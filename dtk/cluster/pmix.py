@@ -45,6 +45,14 @@ _PATIENCE = 2.0  # seconds for one who has come, and says nothing
 _BOOL, _STRING, _UINT32 = 1, 3, 14
 _SUCCESS, _DONE_ALREADY, _LOST_CONNECTION = 0, -157, -61
 _FENCE = 3  # the place of that function in pmix_server_module_t
+_OF_ONE = {"OMPI_MCA_btl": "self,sm"}  # no port for messages that no other machine sends
+_OF_SEVERAL = {
+    # Ports that a firewall lets ranks reach, those of `dtk.cluster.slurm`; see SECURITY.md.
+    "OMPI_MCA_btl_tcp_port_min_v4": "12000",
+    "OMPI_MCA_btl_tcp_port_range_v4": "20000",
+    # Else Open MPI ends a process, without a word, as soon as it has lost a connection.
+    "OMPI_MCA_mpi_ft_enable": "true",
+}
 
 
 class _Process(ctypes.Structure):
@@ -139,8 +147,7 @@ class Server:
             "OPAL_PREFIX": self._prefix,
             "PMIX_PREFIX": self._prefix,
         }
-        if len(self._machines) == 1:  # no port for messages that no other machine sends
-            variables["OMPI_MCA_btl"] = "self,sm"
+        variables |= _OF_SEVERAL if len(self._machines) > 1 else _OF_ONE
         if self._in_memory:
             variables["OMPI_MCA_btl_sm_backing_directory"] = str(self._folder)
         return variables
