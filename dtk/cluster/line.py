@@ -10,10 +10,12 @@ import json
 import multiprocessing.connection
 import os
 import socket
+import time
 from collections.abc import Mapping
 
 HANDSHAKE = 5.0  # seconds for one message of it
 _CODE = 32  # hexadecimal digits
+_LONGEST = 1 << 26  # bytes of a message
 
 
 class Line:
@@ -38,6 +40,8 @@ class Line:
         if not read:
             raise ConnectionResetError("the other end is gone")
         *lines, self._rest = (self._rest + read).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            raise PermissionError("a message that is too long to be of a rank")
         messages = []
         for line in lines:
             code, text = line[:_CODE], line[_CODE:]
@@ -56,11 +60,15 @@ class Line:
             return True
         return False
 
-    def receive_one(self) -> Mapping[str, object]:
-        """Return the message that has come first; wait for it."""
-        while not (messages := self.receive()):
-            pass
-        return messages[0]
+    def receive_one(self, seconds: float) -> Mapping[str, object]:
+        """Return the message that has come first; wait so long for it."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self.end.settimeout(left)
+            if messages := self.receive():
+                self.end.settimeout(seconds)
+                return messages[0]
+        raise TimeoutError(f"no message within {seconds:g} s")
 
 
 def _code(key: bytes, number: int, text: bytes) -> bytes:

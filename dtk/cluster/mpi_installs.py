@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dtk.cluster.place import has_gpu
-from dtk.cluster.pmix import LIBRARY
+from dtk.cluster.pmix import find_library
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -27,10 +27,9 @@ _OTHER_MEMORY = (
 
 
 def mpirun() -> Path | None:
-    """Return the mpirun beside this Python, if it is Open MPI's and mpi4py is there too."""
+    """Return the mpirun beside this Python, if dtk can be the server of its MPI."""
     path = Path(sys.executable).parent / "mpirun"
-    # Of another MPI's, dtk cannot be the server.
-    is_there = path.is_file() and Path(sys.prefix, LIBRARY).is_file()
+    is_there = path.is_file() and find_library(sys.prefix).is_file()
     return path if is_there and importlib.util.find_spec("mpi4py") else None
 
 
@@ -38,8 +37,8 @@ def required_mpirun() -> Path:
     """Return the mpirun beside this Python, or say what installs it."""
     if (path := mpirun()) is None:
         raise CommunicatorError(
-            f"communicator mpi: no mpi4py, or no mpirun of Open MPI beside {sys.executable}; run "
-            f"`{pip_install('mpi')}`"
+            f"communicator mpi: no mpi4py, no mpirun beside {sys.executable}, or no Open MPI 5 "
+            f"({find_library(sys.prefix)}); run `{pip_install('mpi')}`"
         )
     return path
 

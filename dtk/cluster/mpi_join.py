@@ -21,14 +21,13 @@ import ipaddress
 import json
 import multiprocessing.connection
 import os
-import random
 import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster import mpi_server, slurm
+from dtk.cluster import mpi_server
 from dtk.cluster.line import Line
 from dtk.cluster.mpi_installs import (
     shared_memory_free,
@@ -40,9 +39,8 @@ from dtk.cluster.mpi_server import START_SECONDS, MPIServer, Served
 from dtk.cluster.variables import JOB_SECRET, JOINED, MPI_SERVER
 from dtk.errors import CommunicatorError
 
-_PORTS = 20  # that are tried
 _SERVE = (
-    "import sys; sys.path.insert(0, {!r}); from dtk.cluster import pmix; sys.exit(pmix.main())"
+    "import sys; sys.path.append({!r}); from dtk.cluster import pmix; sys.exit(pmix.main())"
 )
 _INTERFACES = "OMPI_MCA_btl_tcp_if_"
 _ADDRESS = "address"  # among variables, until each rank has put its interface in its place
@@ -133,7 +131,7 @@ def variables_of_ranks(
         "machines": by_machine,
         "hosts": addresses,
         "meeting": addresses[0],
-        "ports": random.SystemRandom().sample(slurm.PORTS, _PORTS),
+        "ports": mpi_server.some_ports(),
     }
     pids = [[json.loads(offers[rank])["pid"] for rank in ranks] for ranks in by_machine]
     try:
@@ -146,6 +144,7 @@ def variables_of_ranks(
         all_variables = [variables[rank] for rank in range(len(hellos))]
     except (CommunicatorError, OSError, ValueError, KeyError) as error:
         print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
+        end_server()
         return nothing
     if starters and not any(name.startswith(_INTERFACES) for name in os.environ):
         # Other interfaces may not lead to the other hosts, such as those of containers.
@@ -156,9 +155,11 @@ def variables_of_ranks(
 
 
 def end_server() -> None:
-    """End the server that was started last: not all of its ranks are there any more."""
+    """End the server that was started last: not all of its ranks need it, or are there."""
     if _kept:
-        _kept.pop().close()
+        server = _kept.pop()
+        server.kill()
+        server.close()
 
 
 _kept: list[MPIServer] = []  # until this process ends
@@ -224,6 +225,8 @@ def await_answer(line: Line, seconds: float) -> Mapping[str, object]:
             break
         for message in line.receive():
             if "serve" not in message:
+                if not message.get("mpi"):  # others could not start theirs
+                    end_server()
                 return message
             order = message["serve"]
             assert isinstance(order, dict)

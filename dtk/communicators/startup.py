@@ -206,7 +206,7 @@ def _host(
                 end, (host, *_) = listener.accept()
                 try:
                     line = _introduced(stack.enter_context(end))
-                    theirs = line.receive_one()
+                    theirs = line.receive_one(_SILENCE)
                     rank = _number(theirs, "rank")
                     problem = _problem(theirs, rank, hello, lines, size)
                     addresses[rank] = _address(f"{host.removeprefix('::ffff:')}:0", meeting, theirs)
@@ -288,7 +288,7 @@ def _ask(meeting: str, hello: Mapping[str, object], wait: Wait) -> Met | str:
             with socket.create_connection(target, timeout=max(0.1, wait.quiet)) as end:
                 # Others may stand before this one, and say nothing: it keeps its place.
                 line = introduce(end, _secret(), is_listener=False, patience=wait.left + 1.0)
-                line.receive_one()
+                line.receive_one(wait.left + 1.0)
                 line.send({**hello, "from": str(end.getsockname()[0]).removeprefix("::ffff:")})
                 # Rank 0 knows more than we do about who is missing: give it time to say so.
                 told = mpi_join.await_answer(line, wait.left + START_SECONDS)

@@ -287,7 +287,7 @@ def orders(silence: float) -> Iterator[str]:
             return
         if word := line.strip():
             yield word
-    _say(f"dtk: the launcher said nothing for {silence:g} s; the rank is ended\n".encode())
+    _say(f"dtk: the launcher said nothing for {silence:g} s; what it started is ended\n".encode())
 
 
 def _pass_on(report: bytes) -> None:
@@ -336,7 +336,7 @@ def serve_mpi(job: str, silence: float, **order: object) -> int:
     """
     from dtk.cluster.pmix import serve  # sent for this alone
 
-    alive, over = os.pipe()
+    until, over = os.pipe()
 
     def follow() -> None:
         for _ in orders(silence) if silence else sys.stdin:
@@ -346,7 +346,7 @@ def serve_mpi(job: str, silence: float, **order: object) -> int:
         os.close(over)
 
     _thread(follow)
-    return serve(**order, alive=[alive])  # type: ignore[arg-type]
+    return serve(**order, until=[until])  # type: ignore[arg-type]
 
 
 def tell(host: str, ports: int) -> None:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from dtk.cluster import mpi_installs, progress, report_channel
 from dtk.cluster.variables import COMMUNICATOR, RESTARTS, is_foreign
 from dtk.errors import ClusterError, CommunicatorError
-from dtk.launch import agent, job_processes, mpi_places, ssh
+from dtk.launch import agent, job_processes, mpi_servers, ssh
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 from dtk.launch.reader import Reader
@@ -58,8 +58,8 @@ class Starter:
         self._held = contextlib.ExitStack()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
-        self._places: list[dict[str, str]] = []
-        self._mpi: mpi_places.MPIPlaces | None = None
+        self._variables: list[dict[str, str]] = []  # of each rank, by which it joins MPI's world
+        self._mpi: mpi_servers.MPIServers | None = None
         self._local_hosts: set[str] = set()
         self._reader = Reader("dtk ranks", state.stop)
 
@@ -84,7 +84,7 @@ class Starter:
             self._shared = _start_rendezvous(spec.processes, self._held)
         self._start_mpi()
 
-    def lost(self) -> mpi_places.Loss | None:
+    def lost(self) -> mpi_servers.Loss | None:
         """Return how MPI's server, which all ranks need, has ended; None while it runs."""
         return None if self._mpi is None else self._mpi.lost()
 
@@ -105,8 +105,8 @@ class Starter:
 
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
-        place = self._places[process.rank] if self._places else {}
-        variables = {**process.env, **self._shared, **place}
+        of_mpi = self._variables[process.rank] if self._variables else {}
+        variables = {**process.env, **self._shared, **of_mpi}
         env = {**self._output.variables(process), **variables}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
@@ -253,7 +253,7 @@ class Starter:
         if not must and ("auto" not in asked or mpi_installs.unasked() is None):
             return
         try:
-            places = mpi_places.MPIPlaces(
+            servers = mpi_servers.MPIServers(
                 self._state.spec.processes,
                 self._state.job_id,
                 self._state.spec.remote_shell,
@@ -263,9 +263,9 @@ class Starter:
                 raise
             self._output.say(f"going on over TensorFlow's collectives: {error}")
             return
-        self._held.callback(places.close)
-        self._mpi = places
-        self._places = [{**env, COMMUNICATOR: "mpi"} for env in places.env]
+        self._held.callback(servers.close)
+        self._mpi = servers
+        self._variables = [{**env, COMMUNICATOR: "mpi"} for env in servers.env]
 
 
 def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dtk.cluster import progress, stall
 from dtk.cluster.stall import RankStatus, Stall
 from dtk.errors import ClusterError
 from dtk.launch import job_processes
-from dtk.launch.mpi_places import Loss
+from dtk.launch.mpi_servers import Loss
 from dtk.launch.outcome import SETTLE, TIE, JobOutcome, leaver_report
 from dtk.launch.output import JobOutput
 from dtk.launch.starter import Starter

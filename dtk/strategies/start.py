@@ -22,7 +22,7 @@ import tensorflow as tf
 from dtk.cluster import alone, failures, heartbeats, progress
 from dtk.cluster.place import instructions
 from dtk.cluster.variables import FUSED_BATCH_NORM, JIT_COMPILE
-from dtk.communicators import WITHOUT_MPI, determinism, startup
+from dtk.communicators import determinism, has_mpi_launcher, startup
 from dtk.communicators.base import Communicator
 from dtk.communicators.cost_measurement import calibrate
 from dtk.compat import tf_replicas
@@ -197,7 +197,7 @@ def _watch(communicator: Communicator, timeout: float) -> None:
         return
     rank, hosts = communicator.rank, communicator.hosts
     # Here no launcher sees that a rank is gone, and TensorFlow's runtime not always.
-    ends_at_loss = place.kind in WITHOUT_MPI
+    ends_at_loss = not has_mpi_launcher(place)
     timeout = timeout or (math.inf if ends_at_loss else 0.0)
     listener = None
     # How to reach rank 0's listener; the secret proves that a client is a rank of this job.

@@ -103,8 +103,13 @@ def test_auto(monkeypatch, installed, kind, size, horovod, expected):
         assert communicators.choose(Place(kind, 0, size)).name == "mpi"
 
 
-def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatch, installed):
-    """By MPI they would end at once, or each see a world of one."""
+def test_where_srun_offers_mpi_nothing_dtk_joins_ranks_and_horovod_is_refused(
+    monkeypatch, installed
+):
+    """By MPI alone they would end at once, or each see a world of one."""
+    monkeypatch.setattr(communicators, "offer", lambda: "MPI beside Python")
+    assert communicators.choose(Place("slurm", 0, 2)).name == "mpi"
+    monkeypatch.setattr(communicators, "offer", str)
     for variables in ({}, {"PMI_RANK": "0", "PMI_FD": "11"}):
         with monkeypatch.context() as other:
             for name, text in variables.items():
@@ -112,13 +117,13 @@ def test_srun_without_pmix_joins_ranks_by_collectives_and_refuses_mpi(monkeypatc
             name, why = communicators.choose(Place("slurm", 0, 2))
         assert name == "collective" and why.endswith("Faster: `srun --mpi=pmix`")
     told = r"rank 1: .*nothing to find them by \(--mpi=none\): start with `srun --mpi=pmix`"
-    for name in ("horovod", "mpi"):
-        with pytest.raises(CommunicatorError, match=told):
-            create(name, Place("slurm", 1, 2))
+    with pytest.raises(CommunicatorError, match=told):
+        create("horovod", Place("slurm", 1, 2))
+    assert not communicators.has_mpi_launcher(Place("slurm", 1, 2))
     for variable in ("PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"):
         with monkeypatch.context() as other:
             other.setenv(variable, "0")
-            communicators._check_offer("MPI", Place("slurm", 1, 2))
+            assert communicators.has_mpi_launcher(Place("slurm", 1, 2))
 
 
 def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):
@@ -293,7 +298,7 @@ def test_who_ended_before_the_meeting_may_come_again():
             pass
         with socket.create_connection(startup.parse_address(address)) as end:
             first = introduce(end, b"", is_listener=False)
-            first.receive_one()
+            first.receive_one(30)
             first.send({"rank": 1, "world": 3, "port": 1})
         assert meet_at(address, 1, 2) == rank_0.result(30) * 2
 
@@ -422,7 +427,7 @@ def test_a_rank_that_is_gone_once_the_server_runs_is_awaited_again(monkeypatch):
     def come():
         end = socket.create_connection(startup.parse_address(addresses[0]))
         line = introduce(end, b"", is_listener=False, patience=30)
-        line.receive_one()
+        line.receive_one(30)
         line.send({"rank": 1, "world": addresses, "mpi": offer})
         return line
 
@@ -442,7 +447,7 @@ def test_a_rank_that_is_gone_once_the_server_runs_is_awaited_again(monkeypatch):
         def come_again():
             line = come()
             with line.end:
-                return line.receive_one()
+                return line.receive_one(30)
 
         again = pool.submit(come_again)
         try:

@@ -210,7 +210,7 @@ def test_a_rank_ends_when_its_launcher_is_silent_and_not_before(run, shell, monk
     monkeypatch.setattr(ssh, "SILENCE", 3.0)
     monkeypatch.setattr(ssh, "HEARTBEAT", 0.2 if beats else 600.0)
     code, _, err, _ = run(remote(SLEEP.format(6 if beats else 600), 1), remote_shell=shell)
-    silent = "dtk: the launcher said nothing for 3 s; the rank is ended"
+    silent = "dtk: the launcher said nothing for 3 s; what it started is ended"
     assert (code, silent in err) == ((0, False) if beats else (143, True))
 
 

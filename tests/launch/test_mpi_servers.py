@@ -1,7 +1,9 @@
 """Ranks that dtk starts, and MPI's servers that it is for them: real ranks, real MPI."""
 
+import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import shutil
@@ -18,7 +20,7 @@ from dtk.cluster import Host, mpi_installs, mpi_join, mpi_server, pmix
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import assign, job_processes, ssh, watch
+from dtk.launch import assign, job_processes, mpi_servers, ssh, watch
 
 from support.launched import a_job, until
 
@@ -145,7 +147,7 @@ def test_ranks_that_are_asked_to_end_can_still_make_groups(tmp_path):
 
 @needs_mpi
 def test_where_mpi_does_not_start_auto_goes_on_and_says_why(run, places, tmp_path, monkeypatch):
-    library = tmp_path / "prefix" / pmix.LIBRARY
+    library = tmp_path / "prefix" / pmix.LIBRARIES[0]
     library.parent.mkdir(parents=True)
     library.write_text("of another MPI")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
@@ -284,3 +286,53 @@ def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(mon
     server.close()
     psutil.wait_procs(children, 10)
     assert not any(one.is_running() for one in children)
+
+
+@needs_mpi
+def test_a_job_in_a_job_and_what_a_host_says_of_itself(run, places, tmp_path, monkeypatch):
+    """Its name went into names of files; the greeting of a shell was read as an answer."""
+    monkeypatch.setenv("DTK_JOB", "outer/rank-0")
+    assert run(make(SUM))[0] == 0
+    greets = ["sh", "-c", "echo Welcome; echo; echo 7; exec \"$@\"", "sh", sys.executable, "-c"]
+    monkeypatch.setattr(ssh, "remote_command", lambda host, shell: [*greets, ssh.BOOTSTRAP])
+    processes = make("", communicator="mpi")
+    monkeypatch.setattr(ssh, "is_local", lambda host: False)
+    servers = mpi_servers.MPIServers(processes, "job", "ssh")
+    servers.close()
+    assert [env["PMIX_RANK"] for env in servers.env] == ["0", "1"]
+
+
+@needs_mpi
+def test_a_server_that_has_lost_another_ends_and_says_which_machine(places, tmp_path):
+    """Its ranks waited for ever, or went on as if all had come."""
+    order = {
+        "prefix": sys.prefix,
+        "memory": mpi_server.SHARED_MEMORY,
+        "namespace": "dtk-lost",
+        "machines": [[0], [1]],
+        "hosts": ["a", "b"],
+        "meeting": "127.0.0.1",
+        "ports": mpi_server.some_ports(),
+        "secret": "s",
+        "pids": [os.getpid()],
+    }
+    quick = "from dtk.cluster import pmix; pmix._FAREWELL = 1.0; raise SystemExit(pmix.main())"
+    servers, variables = [], {}
+    with contextlib.ExitStack() as stack:
+        for here in (0, 1):
+            line = json.dumps({**order, "here": here}) + "\n"
+            servers.append(mpi_server.MPIServer([sys.executable, "-c", quick], line))
+            stack.callback(servers[-1].close)
+            stack.callback(servers[-1].kill)
+            served = servers[-1].answer()
+            order["ports"] = served.ports
+            variables |= served.variables
+        code = "from mpi4py import MPI"
+        env = {**os.environ, **variables[0], "OMPI_MCA_mpi_ft_enable": "false"}
+        rank = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE)
+        time.sleep(1.0)
+        servers[1].kill()
+        rank.communicate(timeout=30)
+        assert rank.returncode != 0
+        until(lambda: servers[0].code is not None)
+        assert servers[0].said().endswith("wait for machine 1 (b), whose server is gone")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import secrets
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster import mpi_installs, mpi_server, slurm
+from dtk.cluster import mpi_installs, mpi_server
 from dtk.cluster.mpi_server import MPIServer
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, ssh
 from dtk.launch.plan import Process
 from dtk.launch.task import killer
 
-_PORTS = 20  # that are tried
+_HERE = "localhost"
 _SSH_FAILED = 255
 
 
@@ -27,60 +26,64 @@ class Loss(NamedTuple):
     code: int
 
 
-class MPIPlaces:
+class MPIServers:
     """The servers, and the variables by which each rank joins MPI's world."""
 
     def __init__(self, processes: Sequence[Process], job: str, remote_shell: str) -> None:
         mpi_installs.required_mpirun()
-        self._job = job
+        self._job, self._remote_shell = job, remote_shell
         self._servers: dict[str, MPIServer] = {}
         machines: dict[str, list[int]] = {}
         for process in processes:
-            host = "localhost" if ssh.is_local(process.host) else process.host
+            host = _HERE if ssh.is_local(process.host) else process.host
             machines.setdefault(host, []).append(process.rank)
-        order = {
+        missing = mpi_installs.shared_memory_missing(
+            len(machines.get(_HERE, ())), mpi_server.SHARED_MEMORY
+        )
+        if _HERE in machines and missing:
+            raise CommunicatorError(f"communicator mpi: {missing}")
+        order: dict[str, object] = {
             "prefix": sys.prefix,
             "memory": mpi_server.SHARED_MEMORY,
-            "namespace": job,
+            "namespace": f"dtk-{secrets.token_hex(8)}",
             "machines": list(machines.values()),
             "hosts": list(machines),
             "secret": secrets.token_hex(),
             "meeting": processes[0].address.rpartition(":")[0].strip("[]"),
-            "job": job,
+            "ports": mpi_server.some_ports(),
         }
-        ports = random.SystemRandom().sample(slurm.PORTS, _PORTS)
-        variables: dict[int, dict[str, str]] = {}
         try:
-            for here, (host, ranks) in enumerate(machines.items()):
-                is_local = ssh.is_local(host)
-                missing = mpi_installs.shared_memory_missing(len(ranks), mpi_server.SHARED_MEMORY)
-                if is_local and missing:
-                    raise CommunicatorError(f"communicator mpi: {missing}")
-                command = [sys.executable, "-I", "-S", "-c", ssh.BOOTSTRAP]
-                if not is_local:
-                    command = ssh.remote_command(host, remote_shell)
-                silence = 0.0 if is_local else ssh.SILENCE
-                line = ssh.first_line("mpi", **order, here=here, ports=ports, silence=silence)
-                self._servers[host] = MPIServer(command, line)
-                served = self._servers[host].answer()
-                variables |= served.variables
-                ports = served.ports
+            first, *others = machines
+            self._start(first, order, 0)
+            variables, order["ports"] = self._servers[first].answer()
+            for here, host in enumerate(others, 1):
+                self._start(host, order, here)
+            for host in others:
+                variables |= self._servers[host].answer().variables
         except BaseException:
             self.close()
             raise
         self.env = [variables[process.rank] for process in processes]
 
+    def _start(self, host: str, order: Mapping[str, object], here: int) -> None:
+        command, silence, name = [sys.executable, "-I", "-S", "-c", ssh.BOOTSTRAP], 0.0, ""
+        if host != _HERE:
+            command, silence = ssh.remote_command(host, self._remote_shell), ssh.SILENCE
+            name = host
+        line = ssh.first_line("mpi", **order, here=here, job=self._job, silence=silence)
+        self._servers[host] = MPIServer(command, line, name)
+
     def beat(self) -> None:
         """Tell the servers that this process is alive."""
         for server in self._servers.values():
-            server.say("")
+            server.beat()
 
     def held_up(self) -> str:
         """Return who may keep a server from answering the ranks, for a sentence; "" if nobody.
 
         It reads from one connection after the other, and waits for each.
         """
-        server = self._servers.get("localhost")
+        server = self._servers.get(_HERE)
         own = job_processes.members(self._job)
         others = _strangers(server.pid, own) if server is not None else []
         if not others:
@@ -97,7 +100,7 @@ class MPIPlaces:
             if (code := server.code) is None:
                 continue
             name = f"MPI's server on {host} (process {server.pid})"
-            if code == _SSH_FAILED and not ssh.is_local(host):
+            if code == _SSH_FAILED and host != _HERE:
                 return Loss(f"host {host} is cut off: its remote shell has ended", code)
             if code < 0:
                 return Loss(f"{name} was ended by {killer(-code)}", agent.shell_code(code))
@@ -108,6 +111,8 @@ class MPIPlaces:
 
     def close(self) -> None:
         """Let the servers end."""
+        for server in self._servers.values():
+            server.leave()
         for server in self._servers.values():
             server.close()
 
