@@ -81,6 +81,7 @@ def on_spark(*args):
     from dtk.engines import spark
     from pyspark.sql import SparkSession
 
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     SparkSession.builder.master("local[2]").getOrCreate()
     return spark.run(measure, 2, args)
 
@@ -128,7 +129,7 @@ def by_variables(args, of_ranks, shell=(), at=("", "")):
 
 def contenders(stack):
     """What is measured, by name: a function of what to measure."""
-    run = [sys.executable, "-m", "dtk.cli.main", "run", "--no-bind"]
+    run = [sys.executable, "-m", "dtk.cli.main", "run", "--no-bind"]  # engines bind nothing
     joined = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
     def torchrun(args, how):

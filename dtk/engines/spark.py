@@ -38,6 +38,7 @@ from dtk.cluster.variables import JOB_SECRET, is_foreign
 from dtk.errors import ClusterError, RankError, at_rank, is_of_library
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
+from dtk.launch.plan import HUGE_PAGES
 from dtk.launch.ssh import Guard
 from dtk.trainer import undistributed_jobs
 from dtk.version import pip_install
@@ -197,7 +198,7 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     kept = {  # not what tells the place of the executor
         n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
     }
-    return kept | {name: str(value) for name, value in variables.items()}
+    return HUGE_PAGES | kept | {name: str(value) for name, value in variables.items()}
 
 
 def _see_to_its_end(

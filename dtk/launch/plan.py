@@ -32,7 +32,7 @@ MOST_ON_A_HOST = 1024
 _WAITING = ("chief", "ps")
 # glibc gives large tensors back to the system, page by page, and asks anew in every step. In huge
 # pages an all-reduce of 100 MB over Horovod took 38 ms, not 76. Other C libraries do not read it.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,6 +354,6 @@ def _threads(value: str) -> int:
 
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return what every rank gets unless the user decided otherwise: its cores, and quiet."""
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **_HUGE_PAGES}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **HUGE_PAGES}
     defaults |= dict.fromkeys(THREADS, str(max(1, cores)))
     return {name: environ.get(name, value) for name, value in defaults.items()}
