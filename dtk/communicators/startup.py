@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dtk.cluster import mpi_join, progress, slurm
 from dtk.cluster.line import Line, introduce
@@ -35,6 +35,7 @@ from dtk.cluster.variables import JOB_SECRET
 from dtk.errors import CommunicatorError, as_passing, at_rank
 from dtk.quiet import device_start
 
+T = TypeVar("T")
 # Between two attempts to reach rank 0: short at first, since ranks start at about the same time.
 _FIRST_RETRY_SECONDS = 0.01
 _RETRY_SECONDS = 0.1
@@ -179,65 +180,98 @@ def _host(
     from_elsewhere: bool,
 ) -> Met | str:
     """Hear all ranks, and tell them all addresses, or what is wrong; return that."""
-    size = len(names)
-    addresses, hellos = {0: _address(meeting, meeting, hello)}, {0: hello}
-    lines: dict[int, Line] = {}
-    variables: list[dict[str, str]] = []
-    stranger = problem = ""
-
-    def has_all() -> bool:
-        return len(addresses) == size and not _forget_ended(lines, addresses)
-
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(meeting, from_elsewhere))
-        while not (problem or has_all() and variables):
-            if has_all():  # and still after this, which takes seconds
-                said = [hellos[rank] for rank in range(size)]
-                variables = mpi_join.variables_of_ranks(said, lines)
-                continue
+    with _listen(meeting, from_elsewhere) as listener, contextlib.ExitStack() as ends:
+        ranks = _Ranks(meeting, names, hello, ends)
+        while True:
+            problem = ranks.await_all(listener, wait)
+            variables = [] if problem else ranks.join_by_mpi()
+            if problem or not ranks.forget_ended():
+                break
             if any(variables):
                 mpi_join.end_server()
-            variables = []
-            missing = ", ".join(name for r, name in enumerate(names) if r not in addresses)
+        answer = problem or ranks.in_order(ranks.addresses)
+        ranks.tell(answer, variables)
+    return answer if isinstance(answer, str) else Met(tuple(answer), variables[0])
+
+
+class _Ranks:
+    """Those that have come to rank 0, itself included, and what they said."""
+
+    def __init__(
+        self,
+        meeting: str,
+        names: Sequence[str],
+        hello: Mapping[str, object],
+        ends: contextlib.ExitStack,
+    ) -> None:
+        self._meeting, self._names, self._hello, self._ends = meeting, names, hello, ends
+        self.addresses, self._hellos = {0: _address(meeting, meeting, hello)}, {0: hello}
+        self._lines: dict[int, Line] = {}
+        self._stranger = ""
+
+    def await_all(self, listener: socket.socket, wait: Wait) -> str:
+        """Wait until all are there; return what is wrong, if something is."""
+        while self.forget_ended() or len(self.addresses) < len(self._names):
+            missing = ", ".join(n for r, n in enumerate(self._names) if r not in self.addresses)
             wait.say(missing)
             ready, _, _ = select.select([listener], [], [], wait.quiet)
-            _forget_ended(lines, addresses)
-            if ready:
-                end, (host, *_) = listener.accept()
-                try:
-                    line = _introduced(stack.enter_context(end))
-                    theirs = line.receive_one(_SILENCE)
-                    rank = _number(theirs, "rank")
-                    problem = _problem(theirs, rank, hello, lines, size)
-                    addresses[rank] = _address(f"{host.removeprefix('::ffff:')}:0", meeting, theirs)
-                    lines[rank], hellos[rank] = line, theirs
-                except (OSError, ValueError, KeyError, TypeError):
-                    stranger = host  # a port scanner, a health check: not ours to judge
-            if not (problem or wait.left) and len(addresses) < size:
-                problem = (
-                    f"the world of {size} is not complete after {wait.limit:g} s: no word from "
-                    f"{missing}. Did it start, and can it reach {meeting}? {_LIMIT}"
-                )
-                if stranger:
-                    problem += (
-                        f" Somebody at {stranger} came who is no rank of this job, or has another "
-                        f"{JOB_SECRET} than rank 0"
-                    )
-        answer = problem or [addresses[r] for r in range(size)]
-        for rank, line in lines.items():
+            self.forget_ended()
+            if ready and (problem := self._hear(*listener.accept())):
+                return problem
+            if not wait.left and len(self.addresses) < len(self._names):
+                return self._incomplete(missing, wait)
+        return ""
+
+    def forget_ended(self) -> bool:
+        """Forget ranks whose processes have ended, since an engine may start them again."""
+        gone = [rank for rank, line in self._lines.items() if line.is_over()]
+        for rank in gone:
+            del self._lines[rank], self.addresses[rank]
+        return bool(gone)
+
+    def join_by_mpi(self) -> list[dict[str, str]]:
+        """Return by which variables each rank joins MPI's world; it takes a moment."""
+        return mpi_join.variables_of_ranks(self.in_order(self._hellos), self._lines)
+
+    def in_order(self, of_ranks: Mapping[int, T]) -> list[T]:
+        """Return one of each rank."""
+        return [of_ranks[rank] for rank in range(len(self._names))]
+
+    def tell(self, answer: str | list[str], variables: Sequence[Mapping[str, str]]) -> None:
+        """Tell all, and wait until they have heard it."""
+        for rank, line in self._lines.items():
             with contextlib.suppress(OSError):
                 line.send({"answer": answer, "mpi": variables[rank] if variables else {}})
                 line.end.shutdown(socket.SHUT_WR)
                 line.end.recv(1)  # the client must close first, so that this port is free at once
-    return answer if isinstance(answer, str) else Met(tuple(answer), variables[0])
 
+    def _hear(self, end: socket.socket, source: tuple[str, int]) -> str:
+        """Take one who has come; return what is wrong with a rank."""
+        host = source[0]
+        try:
+            line = _introduced(self._ends.enter_context(end))
+            hello = line.receive_one(_SILENCE)
+            rank = _number(hello, "rank")
+            problem = _problem(hello, rank, self._hello, self._lines, len(self._names))
+            seen = f"{host.removeprefix('::ffff:')}:0"
+            self.addresses[rank] = _address(seen, self._meeting, hello)
+            self._lines[rank], self._hellos[rank] = line, hello
+        except (OSError, ValueError, KeyError, TypeError):
+            self._stranger = host  # a port scanner, a health check: not ours to judge
+            return ""
+        return problem
 
-def _forget_ended(lines: dict[int, Line], addresses: dict[int, str]) -> bool:
-    """Forget ranks whose processes have ended, since they may be started again."""
-    gone = [rank for rank, line in lines.items() if line.is_over()]
-    for rank in gone:
-        del lines[rank], addresses[rank]
-    return bool(gone)
+    def _incomplete(self, missing: str, wait: Wait) -> str:
+        problem = (
+            f"the world of {len(self._names)} is not complete after {wait.limit:g} s: no word from "
+            f"{missing}. Did it start, and can it reach {self._meeting}? {_LIMIT}"
+        )
+        if self._stranger:
+            problem += (
+                f" Somebody at {self._stranger} came who is no rank of this job, or has another "
+                f"{JOB_SECRET} than rank 0"
+            )
+        return problem
 
 
 def _introduced(end: socket.socket) -> Line:
