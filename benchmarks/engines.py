@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shlex
 import socket
 import statistics
@@ -20,6 +21,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from dtk.launch.plan import HUGE_PAGES
 
 import hosts
 
@@ -103,7 +106,7 @@ def started(how, args, variables, before=()):
     """The result of one command."""
     done = subprocess.run(
         [*before, *command(how, args)[1 if before else 0 :]],
-        env={**os.environ, **hosts.ONE_THREAD, **variables},
+        env={**os.environ, **hosts.ONE_THREAD, "DTK_STEP_SETTINGS": "0", **variables},
         capture_output=True,
         text=True,
         timeout=600,
@@ -153,6 +156,7 @@ def contenders(stack):
         at, shell = stack.enter_context(hosts.hosts(2))
         two = ["--hosts", ",".join(f"{one}:1" for one in at), "--remote-shell", shell]
         told = {"WORLD_SIZE": "2", "MASTER_ADDR": at[0], "MASTER_PORT": "4100"}
+        told |= HUGE_PAGES  # as the image of examples/kubernetes
 
         def pods(args, how):
             indices = [{**told, **how, "JOB_COMPLETION_INDEX": r} for r in "01"]
@@ -175,8 +179,10 @@ def main():
         arms = contenders(stack)
         for _ in range(args.rounds):
             for model in args.models:
-                for arm, take in arms.items():
-                    names[arm], taken = take((model, STEPS[model], args.epochs))
+                for arm, take in random.sample([*arms.items()], len(arms)):
+                    name, taken = take((model, STEPS[model], args.epochs))
+                    if names.setdefault(arm, name) != name:
+                        raise SystemExit(f"{arm} went by {names[arm]}, and now by {name}")
                     times[arm, model].append(taken)
                     print(f"{time.strftime('%X')} {arm}: {model} {taken:.2f}", file=sys.stderr)
     print(f"| ms a step | by | {' | '.join(args.models)} |\n|---|---|{'---|' * len(args.models)}")

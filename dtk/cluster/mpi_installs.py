@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dtk.cluster.place import has_gpu
 from dtk.cluster.pmix import find_library
+from dtk.cluster.variables import MPI_SERVER
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -44,7 +45,7 @@ def required_mpirun() -> Path:
 
 
 def unasked() -> Path | None:
-    """Return the mpirun by which `dtk run` joins ranks that nobody told how.
+    """Return the mpirun beside Python, where dtk joins ranks by MPI that nobody told how.
 
     None where they may have GPUs: MPI sends their gradients through host memory.
     """
@@ -85,7 +86,8 @@ def shared_memory_needed(ranks: int) -> int:
 
 def shared_memory_free(folder: str = "/dev/shm") -> int:
     """Return the free bytes of shared memory; as many as may be where MPI was told of another."""
-    if any(name in os.environ for name in _OTHER_MEMORY):
+    by_user = MPI_SERVER not in os.environ
+    if by_user and any(name in os.environ for name in _OTHER_MEMORY):
         return sys.maxsize
     return shutil.disk_usage(folder).free
 

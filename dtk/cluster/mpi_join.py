@@ -1,4 +1,4 @@
-"""Joining ranks by MPI that torchrun, an engine or `TF_CONFIG` has started.
+"""Joining ranks by MPI that torchrun, an engine, plain `srun` or `TF_CONFIG` has started.
 
 Where they meet (`dtk.communicators.startup`), each says whether it has MPI, and on which machine. A
 rank of each machine starts MPI's server there, for all of that machine (`dtk.cluster.pmix`):
@@ -173,7 +173,8 @@ def _serve(order: Mapping[str, object]) -> Served:
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-I", "-S", "-c", _SERVE.format(root)]
     own = {"prefix": sys.prefix, "memory": mpi_server.SHARED_MEMORY, "secret": secret}
-    server = MPIServer(command, json.dumps({**order, **own}) + "\n")
+    # Nobody else would read what ends it.
+    server = MPIServer(command, json.dumps({**order, **own}) + "\n", says_itself=True)
     try:
         served = server.answer()
     except BaseException:

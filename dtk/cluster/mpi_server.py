@@ -42,7 +42,9 @@ class Served(NamedTuple):
 class MPIServer:
     """The process, started with an order in its standard input, which is open until the end."""
 
-    def __init__(self, command: Sequence[str], order: str, host: str = "") -> None:
+    def __init__(
+        self, command: Sequence[str], order: str, host: str = "", says_itself: bool = False
+    ) -> None:
         self._held, self._host = contextlib.ExitStack(), host
         self._folder: Path | None = None
         try:
@@ -53,7 +55,7 @@ class MPIServer:
                 env=_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=None if says_itself else self._errors,
                 start_new_session=True,
             )
             self._held.callback(self._end)
@@ -83,10 +85,10 @@ class MPIServer:
                 answer = None
                 with contextlib.suppress(ValueError):  # what the shell of a host says of itself
                     answer = json.loads(line)
-                if not isinstance(answer, dict):
-                    continue
-                if "failed" in answer:
+                if isinstance(answer, dict) and "failed" in answer:
                     raise self._refused(answer["failed"])
+                if not isinstance(answer, dict) or "variables" not in answer:
+                    continue
                 if not self._host:
                     self._folder = Path(answer["folder"])
                 ranks = {int(rank): _as_set_by_user(v) for rank, v in answer["variables"].items()}
@@ -95,8 +97,8 @@ class MPIServer:
     def _refused(self, why: str) -> CommunicatorError:
         where = f" on {self._host}" if self._host else ""
         return CommunicatorError(
-            f"communicator mpi: MPI's server{where} did not start: {why}; use the communicator "
-            "collective (DTK_COMMUNICATOR=collective)"
+            f"communicator mpi: MPI's server{where} did not start: {why}. Without MPI: "
+            "DTK_COMMUNICATOR=collective"
         )
 
     @property
@@ -153,7 +155,8 @@ class MPIServer:
 
 def _as_set_by_user(variables: Mapping[str, str]) -> dict[str, str]:
     """Let settings of Open MPI's that the user has made stand."""
-    by_user = {} if MPI_SERVER in os.environ else os.environ  # else an outer job's server has
+    # In a rank, the server of an outer job has made them.
+    by_user = {} if MPI_SERVER in os.environ else os.environ
     return {
         name: by_user.get(name, value) if name.startswith("OMPI_MCA_") else value
         for name, value in variables.items()

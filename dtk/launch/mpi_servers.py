@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from dtk.launch.task import killer
 
 _HERE = "localhost"
 _SSH_FAILED = 255
+_END = 2.0  # seconds that servers have to end
 
 
 class Loss(NamedTuple):
@@ -113,7 +115,11 @@ class MPIServers:
         """Let the servers end."""
         for server in self._servers.values():
             server.leave()
+        deadline = time.monotonic() + _END
+        while time.monotonic() < deadline and any(s.code is None for s in self._servers.values()):
+            time.sleep(0.01)
         for server in self._servers.values():
+            server.kill()
             server.close()
 
 

@@ -123,7 +123,9 @@ def test_where_srun_offers_mpi_nothing_dtk_joins_ranks_and_horovod_is_refused(
     for variable in ("PALS_RANKID", "I_MPI_PMI_LIBRARY", "PMI_RANK"):
         with monkeypatch.context() as other:
             other.setenv(variable, "0")
+            other.setattr(communicators, "offer", lambda: "MPI beside Python")
             assert communicators.has_mpi_launcher(Place("slurm", 1, 2))
+            assert communicators.choose(Place("slurm", 1, 2)).name == "collective"
 
 
 def test_a_name_that_means_loopback_here_is_listened_for_everywhere(monkeypatch):

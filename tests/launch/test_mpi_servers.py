@@ -280,6 +280,7 @@ def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(mon
     """It hung: what was ended was the shell around it, and not what holds its output open."""
     monkeypatch.setattr(mpi_server, "START_SECONDS", 0.3)
     server = mpi_server.MPIServer(["sh", "-c", "sleep 1000 & wait"], "")
+    until(lambda: psutil.Process(server.pid).children())
     children = psutil.Process(server.pid).children()
     with pytest.raises(CommunicatorError, match=r"it did not answer within 0.3 s"):
         server.answer()
@@ -291,9 +292,13 @@ def test_a_server_that_does_not_answer_is_ended_with_all_that_it_has_started(mon
 @needs_mpi
 def test_a_job_in_a_job_and_what_a_host_says_of_itself(run, places, tmp_path, monkeypatch):
     """Its name went into names of files; the greeting of a shell was read as an answer."""
-    monkeypatch.setenv("DTK_JOB", "outer/rank-0")
-    assert run(make(SUM))[0] == 0
-    greets = ["sh", "-c", "echo Welcome; echo; echo 7; exec \"$@\"", "sh", sys.executable, "-c"]
+    outer = {"DTK_JOB": "outer/rank-0", "DTK_MPI_SERVER": "a", "OMPI_MCA_btl": "self"}
+    with monkeypatch.context() as around:
+        for name, value in outer.items():
+            around.setenv(name, value)
+        assert sorted(run(make(SUM))[1].splitlines()) == [f"[{r}] {r} 2 3 mpi" for r in range(2)]
+    say = 'echo Welcome; echo {}; echo 7; printf Hello; exec "$@"'
+    greets = ["sh", "-c", say, "sh", sys.executable, "-c"]
     monkeypatch.setattr(ssh, "remote_command", lambda host, shell: [*greets, ssh.BOOTSTRAP])
     processes = make("", communicator="mpi")
     monkeypatch.setattr(ssh, "is_local", lambda host: False)

@@ -244,6 +244,31 @@ def test_checkpoints_hold_the_whole(pool, tmp_path):
     assert_near(resumed(tmp_path, 3), once(by_epoch)[2][1])
 
 
+def dropped_out(directory, epochs):
+    """Weights and the state of a dropout's generator, after a run that may resume."""
+    strategy = sharded()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [keras.layers.Dense(8), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("adam", "mse")
+    rows = np.random.default_rng(1).normal(size=(24, 4))
+    saves = dtk.callbacks.Checkpoint(directory)
+    model.fit(rows, rows[:, :1], batch_size=6, epochs=epochs, verbose=0, callbacks=[saves])
+    return bodies.flat(model.get_weights()), layers[1].seed_generator.state.numpy()
+
+
+@pytest.mark.worlds(*WORLDS)
+def test_every_rank_draws_on_as_if_nothing_had_been(pool, tmp_path):
+    """Only rank 0 did: the dropout of the others began anew, and nobody noticed."""
+    pool.run(dropped_out, str(tmp_path / "ended"), 1)
+    whole = pool.run(dropped_out, str(tmp_path / "whole"), 2)
+    resumed = pool.run(dropped_out, str(tmp_path / "ended"), 2)
+    for found, expected in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(found[1], expected[1])
+        np.testing.assert_array_equal(found[0], expected[0])
+
+
 def saved_and_loaded(path):
     strategy = sharded()
     model = compiled(strategy, SAVED)

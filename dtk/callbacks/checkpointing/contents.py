@@ -294,7 +294,7 @@ def load_newest(
     loaded = cast(states.CheckpointState, states.unpack(packed, arrays))
     for variable, value in zip(lora_weights(state.model), loaded.get("lora", ()), strict=True):
         variable.assign(value)
-    if parts is not None:
+    if isinstance(parts, ModelInParts):
         for variable, value in zip(state.seed_states(), loaded["seeds"], strict=True):
             variable.assign(value)
     return name, loaded
@@ -427,7 +427,7 @@ def restore(
     for exchange, _ in shared_optimizer.windows_of(trainer.model):
         exchange.divided = False  # until the next epoch begins
     restore_exchange(trainer, state.get("exchange", {}))
-    if parts is None:
+    if not isinstance(parts, ModelInParts):  # which has scattered them
         for variable, value in zip(trainer.seed_states(), state["seeds"], strict=True):
             variable.assign(value)
     states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)

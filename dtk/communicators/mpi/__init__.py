@@ -1,7 +1,7 @@
 """MPI by mpi4py: `keras-dtk[mpi]` brings MPI itself, `mpirun` included.
 
-It needs no compiler and no root. Start jobs with the `mpirun` of that package, with another
-`mpirun` of the same kind of MPI, or with Slurm and PMIx.
+It needs no compiler and no root. Ranks of `dtk run`, torchrun, engines and plain `srun` join by
+dtk's own server of MPI (`dtk.cluster.pmix`), those of `mpirun` and of Slurm with PMIx by theirs.
 """
 
 from __future__ import annotations
