@@ -116,6 +116,15 @@ def test_a_horovod_that_would_find_nobody_is_refused(slurm):
     assert "nothing to find them by (--mpi=none): start with `srun --mpi=pmix`" in done.stderr
 
 
+@pytest.mark.parametrize("asked", ["auto", "collective"])
+def test_a_rank_that_is_lost_under_a_plain_srun_ends_the_others(slurm, asked):
+    """Srun leaves them alone: they waited, for the stall timeout or for ever."""
+    dies = "import os\nif strategy.rank == 1: os._exit(9)\nfit(1000)"
+    done = srun(slurm, TRAIN + dies, asked, ranks=3, seconds=60)
+    assert done.returncode == 75, done.stderr[-3000:]
+    assert re.search(r"dtk: rank 1, host \w+, was gone first", done.stderr)
+
+
 def test_a_stopped_rank_is_named_and_ends_the_job(slurm, tmp_path):
     command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", RESUME, "collective"]
     with open(tmp_path / "said", "w+") as said:
