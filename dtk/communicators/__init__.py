@@ -220,6 +220,8 @@ def choose(place: Place) -> Choice:
         if slurm.offers_mpi(os.environ) or not (offer() or is_joined()):
             return Choice("collective", f"srun offers {interfaces}. Faster: {SRUN}")
     why = f"{kind} gives every rank an address"
+    if kind == "slurm":
+        why = "srun offers MPI nothing"
     if kind == "address":
         why = "rank 0's address is given"
     if offer() or is_joined():

@@ -78,6 +78,7 @@ def test_in_a_job_the_communicator_is_named_with_the_reason(monkeypatch):
     here = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "NTASKS": "2"}
     for name, text in here.items():
         monkeypatch.setenv(f"SLURM_{name}", text)
+    monkeypatch.setattr(module.communicators, "offer", str)
     kind, (_, joined) = module.environment()
     assert (kind, joined.what) == ("slurm", "Communicator")
     assert joined.found == "collective: srun offers no PMIx to an MPI. Faster: `srun --mpi=pmix`"
