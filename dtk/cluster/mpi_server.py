@@ -133,8 +133,9 @@ class MPIServer:
 
     def kill(self) -> None:
         """End it, though ranks may be there that need it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session's: it may be in a shell
+        if self._process.poll() is None:  # else its number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its session's: it may be in a shell
 
     def close(self) -> None:
         """Let it end, and wait for that."""

@@ -151,7 +151,7 @@ def _world(
         if not is_chosen:
             message = (
                 "communicator mpi: no launcher of MPI's has started this rank, and dtk joins ranks "
-                f"by MPI itself only where each has room in /dev/shm, no GPU and the same Open MPI "
+                "by MPI itself only where each has room in /dev/shm, no GPU and the same Open MPI "
                 f"by `{pip_install('mpi')}`, and has not imported mpi4py.MPI before; machines need "
                 f"IPv4 addresses of their own: start with `dtk run`, or on Slurm with {SRUN}, or "
                 "use communicator='collective'"

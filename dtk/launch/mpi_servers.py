@@ -14,10 +14,9 @@ from dtk.cluster.mpi_server import MPIServer
 from dtk.errors import CommunicatorError
 from dtk.launch import agent, job_processes, ssh
 from dtk.launch.plan import Process
-from dtk.launch.task import killer
+from dtk.launch.task import SSH_FAILED, killer
 
 _HERE = "localhost"
-_SSH_FAILED = 255
 _END = 2.0  # seconds that servers have to end
 
 
@@ -102,7 +101,7 @@ class MPIServers:
             if (code := server.code) is None:
                 continue
             name = f"MPI's server on {host} (process {server.pid})"
-            if code == _SSH_FAILED and host != _HERE:
+            if code == SSH_FAILED and host != _HERE:
                 return Loss(f"host {host} is cut off: its remote shell has ended", code)
             if code < 0:
                 return Loss(f"{name} was ended by {killer(-code)}", agent.shell_code(code))

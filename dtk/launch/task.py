@@ -38,7 +38,7 @@ _RECENT = 10.0  # seconds between the begin of a crash, or an exception, and the
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _NO_MEMORY = ", probably by the kernel's out-of-memory killer"
 # Exit code of ssh where it could not connect, or has lost the connection.
-_SSH_FAILED = 255
+SSH_FAILED = 255
 
 
 @dataclasses.dataclass
@@ -297,7 +297,7 @@ class Task:
     @property
     def lost_connection(self) -> bool:
         """Whether the remote shell ended, and not the rank: its last words are those of ssh."""
-        return self.remote and self.code == _SSH_FAILED
+        return self.remote and self.code == SSH_FAILED
 
     @property
     def was_struck(self) -> bool:

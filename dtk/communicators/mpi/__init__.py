@@ -93,4 +93,3 @@ def join(place: Place) -> Communicator | tuple[str, ...]:
 
 
 _JOINED: dict[Place, Communicator | tuple[str, ...]] = {}
-
