@@ -46,9 +46,9 @@ gc.set_threshold(50, 5, 5)
 world = AllReduceStrategy(self_test=False).world
 rank, begun, posts = world.rank, time.monotonic(), 0
 if world.name == "mpi":
-    from dtk.communicators.mpi import communicator
+    from dtk.communicators.mpi import transport
 
-    own_call = communicator.MPICommunicator._call
+    own_call = transport.MPITransport._call
 
     def counted_call(self, lane, post, inputs, label, peer=None):
         def counted(*given):
@@ -58,7 +58,7 @@ if world.name == "mpi":
 
         return own_call(self, lane, counted, inputs, label, peer)
 
-    communicator.MPICommunicator._call = counted_call
+    transport.MPITransport._call = counted_call
 
 
 def tell(what):

@@ -2,16 +2,8 @@
 
 Names and semantics follow MPI. `Communicator` turns what users pass (lists, `IndexedSlices`,
 scalars, any shape, any dtype, unequal rows) into flat tensors of the backend's own dtypes, and
-back. A backend has two sets of dtypes and seven methods:
-
-    allreduce          -> _reduce(buckets, op)
-    allgather          -> _gather(flat, sizes)         ragged: sizes differ by rank
-    alltoall           -> _alltoall(flat, sizes)       ragged: a size for each peer
-    reduce_scatter     -> _scatter: an all-to-all and a local sum in rank order, if not overridden
-    broadcast          -> _broadcast(buckets, root)
-    send, recv         -> _send, _receive
-    split              -> _group(ranks)
-    barrier, Python values, buckets, order, names, counts: made of these
+back. A `Transport` moves these: each backend has one through the host's memory, and some have
+another from GPU to GPU.
 
 One suite (tests/communicators) holds every backend to the same, at world sizes 1, 2 and 3, eagerly
 and inside `tf.function`.
@@ -19,7 +11,6 @@ and inside `tf.function`.
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import functools
@@ -36,16 +27,17 @@ import tensorflow as tf
 from dtk import placement
 from dtk.cluster import progress
 from dtk.cluster.place import Place
-from dtk.communicators import aligned_slices, buckets, determinism, dtype_casts, objects
+from dtk.communicators import aligned_slices, buckets, dtype_casts, objects
 from dtk.communicators.aligned_slices import AlignedSlices, with_values
 from dtk.communicators.costs import Costs
 from dtk.communicators.dtype_casts import REDUCE_OPS as REDUCE_OPS
 from dtk.communicators.meeting import Call, a, differing, rows_of, shape_of
 from dtk.communicators.row_blocks import RowBlocks, checked_counts, checked_splits
-from dtk.communicators.sequencer import CollectiveMessage, CollectiveSequencer, Span
+from dtk.communicators.sequencer import CollectiveMessage, Span
+from dtk.communicators.transport import Transport
 from dtk.errors import CommunicatorError, at_rank, script_line
 from dtk.even_division import even_sizes, even_sizes_in_graph
-from dtk.nests import Array
+from dtk.nests import Array, Function
 from dtk.patches import temporarily
 
 Value = TypeVar("Value")
@@ -65,28 +57,20 @@ def unconverted(function: Value) -> Value:
     return kept
 
 
-def _beside_its_messages(method: Callable[_Given, Value]) -> Callable[_Given, Value]:
-    """Let a method of a communicator compute on the device of its messages.
-
-    Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings them
-    back. In a graph, floats are packed where they are.
-    """
+def _collective(method: Callable[_Given, Value]) -> Callable[_Given, Value]:
+    """Keep AutoGraph from rewriting a collective; outside of graphs, compute on the host."""
 
     @functools.wraps(method)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> Value:
-        own = cast(Communicator, args[0])
         if not tf.executing_eagerly():
-            values = tf.nest.flatten([args[1:], kwargs])
-            dtypes = [tf.as_dtype(one.dtype) for one in values if hasattr(one, "dtype")]
-            if own.gpu_transport is None or any(map(placement.is_on_card, dtypes)):
-                return method(*args, **kwargs)
-        with tf.device(own.device):
+            return method(*args, **kwargs)
+        with tf.device(cast(Communicator, args[0]).device):
             return method(*args, **kwargs)
 
     return unconverted(run)
 
 
-class Communicator(abc.ABC):
+class Communicator:
     """A group of ranks that exchange tensors.
 
     The invariant: **every rank of the group calls the same collectives, in the same order, with
@@ -102,11 +86,13 @@ class Communicator(abc.ABC):
     of integers or bools is refused, since their dtype cannot hold it. Send strings by `*_object`.
 
     Args:
-        rank: This process's index in the group.
+        transport: Moves tensors through the host's memory.
         hosts: One host name per rank, in rank order.
-        device: Where messages are; `dtk.placement` says it when None.
 
     Attributes:
+        host_transport: Moves tensors through the host's memory.
+        gpu_transport: Moves floats of 16 and 32 bits from GPU to GPU; None where `link` was not
+            called, or the backend cannot.
         rank: This process's index in the group, `0 <= rank < size`.
         size: Number of ranks.
         local_rank: Index among the ranks of the same host.
@@ -118,70 +104,31 @@ class Communicator(abc.ABC):
             spans a part of them or this process alone.
     """
 
-    name: str = "abstract"
-    # The same ranks, from GPU to GPU; None where everything goes through the host.
-    gpu_transport: Communicator | None = None
-    # The communicator of which this one is the `gpu_transport`.
-    host: Communicator | None = None
     alike: bool = False
     place: Place | None = None
     bucket_bytes = buckets.DEFAULT_LIMIT
 
-    # What a backend brings: the dtypes that it adds up, and the dtypes that it moves, as they are.
-    reduces: frozenset[tf.DType] = frozenset()
-    moves: frozenset[tf.DType] = frozenset()
-
-    @abc.abstractmethod
-    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
-        """Reduce flat tensors of dtypes in `reduces` by "sum", "min", "max" or "prod"."""
-
-    @abc.abstractmethod
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
-        """Return one flat tensor per rank; all ranks know their `sizes` (int64, shape [size]).
-
-        Gathers of other lanes may be under way.
-        """
-
-    @abc.abstractmethod
-    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        """Send `sizes[rank, j]` elements to rank j; return the elements from each rank."""
-
-    def _scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
-        """Return the parts that combine to this rank's block; all ranks cut into equal `sizes`."""
-        del op
-        return self._alltoall(flat, sizes, label)
-
-    @abc.abstractmethod
-    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
-        """Broadcast flat tensors of dtypes in `moves`."""
-
-    @abc.abstractmethod
-    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
-        """Send; return any tensor that becomes ready when the send is over."""
-
-    @abc.abstractmethod
-    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
-        """Receive a flat tensor with the shape and dtype of `room`."""
-
-    @abc.abstractmethod
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
-        """Return the communicator of this rank's group; all ranks know all `groups`."""
-
-    def __init__(self, rank: int, hosts: Sequence[str], device: str | None = None) -> None:
-        self.rank, self.size = rank, len(hosts)
+    def __init__(self, transport: Transport, hosts: Sequence[str]) -> None:
+        self.host_transport = transport
+        self.gpu_transport: Transport | None = None
+        self.rank, self.size = transport.rank, transport.size
         self.set_hosts(hosts)
-        self.device = device or placement.messages()
-        self._costs: Costs | None = None
-        # By the name of what runs concurrently; "" is the order of all others. Each is made when
-        # it is needed: a world of one leaves TensorFlow alone until then.
-        self._sequencers: dict[str, CollectiveSequencer] = {}
-        self._lane_name = ""
         self._sequence = ""
         self._splits = 0
         self._labels = weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]]()
         self._last_number = -1
         self._thread: threading.Thread | None = None  # None: collectives may be in any
         self._met = 0  # collectives outside of graphs so far
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return self.host_transport.name
+
+    @property
+    def device(self) -> str:
+        """Where messages through the host are."""
+        return self.host_transport.device
 
     def set_hosts(self, hosts: Sequence[str]) -> None:
         """Set which host each rank is on, once that is known.
@@ -200,11 +147,17 @@ class Communicator(abc.ABC):
         None if TensorFlow was asked to be deterministic: the costs decide in which order numbers
         are added up.
         """
-        return None if determinism.is_asked_for() else self._costs
+        return self.host_transport.costs
 
     @costs.setter
     def costs(self, costs: Costs | None) -> None:
-        self._costs = costs
+        for transport in self._transports:
+            transport.costs = costs
+
+    @property
+    def _transports(self) -> list[Transport]:
+        gpus = [] if self.gpu_transport is None else [self.gpu_transport]
+        return [*gpus, self.host_transport]
 
     @property
     def bytes_sent(self) -> int:
@@ -213,8 +166,7 @@ class Communicator(abc.ABC):
         Counted when a collective runs, so a `tf.function` counts at every execution. The transport
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        cards = 0 if self.gpu_transport is None else self.gpu_transport.bytes_sent
-        return cards + sum(sequencer.bytes for sequencer in self._sequencers.values())
+        return sum(one.bytes for transport in self._transports for one in transport.sequencers())
 
     @property
     def seconds_communicating(self) -> float:
@@ -223,21 +175,19 @@ class Communicator(abc.ABC):
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        cards = 0.0 if self.gpu_transport is None else self.gpu_transport.seconds_communicating
-        return cards + (self._sequencers[""].seconds if "" in self._sequencers else 0.0)
+        return sum(one.seconds for transport in self._transports for one in transport.sequencers())
 
     @property
     def eager_seconds_communicating(self) -> float:
         """The part of `seconds_communicating` that was spent outside of graphs."""
-        cards = (
-            0.0 if self.gpu_transport is None else self.gpu_transport.eager_seconds_communicating
+        return sum(
+            one.eager_seconds for transport in self._transports for one in transport.sequencers()
         )
-        return cards + (self._sequencers[""].eager_seconds if "" in self._sequencers else 0.0)
 
     def spans(self) -> list[Span]:
         """Return when each message of a graph was last sent, where `dtk run` asked for steps."""
-        cards = [] if self.gpu_transport is None else self.gpu_transport.spans()
-        return cards + [span for order in self._sequencers.values() for span in order.spans()]
+        orders = [one for transport in self._transports for one in transport.sequencers()]
+        return [span for one in orders for span in one.spans()]
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -254,7 +204,7 @@ class Communicator(abc.ABC):
     @overload
     def allreduce(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor: ...
 
-    @_beside_its_messages
+    @_collective
     def allreduce(
         self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -282,20 +232,21 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, message))
         if self.size == 1 or not results:
             return results
-        routed = self._routed(
-            results, lambda group, places: group.allreduce([results[i] for i in places], op)
-        )
-        if routed is not None:
-            return routed
+        return self._by_transport(results, functools.partial(self._allreduce, op=op))
+
+    def _allreduce(
+        self, transport: Transport, values: list[tf.Tensor | tf.IndexedSlices], op: str
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        results = list(values)
         tables = [i for i in range(len(results)) if aligned_slices.is_gathered(results[i])]
         dense = [i for i in range(len(results)) if i not in tables]
-        summed = [self._row_sum(results[i], op) for i in tables]
+        summed = [self._row_sum(transport, results[i], op) for i in tables]
         aligned = {i: results[i] for i in dense if isinstance(results[i], AlignedSlices)}
         whole = [aligned[i].values if i in aligned else results[i] for i in dense]
         digits = [aligned_slices.digits_of(list(aligned.values()))] if aligned else []
-        messages = [self._reduction([*whole, *digits], op)] if dense else []
+        messages = [self._reduction(transport, [*whole, *digits], op)] if dense else []
         signature = [*map(shape_of, whole), op]
-        reduced = self._sequencer.run_together([*messages, *summed], signature=signature)
+        reduced = self._run(transport, [*messages, *summed], "all-reduce", signature)
         combined = reduced.pop(0) if dense else []
         for i, tensor in zip(dense, combined, strict=False):  # digits come last
             results[i] = tensor
@@ -309,28 +260,67 @@ class Communicator(abc.ABC):
             results[i] = slices
         return results
 
-    def _routed(
+    def _by_transport(
         self,
         tensors: Sequence[tf.Tensor],
-        send: Callable[[Communicator, list[int]], list[tf.Tensor]],
-    ) -> list[tf.Tensor] | None:
-        """Send what goes from GPU to GPU, then the others; None if all go through the host."""
-        on_card = [i for i, one in enumerate(tensors) if placement.is_on_card(one.dtype)]
-        if not on_card or self.gpu_transport is None:
-            return None
-        others = [i for i in range(len(tensors)) if i not in on_card]
-        received = [*send(self.gpu_transport, on_card), *send(self, others)]
-        by_place = dict(zip([*on_card, *others], received, strict=True))
-        return [by_place[i] for i in range(len(tensors))]
+        send: Function[list[tf.Tensor]],
+        *facts: Sequence[object],
+    ) -> list[tf.Tensor]:
+        """Send what goes from GPU to GPU, then the others, with the facts of each tensor."""
+        chosen = [self._transport_of(tensor.dtype) for tensor in tensors]
+        results: dict[int, tf.Tensor] = {}
+        for transport in self._transports:
+            places = [i for i, one in enumerate(chosen) if one is transport]
+            if places:
+                given = [[values[i] for i in places] for values in (tensors, *facts)]
+                with self._beside(transport):
+                    results.update(zip(places, send(transport, *given), strict=True))
+        return [results[i] for i in range(len(tensors))]
 
-    def _card_for(self, dtype: tf.DType) -> Communicator | None:
-        return self.gpu_transport if placement.is_on_card(dtype) else None
+    def adds_up(self, dtype: tf.DType) -> bool:
+        """Return whether ranks add up values of a dtype as they are, and not in another dtype.
 
-    def _reduction(self, tensors: list[tf.Tensor], op: str) -> CollectiveMessage:
+        Args:
+            dtype: The dtype of the values.
+        """
+        return dtype in self._transport_of(dtype).reduces
+
+    def _transport_of(self, dtype: tf.DType) -> Transport:
+        if self.gpu_transport is not None and placement.is_on_card(dtype):
+            return self.gpu_transport
+        return self.host_transport
+
+    def _beside(self, transport: Transport) -> contextlib.AbstractContextManager[None]:
+        """Compute on the device of a transport's messages; in a graph, pack floats where they are.
+
+        Otherwise TensorFlow takes the bytes of the host to the GPU, shifts them there and brings
+        them back.
+        """
+        through_host = self.gpu_transport is not None and transport is self.host_transport
+        if tf.executing_eagerly() or through_host:
+            return tf.device(transport.device)
+        return contextlib.nullcontext()
+
+    def _run(
+        self,
+        transport: Transport,
+        messages: Sequence[CollectiveMessage],
+        name: str,
+        signature: Sequence[str] = (),
+    ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
+        """Run a collective of several messages; outside of graphs, the ranks `meet` first."""
+        meet = functools.partial(self.meet, name, signature)
+        return transport.sequencer.run_together(messages, name, meet)
+
+    def _reduction(
+        self, transport: Transport, tensors: list[tf.Tensor], op: str
+    ) -> CollectiveMessage:
         """Return the collective that reduces dense tensors in buckets."""
         limit = buckets.limit_for(tensors, self.bucket_bytes, self.costs)
         packed, layout = buckets.pack(tensors, limit)
-        encoded = [dtype_casts.for_reducing(one, op, self.size, self.reduces) for one in packed]
+        encoded = [
+            dtype_casts.for_reducing(one, op, self.size, transport.reduces) for one in packed
+        ]
         # Only bool changes its op, so there are one or two.
         labels = {
             one: self._label(f"reduce/{one}") for one in dict.fromkeys(item[1] for item in encoded)
@@ -341,7 +331,7 @@ class Communicator(abc.ABC):
             outputs = list(flat)
             for one, label in labels.items():
                 places = [i for i, item in enumerate(encoded) if item[1] == one]
-                reduced = self._reduce([flat[i] for i in places], one, label)
+                reduced = transport.reduce([flat[i] for i in places], one, label)
                 for i, output in zip(places, reduced, strict=True):
                     outputs[i] = output
             return outputs
@@ -352,14 +342,15 @@ class Communicator(abc.ABC):
 
         return CollectiveMessage([item[0] for item in encoded], send, finish)
 
-    def _row_sum(self, slices: tf.IndexedSlices, op: str) -> CollectiveMessage:
+    def _row_sum(
+        self, transport: Transport, slices: tf.IndexedSlices, op: str
+    ) -> CollectiveMessage:
         """Return the collective that gathers slices, and adds up aligned ones."""
         # The row numbers of a step are known long before the gradients of the rows.
-        host = self.host or self
-        with host.concurrent("rows"):
+        with self.concurrent("rows"):
             counts = self._count_rows(slices.indices, [rows_of(slices.values), op])
-            indices = host.allgather(slices.indices, counts)
-        gathering = self._gathering(slices.values, counts)
+            indices = self.allgather(slices.indices, counts)
+        gathering = self._gathering(transport, slices.values, counts)
 
         def finish(parts: list[tf.Tensor]) -> tf.IndexedSlices:
             values: tf.Tensor = gathering.finish(parts)
@@ -395,7 +386,7 @@ class Communicator(abc.ABC):
         self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
     ) -> tf.Tensor: ...
 
-    @_beside_its_messages
+    @_collective
     def allgather(
         self,
         value: tf.Tensor | Sequence[tf.Tensor],
@@ -428,37 +419,36 @@ class Communicator(abc.ABC):
         ]
         if self.size == 1:
             return tensors
-        routed = self._routed(
-            tensors,
-            lambda group, places: group.allgather(
-                [tensors[i] for i in places], [row_counts[i] for i in places]
-            ),
-        )
-        if routed is not None:
-            return routed
+        return self._by_transport(tensors, self._allgather, known)
+
+    def _allgather(
+        self, transport: Transport, tensors: list[tf.Tensor], known: list[tf.Tensor | None]
+    ) -> list[tf.Tensor]:
         counts = [
             self._count_rows(tensor, [rows_of(tensor)]) if of_one is None else of_one
             for tensor, of_one in zip(tensors, known, strict=True)
         ]
-        messages = list(map(self._gathering, tensors, counts))
-        return self._sequencer.run_together(
-            messages, name="all-gather", signature=list(map(rows_of, tensors))
-        )
+        messages = [
+            self._gathering(transport, *one) for one in zip(tensors, counts, strict=True)
+        ]
+        return self._run(transport, messages, "all-gather", list(map(rows_of, tensors)))
 
-    def _gathering(self, tensor: tf.Tensor, counts: tf.Tensor) -> CollectiveMessage:
+    def _gathering(
+        self, transport: Transport, tensor: tf.Tensor, counts: tf.Tensor
+    ) -> CollectiveMessage:
         """Return the collective that gathers the rows of all ranks, `counts` for each."""
-        rows = RowBlocks(tensor, self.moves)
+        rows = RowBlocks(tensor, transport.moves)
         label = self._label(f"gather/{rows.encoded.dtype.name}")
         return CollectiveMessage(
             [rows.encoded],
-            lambda flat, lane: self._gather(flat[0], rows.words(counts), label, lane),
+            lambda flat, lane: transport.gather(flat[0], rows.words(counts), label, lane),
             lambda parts: rows.joined(parts, counts),
         )
 
     def _count_rows(self, tensor: tf.Tensor, signature: Sequence[str]) -> tf.Tensor:
         return self.sizes_of_ranks(tf.shape(tensor, tf.int64)[:1], "gather", signature)[:, 0]
 
-    @_beside_its_messages
+    @_collective
     def sizes_of_ranks(
         self, mine: tf.Tensor, kind: str, signature: Sequence[str] = ()
     ) -> tf.Tensor:
@@ -472,21 +462,14 @@ class Communicator(abc.ABC):
         Returns:
             The counts of all ranks, int64, shape [size, n].
         """
-        if self.host is not None:
-            return self.host.sizes_of_ranks(mine, kind, signature)
-        label = self._label(f"{kind}/sizes")
-        rows = self._sequencer.run(
+        transport, label = self.host_transport, self._label(f"{kind}/sizes")
+        message = CollectiveMessage(
             [mine],
-            lambda flat: self._gather_sizes(flat[0], label),
-            name=f"count of rows to {kind}",
-            signature=signature,
+            lambda flat, lane: transport.gather_sizes(flat[0], label),
+            lambda rows: tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape]),
         )
-        return tf.ensure_shape(tf.stack(rows), [self.size, *mine.shape])
-
-    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
-        """Gather vectors of equal length; a backend may know a shorter way."""
-        lengths = tf.constant([sizes.shape[0]] * self.size, tf.int64)
-        return self._gather(sizes, lengths, label, 0)
+        with self._beside(transport):
+            return self._run(transport, [message], f"count of rows to {kind}", signature)[0]
 
     @overload
     def reduce_scatter(
@@ -501,7 +484,7 @@ class Communicator(abc.ABC):
         self, value: tf.Tensor, op: str = "sum", rows: Sequence[int] | None = None
     ) -> tf.Tensor: ...
 
-    @_beside_its_messages
+    @_collective
     def reduce_scatter(
         self,
         value: tf.Tensor | Sequence[tf.Tensor],
@@ -539,19 +522,21 @@ class Communicator(abc.ABC):
         ]
         if self.size == 1:
             return tensors
-        routed = self._routed(
-            tensors,
-            lambda group, places: group.reduce_scatter(
-                [tensors[i] for i in places], op, [block_sizes[i] for i in places]
-            ),
-        )
-        if routed is not None:
-            return routed
-        return self._sequencer.run_together(
-            [self._scattering(*one, op) for one in zip(tensors, blocks, strict=True)],
-            name="reduce-scatter",
-            signature=[*map(shape_of, tensors), op],
-        )
+        send = functools.partial(self._reduce_scatter, op=op)
+        return self._by_transport(tensors, send, blocks)
+
+    def _reduce_scatter(
+        self,
+        transport: Transport,
+        tensors: list[tf.Tensor],
+        blocks: list[list[int] | None],
+        op: str,
+    ) -> list[tf.Tensor]:
+        messages = [
+            self._scattering(transport, *one, op) for one in zip(tensors, blocks, strict=True)
+        ]
+        signature = [*map(shape_of, tensors), op]
+        return self._run(transport, messages, "reduce-scatter", signature)
 
     def _checked_blocks(self, value: tf.Tensor, rows: Sequence[int]) -> list[int]:
         if len(rows) != self.size or value.shape[0] not in (None, sum(rows)):
@@ -562,20 +547,22 @@ class Communicator(abc.ABC):
             raise ValueError(at_rank(self.rank, message))
         return list(rows)
 
-    def _scattering(self, value: tf.Tensor, known: list[int] | None, op: str) -> CollectiveMessage:
+    def _scattering(
+        self, transport: Transport, value: tf.Tensor, known: list[int] | None, op: str
+    ) -> CollectiveMessage:
         """Return the collective that gives each rank the sum of its block of rows.
 
         Blocks go straight to their owner, which adds them in rank order: each rank sends
         (size-1)/size of its bytes, and the result does not depend on timing.
         """
-        encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, self.reduces)
+        encoded, op, decode = dtype_casts.for_reducing(value, op, self.size, transport.reduces)
         if known is None:
             blocks = even_sizes_in_graph(tf.shape(encoded, tf.int64)[0], self.size)
             count = value.shape[0]
             mine = None if count is None else even_sizes(count, self.size)[self.rank]
         else:
             blocks, mine = tf.constant(known, tf.int64), known[self.rank]
-        rows = RowBlocks(encoded, self.moves)
+        rows = RowBlocks(encoded, transport.moves)
         words = rows.words(tf.stack([blocks] * self.size))
         label = self._label(f"alltoall/{rows.encoded.dtype.name}")
 
@@ -587,11 +574,11 @@ class Communicator(abc.ABC):
 
         return CollectiveMessage(
             [rows.blocks(blocks, self.size)],
-            lambda flat, lane: self._scatter(flat[0], words, op, label),
+            lambda flat, lane: transport.scatter(flat[0], words, op, label),
             finish,
         )
 
-    @_beside_its_messages
+    @_collective
     def alltoall(
         self, value: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -615,21 +602,21 @@ class Communicator(abc.ABC):
         matrix = checked_splits(value, splits, self.rank, self.size)
         if self.size == 1:
             return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
-        if (card := self._card_for(value.dtype)) is not None:
-            return card.alltoall(value, matrix)
         if matrix.shape.rank == 1:
             matrix = self.sizes_of_ranks(matrix, "alltoall", [rows_of(value)])
-        rows = RowBlocks(value, self.moves)
-        received = matrix[:, self.rank]
-        words = rows.words(matrix)
-        label = self._label(f"alltoall/{rows.encoded.dtype.name}")
-        parts = self._sequencer.run(
-            [rows.blocks(matrix[self.rank], self.size)],
-            lambda flat: self._alltoall(flat[0], words, label),
-            name="all-to-all",
-            signature=[rows_of(value)],
-        )
-        return rows.joined(parts, received), tf.cast(received, tf.int32)
+        transport = self._transport_of(value.dtype)
+        with self._beside(transport):
+            rows = RowBlocks(value, transport.moves)
+            received = matrix[:, self.rank]
+            words = rows.words(matrix)
+            label = self._label(f"alltoall/{rows.encoded.dtype.name}")
+            message = CollectiveMessage(
+                [rows.blocks(matrix[self.rank], self.size)],
+                lambda flat, lane: transport.alltoall(flat[0], words, label),
+                lambda parts: rows.joined(parts, received),
+            )
+            (joined,) = self._run(transport, [message], "all-to-all", [rows_of(value)])
+            return joined, tf.cast(received, tf.int32)
 
     @overload
     def broadcast(self, value: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]: ...
@@ -637,7 +624,7 @@ class Communicator(abc.ABC):
     @overload
     def broadcast(self, value: tf.Tensor, root: int = 0) -> tf.Tensor: ...
 
-    @_beside_its_messages
+    @_collective
     def broadcast(
         self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
     ) -> tf.Tensor | list[tf.Tensor]:
@@ -662,27 +649,32 @@ class Communicator(abc.ABC):
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
             return tensors
-        routed = self._routed(
-            tensors, lambda group, places: group.broadcast([tensors[i] for i in places], root)
-        )
-        if routed is not None:
-            return routed
-        packed, layout = buckets.pack(tensors, self.bucket_bytes)
-        encoded = [dtype_casts.for_moving(bucket, self.moves) for bucket in packed]
-        label = self._label("broadcast")
-        outputs = self._sequencer.run(
-            [item for item, _ in encoded],
-            lambda flat: self._broadcast(flat, root, label),
-            name="broadcast",
-            signature=[*map(shape_of, tensors), f"root {root}"],
-        )
-        decoded = [
-            back(output)[: tf.size(bucket)]
-            for output, (_, back), bucket in zip(outputs, encoded, packed, strict=True)
-        ]
-        return buckets.unpack(decoded, tensors, layout)
+        return self._by_transport(tensors, functools.partial(self._broadcast, root=root))
 
-    @_beside_its_messages
+    def _broadcast(
+        self, transport: Transport, tensors: list[tf.Tensor], root: int
+    ) -> list[tf.Tensor]:
+        packed, layout = buckets.pack(tensors, self.bucket_bytes)
+        encoded = [dtype_casts.for_moving(bucket, transport.moves) for bucket in packed]
+        label = self._label("broadcast")
+
+        def finish(outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+            decoded = [
+                back(output)[: tf.size(bucket)]
+                for output, (_, back), bucket in zip(outputs, encoded, packed, strict=True)
+            ]
+            return buckets.unpack(decoded, tensors, layout)
+
+        message = CollectiveMessage(
+            [item for item, _ in encoded],
+            lambda flat, lane: transport.broadcast(flat, root, label),
+            finish,
+        )
+        signature = [*map(shape_of, tensors), f"root {root}"]
+        (received,) = self._run(transport, [message], "broadcast", signature)
+        return received
+
+    @_collective
     def send(self, value: tf.Tensor, dest: int, tag: int = 0) -> None:
         """Send one tensor to `dest`, which calls `recv` with the same tag.
 
@@ -700,18 +692,16 @@ class Communicator(abc.ABC):
         self._check_rank(dest, "dest")
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        if (card := self._card_for(value.dtype)) is not None and not self._lane_name:
-            return card.send(value, dest, tag)
-        encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), self.moves)
-        self._sequencer.run(
-            [encoded],
-            lambda flat: [self._send(flat[0], dest, tag)],
-            name=f"send to {dest}",
-            of_pair=True,
-        )
-        return None
+        transport = self._transport_of_pair(value.dtype)
+        with self._beside(transport):
+            encoded, _ = dtype_casts.for_moving(tf.reshape(value, [-1]), transport.moves)
+            transport.sequencer.run(
+                [encoded],
+                lambda flat: [transport.send(flat[0], dest, tag)],
+                name=f"send to {dest}",
+            )
 
-    @_beside_its_messages
+    @_collective
     def recv(
         self, shape: Sequence[int], dtype: tf.DType | str, source: int, tag: int = 0
     ) -> tf.Tensor:
@@ -732,17 +722,21 @@ class Communicator(abc.ABC):
         self._check_rank(source, "source")
         like = tf.zeros(shape, dtype)
         dtype_casts.check([like.dtype])
-        if (card := self._card_for(like.dtype)) is not None and not self._lane_name:
-            return card.recv(shape, dtype, source, tag)
-        encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), self.moves)
-        received = self._sequencer.run(
-            [encoded],
-            lambda flat: [self._receive(flat[0], source, tag)],
-            sends=False,
-            name=f"receive from {source}",
-            of_pair=True,
-        )[0]
-        return tf.reshape(decode(received)[: tf.size(like)], shape)
+        transport = self._transport_of_pair(like.dtype)
+        with self._beside(transport):
+            encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), transport.moves)
+            received = transport.sequencer.run(
+                [encoded],
+                lambda flat: [transport.receive(flat[0], source, tag)],
+                sends=False,
+                name=f"receive from {source}",
+            )[0]
+            return tf.reshape(decode(received)[: tf.size(like)], shape)
+
+    def _transport_of_pair(self, dtype: tf.DType) -> Transport:
+        """Return what carries a message of two ranks: see `concurrent`."""
+        is_concurrent = self.host_transport.lane_name != ""
+        return self.host_transport if is_concurrent else self._transport_of(dtype)
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.size:
@@ -761,16 +755,19 @@ class Communicator(abc.ABC):
         Args:
             pairs: Pairs of ranks, each in both directions.
         """
-        del pairs
+        self.host_transport.connect(pairs)
 
-    @_beside_its_messages
+    @_collective
     def barrier(self) -> None:
         """Return only after every rank has called it."""
         if self.size == 1:
             return
-        label = self._label("barrier")
+        transport, label = self.host_transport, self._label("barrier")
         ready = [tf.zeros([1], tf.int32)]
-        self._sequencer.run(ready, lambda flat: self._reduce(flat, "sum", label), name="barrier")
+        message = CollectiveMessage(
+            ready, lambda flat, lane: transport.reduce(flat, "sum", label), list
+        )
+        self._run(transport, [message], "barrier")
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.
@@ -787,19 +784,14 @@ class Communicator(abc.ABC):
         groups: dict[int, list[int]] = {}
         for rank in sorted(range(len(wishes)), key=lambda rank: wishes[rank][1]):
             groups.setdefault(wishes[rank][0], []).append(rank)
-        return self._group(groups[color], list(groups.values()))
+        ranks = groups[color]
+        transport = self.host_transport.group(ranks, list(groups.values()), self._splits)
+        part = Communicator(transport, [self.hosts[rank] for rank in ranks])
+        if self.gpu_transport is not None:
+            part.link(self.gpu_transport.device)
+        return part
 
     # Order and names of collectives.
-
-    @property
-    def _sequencer(self) -> CollectiveSequencer:
-        name = self._lane_name
-        if name not in self._sequencers:
-            order = self._order_of_card()
-            self._sequencers[name] = CollectiveSequencer(
-                self.device, timed=not name, order=order, meet=self.meet
-            )
-        return self._sequencers[name]
 
     def keep_to_thread(self) -> None:
         """Refuse collectives outside of graphs in other threads than this one, from now on.
@@ -821,8 +813,6 @@ class Communicator(abc.ABC):
             CommunicatorError: Some ranks are in another collective or give something else; or this
                 thread has no part in the communicator's collectives.
         """
-        if self.host is not None:
-            return self.host.meet(name, signature)
         thread = threading.current_thread()
         if self._thread not in (None, thread):
             message = (
@@ -839,7 +829,9 @@ class Communicator(abc.ABC):
                 mine = tf.constant(
                     [number, zlib.crc32(repr([name, *signature]).encode())], tf.int64
                 )
-                told_by_ranks = tf.stack(self._gather_sizes(mine, "eager/meet")).numpy()
+                told_by_ranks = tf.stack(
+                    self.host_transport.gather_sizes(mine, "eager/meet")
+                ).numpy()
         except (CommunicatorError, tf.errors.OpError) as error:
             error.add_note(
                 f"rank {self.rank} waited for the others in {a(name)}, at {script_line()}: each "
@@ -852,11 +844,6 @@ class Communicator(abc.ABC):
             where = f"number {number} outside of steps, at {script_line()}"
             places = self.allgather_object(Call(name, list(signature), where))
             raise CommunicatorError(at_rank(self.rank, differing(places)))
-        return None
-
-    def _order_of_card(self) -> tf.Tensor | None:
-        """Return the resource that orders the messages of all groups; None: each has its order."""
-        return None
 
     @contextlib.contextmanager
     def sequence(self, name: str) -> Iterator[None]:
@@ -866,12 +853,7 @@ class Communicator(abc.ABC):
             name: The same on every rank; nested names are joined.
         """
         joined = f"{self._sequence}/{name}" if self._sequence else name
-        of_cards = (
-            contextlib.nullcontext()
-            if self.gpu_transport is None
-            else self.gpu_transport.sequence(name)
-        )
-        with temporarily(self, _sequence=joined), of_cards:
+        with temporarily(self, _sequence=joined):
             yield
 
     def concurrent(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -887,7 +869,7 @@ class Communicator(abc.ABC):
         Args:
             name: The same on every rank.
         """
-        return temporarily(self, _lane_name=name)
+        return temporarily(self.host_transport, lane_name=name)
 
     def _label(self, kind: str) -> str:
         """Return a name for the next collective, the same one on every rank.
@@ -905,7 +887,7 @@ class Communicator(abc.ABC):
         while getattr(graph, "is_control_flow_graph", False):
             graph = graph.outer_graph
         function = re.sub(r"\d", "", getattr(graph, "name", ""))
-        place = f"{self._sequence or 'loop'}/{function}/{self._lane_name}/{kind}"
+        place = f"{self._sequence or 'loop'}/{function}/{self.host_transport.lane_name}/{kind}"
         places = self._labels.setdefault(graph, collections.Counter())
         places[place] += 1
         return f"{place}/{places[place]}"
@@ -927,8 +909,6 @@ class Communicator(abc.ABC):
         number = tf.constant(self._last_number, tf.int64)
         self._met = 0
         self._last_number = int(self.allreduce(number, "max"))
-        if self.gpu_transport is not None:
-            self.gpu_transport.resynchronize()
 
     # Python values are sent as bytes by the tensor collectives.
 
@@ -945,7 +925,8 @@ class Communicator(abc.ABC):
         Raises:
             CommunicatorError: On every rank, if `root`'s value cannot be sent or read.
         """
-        if self.size == 1 and root == 0:
+        absent = self.host_transport.is_pretended and root != self.rank
+        if absent or (self.size == 1 and root == 0):
             return cast(Value, value)
         payload, failure = _written(value) if self.rank == root else (b"", None)
         length = int(self.broadcast(tf.constant(len(payload), tf.int64), root))
@@ -995,10 +976,8 @@ class Communicator(abc.ABC):
             costs: What a message and a byte take; None if that was not measured.
         """
         self.alike, self.costs = alike, costs
-        if self.gpu_transport is not None:
-            self.gpu_transport.learn(alike, costs)
 
-    def link(self, device: str) -> None:  # noqa: B027
+    def link(self, device: str) -> None:
         """Send floats of 16 and 32 bits from GPU to GPU from now on, if the backend can.
 
         Every rank calls it, with a GPU of its own.
@@ -1006,9 +985,8 @@ class Communicator(abc.ABC):
         Args:
             device: This rank's GPU, such as "/gpu:0".
         """
-
-    def close(self) -> None:  # noqa: B027
-        """Release what the communicator holds; safe to call twice."""
+        if self.gpu_transport is None:
+            self.gpu_transport = self.host_transport.linked(device)
 
 
 def _written(value: object) -> tuple[bytes, Exception | None]:

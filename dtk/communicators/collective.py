@@ -39,8 +39,9 @@ from dtk.cluster.place import Place
 from dtk.communicators import startup
 from dtk.communicators.base import LOCAL_REDUCE, Communicator
 from dtk.communicators.costs import ONE_HOP_MOST
-from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.local import LocalTransport
 from dtk.communicators.sequencer import counters
+from dtk.communicators.transport import Transport
 from dtk.errors import CommunicatorError, at_rank
 
 _MERGE = {"sum": "Add", "min": "Min", "max": "Max", "prod": "Mul"}
@@ -82,7 +83,8 @@ def start(
         if prepare is not None:
             prepare(size)
         runtime = _bring_up(rank, addresses)
-        world = CollectiveCommunicator(rank, ("",) * size, range(size), _FIRST_KEY, runtime)
+        transport = CollectiveTransport(rank, range(size), _FIRST_KEY, runtime)
+        world = Communicator(transport, ("",) * size)
         hosts = place.hosts
         # The first collective also proves that every peer has started, within the time limit.
         names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
@@ -119,8 +121,8 @@ def _bring_up(rank: int, addresses: Sequence[str]) -> tf.distribute.Strategy:
         raise CommunicatorError(at_rank(rank, message)) from None
 
 
-class CollectiveCommunicator(Communicator):
-    """Ranks joined by TensorFlow's collective ops. Made by `start` and `split`."""
+class CollectiveTransport(Transport):
+    """Ranks joined by TensorFlow's collective ops."""
 
     name = "collective"
 
@@ -131,13 +133,12 @@ class CollectiveCommunicator(Communicator):
     def __init__(
         self,
         rank: int,
-        hosts: Sequence[str],
         members: Sequence[int],
         group_key: int,
         runtime: tf.distribute.Strategy | None,
         device: str | None = None,
     ) -> None:
-        super().__init__(rank, hosts, device)
+        super().__init__(rank, len(members), device)
         self._by_nccl = placement.is_gpu(self.device)
         if self._by_nccl:
             self.reduces = self.reduces - {tf.bfloat16}
@@ -152,7 +153,7 @@ class CollectiveCommunicator(Communicator):
         names = sorted(self._members, key=lambda member: f"task:{member}/")
         self._slots = [names.index(member) for member in self._members]
 
-    def _order_of_card(self) -> tf.Tensor | None:
+    def _order(self) -> tf.Tensor | None:
         if self._by_nccl and self.device not in _ORDERS:
             _ORDERS[self.device] = counters(placement.host())
         return _ORDERS[self.device] if self._by_nccl else None
@@ -174,7 +175,7 @@ class CollectiveCommunicator(Communicator):
         keys = {"group_size": size, "group_key": group_key, "instance_key": instance_key}
         return {**keys, "communication_hint": hint}
 
-    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+    def reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         if not tf.executing_eagerly():
             return self._reduce_in_graph(flat, op, label)
         if sum(_elements(t) * t.dtype.size for t in flat) < 2 * _PIECE_BYTES:
@@ -205,7 +206,7 @@ class CollectiveCommunicator(Communicator):
         Without one, the graph would run all its collectives one after the other: the pieces of a
         bucket, and the replicas of a mirrored strategy, which wait for each other.
         """
-        return [] if tf.executing_eagerly() else [self._sequencer.lane(lane % self._lanes)]
+        return [] if tf.executing_eagerly() else [self.sequencer.lane(lane % self._lanes)]
 
     def _reduce_one(self, flat: tf.Tensor, op: str, label: str, lane: int = 0) -> tf.Tensor:
         elements = flat.shape.num_elements()
@@ -230,7 +231,7 @@ class CollectiveCommunicator(Communicator):
         )
         return tf.ensure_shape(LOCAL_REDUCE[op](rows, axis=0), flat.shape)
 
-    def _gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def gather_sizes(self, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         keys = self._group_keys(label, _elements(sizes)) | {"ordering_token": self._token()}
         if self._by_nccl:
             rows = tf.raw_ops.CollectiveGatherV2(input=sizes[None], **keys)
@@ -239,7 +240,7 @@ class CollectiveCommunicator(Communicator):
             rows = tf.raw_ops.CollectiveAllToAllV2(input=every, **keys)
         return [rows[slot] for slot in self._slots]
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+    def gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         longest = _longest(sizes)
         rows = tf.raw_ops.CollectiveGatherV2(
             input=_padded(flat, longest)[None],
@@ -257,7 +258,7 @@ class CollectiveCommunicator(Communicator):
             ]
         return [tf.reshape(tf.slice(rows, *cut), [-1]) for cut in cuts]
 
-    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         if self._by_nccl:
             return self._alltoall_by_gather(flat, sizes, label)
         longest = _longest(sizes)
@@ -280,15 +281,15 @@ class CollectiveCommunicator(Communicator):
         with one GPU each rank gets its own blocks back.
         """
         begins = tf.cumsum(sizes, axis=1, exclusive=True)[:, self.rank]
-        rows = self._gather(flat, tf.reduce_sum(sizes, axis=1), label, 0)
+        rows = self.gather(flat, tf.reduce_sum(sizes, axis=1), label, 0)
         return [
             row[begins[rank] : begins[rank] + sizes[rank, self.rank]]
             for rank, row in enumerate(rows)
         ]
 
-    def _scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
+    def scatter(self, flat: tf.Tensor, sizes: tf.Tensor, op: str, label: str) -> list[tf.Tensor]:
         if not self._by_nccl:
-            return super()._scatter(flat, sizes, op, label)
+            return super().scatter(flat, sizes, op, label)
         # TensorFlow's reduce-scatter works within one process only: the process that matches
         # messages is not told the hint, and looks for a ring, of which there is none.
         with tf.device(placement.host()):
@@ -297,7 +298,7 @@ class CollectiveCommunicator(Communicator):
             begin, size = map(tf.stack, cut)
         return [tf.slice(self._reduce_one(flat, op, label), begin, size)]
 
-    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         outputs: list[tf.Tensor] = []
         for i, tensor in enumerate(flat):
             label_of = f"{label}/{root}/{i}/{tensor.dtype.name}"
@@ -344,31 +345,24 @@ class CollectiveCommunicator(Communicator):
             chosen = tf.stack([tf.cast(one, tf.int32) for one in keys])[number % _KEYS_IN_TURN]
         return self._group_of(2, key, chosen)
 
-    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return self._cast(flat, True, self._pair(self.rank, dest, tag, flat))
 
-    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return self._cast(room, False, self._pair(source, self.rank, tag, room))
 
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
-        hosts = [self.hosts[rank] for rank in ranks]
+    def group(
+        self, ranks: Sequence[int], groups: Sequence[Sequence[int]], number: int
+    ) -> Transport:
         if len(ranks) == 1:
-            return LocalCommunicator(hosts[0])
+            return LocalTransport(0, 1)
         members = [self._members[rank] for rank in ranks]
-        key = _hash(f"{self._group_key}/split/{self._splits}/{members}")
-        group = CollectiveCommunicator(ranks.index(self.rank), hosts, members, key, self._runtime)
-        if self.gpu_transport is not None:
-            group.link(self.gpu_transport.device)
-        return group
+        key = _hash(f"{self._group_key}/split/{number}/{members}")
+        return CollectiveTransport(ranks.index(self.rank), members, key, self._runtime)
 
-    def link(self, device: str) -> None:
-        """See `Communicator.link`."""
-        if self.gpu_transport is None:
-            key = _hash(f"{self._group_key}/cards")
-            self.gpu_transport = CollectiveCommunicator(
-                self.rank, self.hosts, self._members, key, self._runtime, device
-            )
-            self.gpu_transport.host = self
+    def linked(self, device: str) -> Transport:
+        key = _hash(f"{self._group_key}/cards")
+        return CollectiveTransport(self.rank, self._members, key, self._runtime, device)
 
 
 def _elements(flat: tf.Tensor) -> int | tf.Tensor:
@@ -418,11 +412,13 @@ def _graph_key(group_key: int, label: str, size: int | tf.Tensor) -> int | tf.Te
         return tf.cast(_FIRST_HASH + (base + mixed) % _SPAN, tf.int32)
 
 
-def replicas(devices: Sequence[str], group: int) -> list[CollectiveCommunicator]:
+def replicas(devices: Sequence[str], group: int) -> list[Communicator]:
     """Make communicators between devices of this process, for use in graphs only."""
     count = len(devices)
     key = _hash(f"replicas/{group}/{count}")
     return [
-        CollectiveCommunicator(rank, ("localhost",) * count, range(count), key, None, device)
+        Communicator(
+            CollectiveTransport(rank, range(count), key, None, device), ("localhost",) * count
+        )
         for rank, device in enumerate(devices)
     ]

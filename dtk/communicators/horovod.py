@@ -30,7 +30,8 @@ from dtk.cluster import progress
 from dtk.cluster.place import Place
 from dtk.communicators import startup
 from dtk.communicators.base import Communicator
-from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.local import LocalTransport
+from dtk.communicators.transport import Transport
 from dtk.errors import CommunicatorError, at_rank
 from dtk.nests import Function
 
@@ -65,7 +66,8 @@ def start(place: Place) -> Communicator:
         "start with the mpirun of the MPI that Horovod was built with (`dtk install-horovod` "
         "rebuilds it), or with `dtk run`",
     )
-    world = HorovodCommunicator(hvd.rank(), ("",) * hvd.size(), range(hvd.size()), _Sets())
+    transport = HorovodTransport(hvd.rank(), range(hvd.size()), _Sets())
+    world = Communicator(transport, ("",) * hvd.size())
     world.set_hosts(world.allgather_object(socket.gethostname()))
     return world
 
@@ -119,15 +121,15 @@ class _Sets:
 
 
 def _by_name(method: Callable[_Given, list[tf.Tensor]]) -> Callable[_Given, list[tf.Tensor]]:
-    """Let a communicator made by `split` send by graphs, also outside of graphs.
+    """Let a transport of some ranks send by graphs, also outside of graphs.
 
     TensorFlow keeps an op that ran eagerly, with its name, for the next one of the same attributes:
-    Horovod would take messages of two communicators, in two threads, for one.
+    Horovod would take messages of two transports, in two threads, for one.
     """
 
     @functools.wraps(method)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> list[tf.Tensor]:
-        own = cast(HorovodCommunicator, args[0])
+        own = cast(HorovodTransport, args[0])
         if not tf.executing_eagerly() or own.is_whole:
             return method(*args, **kwargs)
         if method.__name__ not in own.graphs:
@@ -138,8 +140,8 @@ def _by_name(method: Callable[_Given, list[tf.Tensor]]) -> Callable[_Given, list
     return run
 
 
-class HorovodCommunicator(Communicator):
-    """Ranks joined by Horovod. Made by `start` and `split`."""
+class HorovodTransport(Transport):
+    """Ranks joined by Horovod."""
 
     name = "horovod"
 
@@ -151,13 +153,12 @@ class HorovodCommunicator(Communicator):
     def __init__(
         self,
         rank: int,
-        hosts: Sequence[str],
         members: Sequence[int],
         sets: _Sets,
         prefix: str = _PREFIX,
         device: str | None = None,
     ) -> None:
-        super().__init__(rank, hosts, device)
+        super().__init__(rank, len(members), device)
         self.graphs: dict[str, Function[list[tf.Tensor]]] = {}
         self._prefix = prefix
         self._members = tuple(members)
@@ -169,7 +170,7 @@ class HorovodCommunicator(Communicator):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the communicator of the world, and not made by `split`."""
+        """Whether this is the world's through the host."""
         return self._prefix == _PREFIX
 
     def _options(self, label: str) -> dict[str, object]:
@@ -181,7 +182,7 @@ class HorovodCommunicator(Communicator):
         }
 
     @_by_name
-    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+    def reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         # One op for each bucket: a Horovod group would start only when its last bucket is ready.
         return [self._reduce_one(t, op, f"{label}/{i}/{t.dtype.name}") for i, t in enumerate(flat)]
 
@@ -192,13 +193,13 @@ class HorovodCommunicator(Communicator):
         return hvd.allreduce(flat, op=ops[op], **self._options(label))
 
     @_by_name
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+    def gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         rows = hvd.allgather(flat, **self._options(label))
         by_slot = tf.split(rows, tf.gather(sizes, self._ranks), num=self.size)
         return [by_slot[slot] for slot in self._slots]
 
     @_by_name
-    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         blocks = tf.split(flat, sizes[self.rank], num=self.size)
         outgoing = tf.concat([blocks[rank] for rank in self._ranks], axis=0)
         splits = tf.cast(tf.gather(sizes[self.rank], self._ranks), tf.int32)
@@ -207,7 +208,7 @@ class HorovodCommunicator(Communicator):
         return [by_slot[slot] for slot in self._slots]
 
     @_by_name
-    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [
             hvd.broadcast(t, self._members[root], **self._options(f"{label}/{root}/{i}"))
             for i, t in enumerate(flat)
@@ -224,42 +225,38 @@ class HorovodCommunicator(Communicator):
             raise CommunicatorError(at_rank(self.rank, message))
         return {**self._options(f"pair/{pair[0]}/{pair[1]}/{tag}"), "process_set": process_set}
 
-    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(flat, self._members[self.rank], **self._pair(self.rank, dest, tag))
 
-    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return hvd.broadcast(room, self._members[source], **self._pair(source, self.rank, tag))
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """See `Communicator.connect`: on the world communicator, by every rank."""
+        """See `Communicator.connect`: on the world's, by every rank."""
         self._check_world("connect")
         for pair in pairs:
             self._sets.make(self._members[rank] for rank in pair)
 
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
+    def group(
+        self, ranks: Sequence[int], groups: Sequence[Sequence[int]], number: int
+    ) -> Transport:
         if len(groups) > 1:
             self._check_world("split")
         for group in groups:
             if len(group) > 1:
                 self._sets.make(self._members[rank] for rank in group)
-        hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
-            return LocalCommunicator(hosts[0])
+            return LocalTransport(0, 1)
         members = [self._members[rank] for rank in ranks]
-        prefix = f"{self._prefix}{self._splits}_"
-        part = HorovodCommunicator(ranks.index(self.rank), hosts, members, self._sets, prefix)
-        if self.gpu_transport is not None:
-            part.link(self.gpu_transport.device)
-        return part
+        prefix = f"{self._prefix}{number}_"
+        return HorovodTransport(ranks.index(self.rank), members, self._sets, prefix)
 
-    def link(self, device: str) -> None:
-        """See `Communicator.link`: if Horovod was built with NCCL."""
-        if self.gpu_transport is None and hvd.nccl_built():
-            prefix = f"{self._prefix}cards_"
-            self.gpu_transport = HorovodCommunicator(
-                self.rank, self.hosts, self._members, self._sets, prefix, device
-            )
-            self.gpu_transport.host = self
+    def linked(self, device: str) -> Transport | None:
+        """See `Transport.linked`: if Horovod was built with NCCL."""
+        if not hvd.nccl_built():
+            return None
+        prefix = f"{self._prefix}cards_"
+        return HorovodTransport(self.rank, self._members, self._sets, prefix, device)
 
     def _check_world(self, what: str) -> None:
         if self.size != hvd.size():

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import cast
 
 import tensorflow as tf
 
-from dtk.communicators.base import Communicator, Value
+from dtk.communicators.base import Communicator
+from dtk.communicators.transport import Transport
 
 
-class NullCommunicator(Communicator):
+class NullTransport(Transport):
     """Claims any world, and behaves as if every other rank held nothing: measures dtk's overhead.
 
     A sum is the identity. A gather returns this rank's rows once per rank, an all-to-all its own
     block; both are cut or filled up with zeros to the length that the other rank would send, so
-    that shapes are the same as in a real world. Every dtype but bool is native. `bytes_sent` counts
-    the bytes that a real transport would have been given.
+    that shapes are the same as in a real world. Every dtype but bool is native.
     """
 
     name = "null"
@@ -31,51 +30,55 @@ class NullCommunicator(Communicator):
         }
     )
     reduces = moves - {tf.bool}  # TensorFlow adds no bools up
+    is_pretended = True
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} is not a rank of {size} (0 to {size - 1})")
-        super().__init__(rank, (socket.gethostname(),) * size)
-
-    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+    def reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+        """See `Transport.reduce`, as all below."""
         return [tf.identity(t) for t in flat]
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+    def gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         return [_fitted(flat, sizes[source]) for source in range(self.size)]
 
-    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         # For the block of every source, take the block that this rank would send to itself.
         mine = tf.split(flat, sizes[self.rank], num=self.size)[self.rank]
         return [_fitted(mine, sizes[source, self.rank]) for source in range(self.size)]
 
-    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         return [tf.identity(t) for t in flat]
 
-    def broadcast_object(self, value: Value | None = None, root: int = 0) -> Value:
-        """Return this rank's own value, which others do not have."""
-        if self.size == 1 or self.rank == root:
-            return super().broadcast_object(value, root)
-        return cast(Value, value)
-
-    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         return tf.identity(flat)
 
-    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         return tf.identity(room)
 
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
-        """Return the whole world, as if every rank had wished for the same group."""
-        return NullCommunicator(self.rank, self.size)
+    def group(
+        self, ranks: Sequence[int], groups: Sequence[Sequence[int]], number: int
+    ) -> Transport:
+        return type(self)(ranks.index(self.rank), len(ranks))
 
 
-def _fitted(flat: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
-    """Cut a vector, or fill it up with zeros."""
-    missing = tf.maximum(tf.cast(length, tf.int64) - tf.size(flat, tf.int64), 0)
-    return tf.pad(flat, [[0, missing]])[:length]
+class LocalTransport(NullTransport):
+    """The group of this process alone: every collective is the identity, and costs nothing."""
+
+    name = "local"
 
 
-class LocalCommunicator(NullCommunicator):
-    """The group of this process alone: every collective is the identity, and costs nothing.
+class NullCommunicator(Communicator):
+    """A communicator over a `NullTransport`.
+
+    `bytes_sent` counts the bytes that a real transport would have been given.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank={rank} is not a rank of {size} (0 to {size - 1})")
+        super().__init__(NullTransport(rank, size), (socket.gethostname(),) * size)
+
+
+class LocalCommunicator(Communicator):
+    """The communicator of this process alone.
 
     It refuses what the other communicators refuse, so a script that runs here also runs on several
     ranks.
@@ -84,11 +87,11 @@ class LocalCommunicator(NullCommunicator):
         host: This host's name.
     """
 
-    name = "local"
-
     def __init__(self, host: str | None = None) -> None:
-        super().__init__()
-        self.set_hosts([host or self.hosts[0]])
+        super().__init__(LocalTransport(0, 1), [host or socket.gethostname()])
 
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
-        return LocalCommunicator(self.hosts[0])
+
+def _fitted(flat: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    """Cut a vector, or fill it up with zeros."""
+    missing = tf.maximum(tf.cast(length, tf.int64) - tf.size(flat, tf.int64), 0)
+    return tf.pad(flat, [[0, missing]])[:length]

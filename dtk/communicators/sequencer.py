@@ -54,10 +54,9 @@ class Span(NamedTuple):
 
 
 class CollectiveSequencer:
-    """Runs a communicator's collectives in trace order; counts their bytes and microseconds.
+    """Runs a transport's collectives in trace order; counts their bytes and microseconds.
 
-    Sequencers that share an `order` run theirs in one order. Outside of graphs, `meet` is called
-    with the name of each collective that all ranks take part in, and its `signature`.
+    Sequencers that share an `order` run theirs in one order.
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class CollectiveSequencer:
         device: str | None = None,
         timed: bool = True,
         order: tf.Tensor | None = None,
-        meet: Callable[[str, Sequence[str]], None] = lambda name, signature: None,
     ) -> None:
         self._timed = timed
-        self._meet = meet
         self._device = device or placement.messages()
         self._eager_bytes = 0
         self.eager_seconds = 0.0  # in collectives outside of graphs so far
@@ -122,18 +119,20 @@ class CollectiveSequencer:
         inputs: Sequence[tf.Tensor],
         collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         sends: bool = True,
-        name: str = "all-reduce",
-        of_pair: bool = False,
-        signature: Sequence[str] = (),
+        name: str = "message",
+        meet: Callable[[], None] | None = None,
     ) -> list[tf.Tensor]:
-        """Run a collective, or a message `of_pair`, after every one before it."""
+        """Run a collective, or a message of two ranks, after every one before it.
+
+        Outside of graphs, `meet` is called first: it finds ranks that are in another collective.
+        """
         if tf.executing_eagerly():
             if sends:
                 self._eager_bytes += _known_bytes(inputs)
             start = time.perf_counter()
             with progress.inside("collective"), tf.device(self._device):
-                if not of_pair:
-                    self._meet(name, signature)
+                if meet is not None:
+                    meet()
                 outputs = collective(list(inputs))
             self.eager_seconds += time.perf_counter() - start
             return outputs
@@ -193,15 +192,13 @@ class CollectiveSequencer:
     def run_together(
         self,
         messages: Sequence[CollectiveMessage],
-        name: str = "all-reduce",
-        signature: Sequence[str] = (),
+        name: str,
+        meet: Callable[[], None],
     ) -> list[tf.Tensor | tf.IndexedSlices | list[tf.Tensor]]:
         """Send messages side by side, each once its own values are ready.
 
         A backend may have few lanes; messages that share a lane wait for each other.
         """
-        if not messages:
-            return []
         lengths = []
 
         def send(flat: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -216,7 +213,7 @@ class CollectiveSequencer:
             return outputs
 
         received = iter(
-            self.run([t for m in messages for t in m.inputs], send, name=name, signature=signature)
+            self.run([t for m in messages for t in m.inputs], send, name=name, meet=meet)
         )
         return [
             message.finish(list(itertools.islice(received, length)))

@@ -106,10 +106,13 @@ class Dense(Exchange):
 
     def check(self, communicator: Communicator) -> None:
         """See `Exchange.check`."""
-        adds = getattr(communicator, "reduces", ())
-        if self.dtype is not None and adds and tf.as_dtype(self.dtype) not in adds:
-            others = [f'exchange="{name}"' for name, dtype in _NAMES.items() if dtype in adds]
-            instead = " or ".join([*others, 'communicator="mpi"', 'communicator="collective"'])
+        if self.dtype is not None and not communicator.adds_up(tf.as_dtype(self.dtype)):
+            exchanges = [name for name, one in _NAMES.items() if communicator.adds_up(one)]
+            others = [name for name in ("mpi", "collective") if name != communicator.name]
+            instead = " or ".join(
+                [f'exchange="{name}"' for name in exchanges]
+                + [f'communicator="{name}"' for name in others]
+            )
             raise ValueError(
                 f"{self}: {communicator.name} adds no {self.dtype} up, so whole floats would be "
                 f"sent; use {instead}"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtk.communicators.local import NullCommunicator
+from dtk.communicators.base import Communicator
+from dtk.communicators.local import NullCommunicator, NullTransport
 from dtk.errors import CommunicatorError
 
 from communicators import contract
@@ -137,14 +138,14 @@ def test_autograph_rewrites_no_communicator():
     """Nor one that dtk knows nothing of: it would run under another name."""
     names = []
 
-    class Seen(NullCommunicator):
-        def _reduce(self, flat, op, label):
+    class Seen(NullTransport):
+        def reduce(self, flat, op, label):
             names.append(sys._getframe().f_code.co_name)
-            return super()._reduce(flat, op, label)
+            return super().reduce(flat, op, label)
 
-    seen = Seen(0, 2)
+    seen = Communicator(Seen(0, 2), ("host",) * 2)
     tf.function(lambda: seen.allreduce(tf.ones(2)))()
-    assert names == ["_reduce"]
+    assert names == ["reduce"]
 
 
 @pytest.mark.full_but(
@@ -234,9 +235,9 @@ def test_split_of_a_group(pool):
 
 def horovod_needs_links():
     comm = communicator()
-    from dtk.communicators.horovod import HorovodCommunicator, _Sets
+    from dtk.communicators.horovod import HorovodTransport, _Sets
 
-    fresh = HorovodCommunicator(comm.rank, comm.hosts, range(comm.size), _Sets())
+    fresh = Communicator(HorovodTransport(comm.rank, range(comm.size), _Sets()), comm.hosts)
     if comm.rank == 0:
         with pytest.raises(CommunicatorError, match=r"connect\(\[\(0, 2\)"):
             fresh.send(tf.ones([1]), 2)
@@ -255,7 +256,7 @@ def test_horovod_says_what_it_cannot_open_by_itself(pool):
 def horovod_makes_groups_if_told_so():
     comm = communicator()
     with pytest.raises(CommunicatorError, match="set HOROVOD_DYNAMIC_PROCESS_SETS=1 for every"):
-        comm._sets.make([comm.rank])
+        comm.host_transport._sets.make([comm.rank])
 
 
 @pytest.mark.full("the same over every wire: one of each kind")

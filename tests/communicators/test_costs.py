@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtk.communicators import cost_measurement, determinism
+from dtk.communicators.base import Communicator
 from dtk.communicators.costs import ONE_HOP_MOST, Costs, fit_allreduces
-from dtk.communicators.local import NullCommunicator
+from dtk.communicators.local import NullCommunicator, NullTransport
 from dtk.exchange import Dense
 from dtk.exchange.contract import ExchangeState, Trained
 from dtk.exchange.factors import Factored
@@ -67,18 +68,19 @@ def test_one_hop_is_used_only_where_it_is_faster(size, message, byte):
     assert hop <= 1.5 * ring(size, message, byte, length) + (size - 1) * byte
 
 
-class Counting(NullCommunicator):
-    def _reduce(self, flat, op, label):
+class Counting(NullTransport):
+    def reduce(self, flat, op, label):
         self.buckets = len(flat)
-        return super()._reduce(flat, op, label)
+        return super().reduce(flat, op, label)
 
 
 def test_a_communicator_goes_by_its_costs_where_they_are_known():
-    nobody, found = Counting(0, 2), []
+    counting, found = Counting(0, 2), []
+    nobody = Communicator(counting, ("host",) * 2)
     for byte in (1e-10, None, 8e-8):  # a fast link, one that was not measured, a slow one
         nobody.costs = byte and Costs(2, message=1e-3, byte=byte, operation=1e-11)
         nobody.allreduce([tf.zeros([2**15])] * 100)  # of 128 KiB
-        found.append(nobody.buckets)
+        found.append(counting.buckets)
     assert found[0] < found[1] == 4 < found[2]
 
 

@@ -45,7 +45,7 @@ def addresses_of_memory():
 
 
 def late_results():
-    from dtk.communicators.mpi.communicator import _Site
+    from dtk.communicators.mpi.transport import _Site
 
     site = _Site(tf.float32, "CPU:0")
     waiting = []

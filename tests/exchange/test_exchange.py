@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dtk import exchange as exchanges
 from dtk.callbacks import CommunicationStats
-from dtk.communicators.local import LocalCommunicator, NullCommunicator
+from dtk.communicators.local import LocalCommunicator, NullCommunicator, NullTransport
 from dtk.exchange import BlockMomentum, Delayed, Dense, ModelAveraging, Quantized, WarmStart
 from dtk.exchange.contract import ExchangeState, Trained
 from dtk.exchange.dense import DenseOp
@@ -324,8 +324,9 @@ def test_what_another_exchange_remembered_is_refused():
         (lambda: Delayed(BlockMomentum(64)), "Delayed(exchange=BlockMomentum"),
         (lambda: Delayed(WarmStart(Dense(), 5)), "WarmStart(Delayed(...), samples=...)"),
         (lambda: exchanges.parse("17bit"), "expected one of 'auto', 'fp16', 'bf16', '1bit' to '16"),
-        (lambda: Dense("bfloat16").check(Adding(tf.float16)), 'sent; use exchange="fp16" or'),
-        (lambda: Dense("float16").check(Adding(tf.float32)), 'sent; use communicator="mpi" or'),
+        (lambda: Dense("bfloat16").check(adding(tf.float16)), 'sent; use exchange="fp16" or'),
+        (lambda: Dense("float16").check(adding(tf.float32)), 'sent; use communicator="mpi" or'),
+        (lambda: Dense("bfloat16").check(linked(tf.float16)), "null adds no bfloat16 up"),
     ],
 )
 def test_bad_values_are_refused(make, message):
@@ -334,12 +335,19 @@ def test_bad_values_are_refused(make, message):
     assert message in str(raised.value)
 
 
-class Adding(NullCommunicator):
-    """What adds up one dtype, as Horovod does float16 and no bfloat16."""
+def linked(dtype):
+    """A communicator that adds one dtype up from GPU to GPU, and all through the host."""
+    communicator = NullCommunicator(0, 2)
+    communicator.gpu_transport = NullTransport(0, 2)
+    communicator.gpu_transport.reduces = frozenset({dtype})
+    return communicator
 
-    def __init__(self, dtype):
-        super().__init__(0, 2)
-        self.reduces = frozenset({dtype})
+
+def adding(dtype):
+    """A communicator that adds up one dtype, as Horovod does float16 and no bfloat16."""
+    communicator = NullCommunicator(0, 2)
+    communicator.host_transport.reduces = frozenset({dtype})
+    return communicator
 
 
 def test_an_exchange_of_another_kind_is_refused():

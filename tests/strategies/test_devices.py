@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtk import communicators, placement
 from dtk.cluster import Place, detect
-from dtk.communicators.local import NullCommunicator
+from dtk.communicators.local import NullCommunicator, NullTransport
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, auto_strategy, devices
 
 pytestmark = pytest.mark.command
@@ -202,7 +202,7 @@ class Linked(Two):
 
     def link(self, device):
         """Link them."""
-        self.gpu_transport = NullCommunicator(0, 2)
+        self.gpu_transport = NullTransport(0, 2)
 
 
 def test_ranks_that_were_given_the_same_gpu_are_told(monkeypatch):

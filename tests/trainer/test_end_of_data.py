@@ -55,10 +55,10 @@ def model_of(strategy, table):
 @contextlib.contextmanager
 def posts():
     """How often each collective of a graph has begun."""
-    from dtk.communicators.mpi.communicator import MPICommunicator
+    from dtk.communicators.mpi.transport import MPITransport
 
     begun = collections.Counter()
-    call = MPICommunicator._call
+    call = MPITransport._call
 
     def counted_call(self, lane, post, inputs, label, peer=None):
         def counted(*given):
@@ -68,7 +68,7 @@ def posts():
 
         return call(self, lane, counted, inputs, label, peer)
 
-    with patch(MPICommunicator, _call=counted_call):
+    with patch(MPITransport, _call=counted_call):
         yield begun
 
 

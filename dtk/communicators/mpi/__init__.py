@@ -51,13 +51,14 @@ def start(place: Place) -> Communicator:
             "(MPI_THREAD_MULTIPLE), such as the ones of PyPI and Debian"
         )
         raise CommunicatorError(at_rank(place.rank, message))
-    from dtk.communicators.mpi.communicator import MPICommunicator
     from dtk.communicators.mpi.requests import RequestProgress
+    from dtk.communicators.mpi.transport import MPITransport
 
     progress = RequestProgress(world.Dup())
     # Runs before mpi4py's exit function, which ends MPI and waits until all ranks do.
     atexit.register(progress.leave)
-    made = MPICommunicator(world.Dup(), ("",) * world.size, range(world.size), progress)
+    transport = MPITransport(world.Dup(), range(world.size), progress)
+    made = Communicator(transport, ("",) * world.size)
     made.set_hosts(made.allgather_object(socket.gethostname()))
     return made
 

@@ -19,9 +19,10 @@ import tensorflow as tf
 from mpi4py import MPI
 
 from dtk.communicators import dtype_casts
-from dtk.communicators.base import LOCAL_REDUCE, Communicator
-from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.base import LOCAL_REDUCE
+from dtk.communicators.local import LocalTransport
 from dtk.communicators.mpi.requests import PendingRequest, RequestProgress
+from dtk.communicators.transport import Transport
 from dtk.even_division import even_sizes_in_graph
 from dtk.nests import Array, Function
 
@@ -78,8 +79,8 @@ class _Site:
                 tf.raw_ops.QueueEnqueueV2(handle=self.queue.queue_ref, components=[_tensor(result)])
 
 
-class MPICommunicator(Communicator):
-    """Ranks joined by MPI. Made by `start` and `split`."""
+class MPITransport(Transport):
+    """Ranks joined by MPI."""
 
     name = "mpi"
 
@@ -91,18 +92,17 @@ class MPICommunicator(Communicator):
     def __init__(
         self,
         comm: MPI.Intracomm,
-        hosts: Sequence[str],
         members: Sequence[int],
         progress: RequestProgress,
     ) -> None:
-        super().__init__(comm.rank, hosts)
+        super().__init__(comm.rank, comm.size)
         self._comm = comm
         self._pairs = _Lane(comm.Dup())  # messages of two ranks
         self._members = tuple(members)
         self._progress = progress
         self._lanes = {("", 0): _Lane(comm)}
 
-    def _reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
+    def reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
         def post(comm: MPI.Intracomm, array: Array) -> Posted:
             result = self._room(array.size, array.dtype)
             return comm.Iallreduce(array, result, _OPS[op]), result, None
@@ -128,7 +128,7 @@ class MPICommunicator(Communicator):
         rounded, _ = dtype_casts.for_moving(tf.cast(combined, flat.dtype), self.moves)
         return tf.ensure_shape(back(self._gather_in(lane, rounded, blocks, label)), flat.shape)
 
-    def _gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
+    def gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:
         rows = self._gather_in(self._lane(lane), flat, sizes, label)
         return tf.split(rows, sizes, num=self.size)
 
@@ -140,7 +140,7 @@ class MPICommunicator(Communicator):
 
         return self._call(lane, post, [flat, sizes], label)
 
-    def _alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
+    def alltoall(self, flat: tf.Tensor, sizes: tf.Tensor, label: str) -> list[tf.Tensor]:
         rows = self._exchange_in(self._lane(0), flat, sizes, label)
         return tf.split(rows, sizes[:, self.rank], num=self.size)
 
@@ -155,7 +155,7 @@ class MPICommunicator(Communicator):
 
         return self._call(lane, post, [flat, sizes], label)
 
-    def _broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
+    def broadcast(self, flat: list[tf.Tensor], root: int, label: str) -> list[tf.Tensor]:
         def post(comm: MPI.Intracomm, array: Array) -> Posted:
             head = _HEAD // array.dtype.itemsize
             sent = self._room(head + array.size, array.dtype)
@@ -170,13 +170,13 @@ class MPICommunicator(Communicator):
             for i, tensor in enumerate(flat)
         ]
 
-    def _send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
+    def send(self, flat: tf.Tensor, dest: int, tag: int) -> tf.Tensor:
         def post(comm: MPI.Intracomm, array: Array) -> Posted:
             return comm.Isend(_plain(array), dest, _tag(tag)), np.zeros(1, array.dtype), None
 
         return self._call(self._pairs, post, [flat], f"to rank {dest}", dest)
 
-    def _receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
+    def receive(self, room: tf.Tensor, source: int, tag: int) -> tf.Tensor:
         def post(comm: MPI.Intracomm, array: Array) -> Posted:
             result = self._room(array.size, array.dtype)
             request = comm.Irecv(_plain(result), source, _tag(tag))
@@ -197,7 +197,7 @@ class MPICommunicator(Communicator):
         have their own: otherwise a rank at the end of its data could take part in a step of the
         others with an eager number, MPI would take it for sizes, and all would go on with them.
         """
-        key = ("eager" if tf.executing_eagerly() else self._lane_name, number % _BESIDE)
+        key = ("eager" if tf.executing_eagerly() else self.lane_name, number % _BESIDE)
         if key not in self._lanes:
             tag = zlib.crc32(repr(key).encode()) % _TAGS
             with self._progress.explaining("a new group of ranks"):
@@ -254,14 +254,14 @@ class MPICommunicator(Communicator):
         value.set_shape([None])
         return value
 
-    def _group(self, ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> Communicator:
+    def group(
+        self, ranks: Sequence[int], groups: Sequence[Sequence[int]], number: int
+    ) -> Transport:
         with self._progress.explaining("a new group of ranks"):
             comm = MPI.Intracomm(self._comm.Split(ranks[0], ranks.index(self.rank)))
-        hosts = [self.hosts[rank] for rank in ranks]
         if len(ranks) == 1:
-            return LocalCommunicator(hosts[0])
-        members = [self._members[rank] for rank in ranks]
-        return MPICommunicator(comm, hosts, members, self._progress)
+            return LocalTransport(0, 1)
+        return MPITransport(comm, [self._members[rank] for rank in ranks], self._progress)
 
 
 def _plain(array: Array) -> Array:
