@@ -1,4 +1,4 @@
-"""Moving bytes between ranks: one contract, several transports.
+"""Moving bytes between ranks: one contract, several backends.
 
 >>> from dtk.communicators import create
 >>> comm = create("local")
@@ -53,7 +53,7 @@ def create(
     """Return the world communicator of this process.
 
     Args:
-        name: "auto", or one transport: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
+        name: "auto", or one backend: "collective" (TensorFlow's), "horovod", "mpi" (mpi4py),
             "local" (a world of one), "null" (claims the environment's size and sends nothing, to
             measure overhead). "auto" takes local for one process; Horovod under its own launcher;
             under mpirun Horovod, or mpi if Horovod is not installed or the mpirun came with
@@ -69,7 +69,7 @@ def create(
 
     Raises:
         ValueError: For an unknown name, in DTK_COMMUNICATOR too.
-        CommunicatorError: If the transport is missing or cannot start.
+        CommunicatorError: If the backend is missing or cannot start.
     """
     said = ""
     if name != "null" and is_child_of_rank(os.environ):

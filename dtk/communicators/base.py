@@ -93,8 +93,6 @@ class Communicator:
         host_transport: Moves tensors through the host's memory.
         gpu_transport: Moves floats of 16 and 32 bits from GPU to GPU; None where `link` was not
             called, or the backend cannot.
-        rank: This process's index in the group, `0 <= rank < size`.
-        size: Number of ranks.
         local_rank: Index among the ranks of the same host.
         local_size: Number of ranks on this host.
         hosts: One host name per rank, in rank order.
@@ -111,7 +109,6 @@ class Communicator:
     def __init__(self, transport: Transport, hosts: Sequence[str]) -> None:
         self.host_transport = transport
         self.gpu_transport: Transport | None = None
-        self.rank, self.size = transport.rank, transport.size
         self.set_hosts(hosts)
         self._sequence = ""
         self._splits = 0
@@ -124,6 +121,16 @@ class Communicator:
     def name(self) -> str:
         """Name of the backend."""
         return self.host_transport.name
+
+    @property
+    def rank(self) -> int:
+        """This process's index in the group, `0 <= rank < size`."""
+        return self.host_transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.host_transport.size
 
     @property
     def device(self) -> str:
@@ -151,8 +158,7 @@ class Communicator:
 
     @costs.setter
     def costs(self, costs: Costs | None) -> None:
-        for transport in self._transports:
-            transport.costs = costs
+        self.host_transport.costs = costs
 
     @property
     def _transports(self) -> list[Transport]:
@@ -161,12 +167,12 @@ class Communicator:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes this rank has handed to the transport so far, padding included.
+        """Payload bytes this rank has handed to its transports so far, padding included.
 
-        Counted when a collective runs, so a `tf.function` counts at every execution. The transport
+        Counted when a collective runs, so a `tf.function` counts at every execution. They
         may move more or less: a ring all-reduce moves 2(size-1)/size of each byte.
         """
-        return sum(one.bytes for transport in self._transports for one in transport.sequencers())
+        return sum(transport.bytes for transport in self._transports)
 
     @property
     def seconds_communicating(self) -> float:
@@ -175,19 +181,16 @@ class Communicator:
         The time of a collective begins when this rank's own values are ready. Collectives in graphs
         count 0 if TensorFlow was asked to be deterministic: it then has no clock in graphs.
         """
-        return sum(one.seconds for transport in self._transports for one in transport.sequencers())
+        return sum(transport.seconds for transport in self._transports)
 
     @property
     def eager_seconds_communicating(self) -> float:
         """The part of `seconds_communicating` that was spent outside of graphs."""
-        return sum(
-            one.eager_seconds for transport in self._transports for one in transport.sequencers()
-        )
+        return sum(transport.eager_seconds for transport in self._transports)
 
     def spans(self) -> list[Span]:
         """Return when each message of a graph was last sent, where `dtk run` asked for steps."""
-        orders = [one for transport in self._transports for one in transport.sequencers()]
-        return [span for one in orders for span in one.spans()]
+        return [span for transport in self._transports for span in transport.spans()]
 
     @functools.cached_property
     def watched(self) -> tf.Variable:
@@ -599,13 +602,13 @@ class Communicator:
         """
         value = tf.convert_to_tensor(value)
         dtype_casts.check([value.dtype])
-        matrix = checked_splits(value, splits, self.rank, self.size)
-        if self.size == 1:
-            return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
-        if matrix.shape.rank == 1:
-            matrix = self.sizes_of_ranks(matrix, "alltoall", [rows_of(value)])
         transport = self._transport_of(value.dtype)
         with self._beside(transport):
+            matrix = checked_splits(value, splits, self.rank, self.size)
+            if self.size == 1:
+                return value, tf.cast(tf.reshape(matrix, [1]), tf.int32)
+            if matrix.shape.rank == 1:
+                matrix = self.sizes_of_ranks(matrix, "alltoall", [rows_of(value)])
             rows = RowBlocks(value, transport.moves)
             received = matrix[:, self.rank]
             words = rows.words(matrix)
@@ -720,10 +723,11 @@ class Communicator:
             ValueError: `source` is not another rank.
         """
         self._check_rank(source, "source")
-        like = tf.zeros(shape, dtype)
-        dtype_casts.check([like.dtype])
-        transport = self._transport_of_pair(like.dtype)
+        dtype = tf.as_dtype(dtype)
+        dtype_casts.check([dtype])
+        transport = self._transport_of_pair(dtype)
         with self._beside(transport):
+            like = tf.zeros(shape, dtype)
             encoded, decode = dtype_casts.for_moving(tf.reshape(like, [-1]), transport.moves)
             received = transport.sequencer.run(
                 [encoded],
@@ -763,11 +767,13 @@ class Communicator:
         if self.size == 1:
             return
         transport, label = self.host_transport, self._label("barrier")
-        ready = [tf.zeros([1], tf.int32)]
-        message = CollectiveMessage(
-            ready, lambda flat, lane: transport.reduce(flat, "sum", label), list
-        )
-        self._run(transport, [message], "barrier")
+        with self._beside(transport):
+            message = CollectiveMessage(
+                [tf.zeros([1], tf.int32)],
+                lambda flat, lane: transport.reduce(flat, "sum", label),
+                list,
+            )
+            self._run(transport, [message], "barrier")
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Make one new communicator per `color`; ranks in it are ordered by `(key, rank)`.
@@ -925,8 +931,9 @@ class Communicator:
         Raises:
             CommunicatorError: On every rank, if `root`'s value cannot be sent or read.
         """
-        absent = self.host_transport.is_pretended and root != self.rank
-        if absent or (self.size == 1 and root == 0):
+        self._check_rank(root, "root")
+        is_absent = self.host_transport.is_pretended and root != self.rank
+        if self.size == 1 or is_absent:
             return cast(Value, value)
         payload, failure = _written(value) if self.rank == root else (b"", None)
         length = int(self.broadcast(tf.constant(len(payload), tf.int64), root))

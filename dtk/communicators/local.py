@@ -33,7 +33,6 @@ class NullTransport(Transport):
     is_pretended = True
 
     def reduce(self, flat: list[tf.Tensor], op: str, label: str) -> list[tf.Tensor]:
-        """See `Transport.reduce`, as all below."""
         return [tf.identity(t) for t in flat]
 
     def gather(self, flat: tf.Tensor, sizes: tf.Tensor, label: str, lane: int) -> list[tf.Tensor]:

@@ -64,13 +64,14 @@ def checked_counts(
             f"for each of {size} ranks"
         )
         raise ValueError(at_rank(rank, message))
-    row_counts = tf.constant(counts, tf.int64)
-    message = f"allgather got rows={counts}, which says other rows of this rank"
-    return (
-        row_counts
-        if rows is not None
-        else _asserted(row_counts, row_counts[rank], tensor, at_rank(rank, message))
-    )
+    message = at_rank(rank, f"allgather got rows={counts}, which says other rows of this rank")
+    with tf.device(placement.host()):
+        row_counts = tf.constant(counts, tf.int64)
+        return (
+            row_counts
+            if rows is not None
+            else _asserted(row_counts, row_counts[rank], tensor, message)
+        )
 
 
 def checked_splits(

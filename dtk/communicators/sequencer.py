@@ -118,8 +118,8 @@ class CollectiveSequencer:
         self,
         inputs: Sequence[tf.Tensor],
         collective: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        name: str,
         sends: bool = True,
-        name: str = "message",
         meet: Callable[[], None] | None = None,
     ) -> list[tf.Tensor]:
         """Run a collective, or a message of two ranks, after every one before it.
@@ -213,7 +213,7 @@ class CollectiveSequencer:
             return outputs
 
         received = iter(
-            self.run([t for m in messages for t in m.inputs], send, name=name, meet=meet)
+            self.run([t for m in messages for t in m.inputs], send, name, meet=meet)
         )
         return [
             message.finish(list(itertools.islice(received, length)))

@@ -11,6 +11,7 @@ A backend brings two sets of dtypes and what follows; `Communicator` makes all e
     scatter             an all-to-all, to be added up in rank order, if not overridden
     gather_sizes        a gather of equal sizes, if not overridden
     linked              from GPU to GPU, if the backend can
+    connect             opens links of two ranks, if they do not open by themselves
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import tensorflow as tf
 from dtk import placement
 from dtk.communicators import determinism
 from dtk.communicators.costs import Costs
-from dtk.communicators.sequencer import CollectiveSequencer
+from dtk.communicators.sequencer import CollectiveSequencer, Span
 
 
 class Transport(abc.ABC):
-    """Moves flat tensors between ranks, which all call the same methods in the same order.
+    """Moves flat tensors between ranks.
+
+    All call the same methods in the same order, but for `send` and `receive`.
 
     Args:
         rank: This process's index in the group.
@@ -97,7 +100,8 @@ class Transport(abc.ABC):
     def __init__(self, rank: int, size: int, device: str | None = None) -> None:
         self.rank, self.size = rank, size
         self.device = device or placement.messages()
-        self.lane_name = ""  # of what is concurrent now; "" is the order of all others
+        # Of what is concurrent now; "" is the order of all others, and the only one between GPUs.
+        self.lane_name = ""
         self._costs: Costs | None = None
         # By lane's name. Each is made when it is needed: a world of one leaves TensorFlow alone.
         self._sequencers: dict[str, CollectiveSequencer] = {}
@@ -110,9 +114,24 @@ class Transport(abc.ABC):
             self._sequencers[name] = CollectiveSequencer(self.device, not name, self._order())
         return self._sequencers[name]
 
-    def sequencers(self) -> list[CollectiveSequencer]:
-        """Return the orders so far."""
-        return list(self._sequencers.values())
+    @property
+    def bytes(self) -> int:
+        """Bytes sent so far."""
+        return sum(one.bytes for one in self._sequencers.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in collectives so far, but for those that are concurrent."""
+        return self._sequencers[""].seconds if "" in self._sequencers else 0.0
+
+    @property
+    def eager_seconds(self) -> float:
+        """The part of `seconds` outside of graphs."""
+        return self._sequencers[""].eager_seconds if "" in self._sequencers else 0.0
+
+    def spans(self) -> list[Span]:
+        """Return when each message of a graph was last sent, where `dtk run` asked for steps."""
+        return [span for one in self._sequencers.values() for span in one.spans()]
 
     def _order(self) -> tf.Tensor | None:
         """Return the resource that orders the messages of all groups; None: each has its order."""

@@ -86,7 +86,8 @@ class Dense(Exchange):
             dtype, if that is faster; see `dtk.exchange.factors`.
 
     Raises:
-        ValueError: The dtype is another one, or the communicator cannot sum it (Horovod: bfloat16).
+        ValueError: The dtype is another one, or the communicator cannot sum it (Horovod, and NCCL
+            by TensorFlow's collectives: bfloat16).
 
     Example:
         >>> Dense("float16")
@@ -108,12 +109,10 @@ class Dense(Exchange):
         """See `Exchange.check`."""
         if self.dtype is not None and not communicator.adds_up(tf.as_dtype(self.dtype)):
             exchanges = [name for name, one in _NAMES.items() if communicator.adds_up(one)]
-            others = [name for name in ("mpi", "collective") if name != communicator.name]
-            instead = " or ".join(
-                [f'exchange="{name}"' for name in exchanges]
-                + [f'communicator="{name}"' for name in others]
-            )
+            instead = [f'exchange="{name}"' for name in exchanges]
+            if communicator.gpu_transport is None:  # NCCL adds no more than this
+                instead += ['communicator="mpi"', 'communicator="collective"']
             raise ValueError(
                 f"{self}: {communicator.name} adds no {self.dtype} up, so whole floats would be "
-                f"sent; use {instead}"
+                f"sent; use {' or '.join(instead)}"
             )

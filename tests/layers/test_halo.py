@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import dtk
-from dtk.communicators.local import LocalCommunicator
+from dtk.communicators.local import LocalCommunicator, NullCommunicator
 from dtk.even_division import even_sizes
 from dtk.layers.halo import (
     Halo,
@@ -103,7 +103,8 @@ def test_own_rows_and_those_of_others_add_up(kernel, stride, size, more):
     sizes = [stride * count for count in even_sizes(size + more, size)]
     halo, outputs = halo_of(window, sizes)
     alone = HaloExchange(2, Halo((4,), (Range(0, 4),)), LocalCommunicator())
-    exchanges = [HaloExchange(1, halo, _Group(rank, len(sizes))) for rank in range(len(sizes))]
+    size = len(sizes)
+    exchanges = [HaloExchange(1, halo, NullCommunicator(rank, size)) for rank in range(size)]
     assume(fits([exchanges[0], alone], [window, Window(1, padding="same")]))
     image = 2.0 ** np.arange(sum(sizes))  # sums name what was added
     for rank, own in enumerate(ranges_of(sizes)):
@@ -121,14 +122,6 @@ def test_own_rows_and_those_of_others_add_up(kernel, stride, size, more):
         inside = image[max(0, need.start) : need.stop - behind]
         np.testing.assert_array_equal(got, sums(window, np.pad(inside, (before, behind))))
         assert len(got) == outputs[rank]
-
-
-class _Group(LocalCommunicator):
-    """Where a rank is, without any others."""
-
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
 
 
 @pytest.mark.parametrize("axis", [1, 2])

@@ -240,7 +240,7 @@ def eager():
     """Run an eager message in a scope of another device; return where it was."""
     bodies.strategy(2)
     with tf.device("CPU:1"):
-        (told,) = CollectiveSequencer().run([tf.zeros(1)], lambda flat: [tf.identity(flat[0])])
+        (told,) = CollectiveSequencer().run([tf.zeros(1)], lambda f: [tf.identity(f[0])], "copy")
     return told.device
 
 

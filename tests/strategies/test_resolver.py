@@ -38,7 +38,7 @@ HERE = socket.gethostname()
 
 def resolved(environ, name="null"):
     world = create("null", detect(environ))
-    world.name = name
+    world.host_transport.name = name
     found = resolve(world)
     return found.task_type, found.task_id, found.cluster_spec().as_dict(), found.rpc_layer
 
