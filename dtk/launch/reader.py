@@ -44,8 +44,9 @@ class Reader:
         return over
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call something once; to be used in callbacks only."""
+        """Call something once, so many seconds from now."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), call))
+        os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
         """Read no more."""
