@@ -141,13 +141,9 @@ def sources(ctx: click.Context) -> dict[str, str]:
 
 def told(ctx: click.Context) -> str:
     """Return which options are from which file, as a part of a sentence; "" if none is."""
-    files = sources(ctx)
-    return "; ".join(
-        f"{file} gives "
-        + ", ".join(
-            f"{name.replace('_', '-')} = {ctx.params[name]}"
-            for name in files
-            if files[name] == file
-        )
-        for file in dict.fromkeys(files.values())
-    )
+    files, said = sources(ctx), []
+    for file in dict.fromkeys(files.values()):
+        names = [name for name in files if files[name] == file]
+        given = [f"{name.replace('_', '-')} = {ctx.params[name]}" for name in names]
+        said.append(f"{file} gives {', '.join(given)}")
+    return "; ".join(said)
