@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import os
 import re
 import select
@@ -47,6 +48,8 @@ class Sink:
         is_ending: Callable[[], bool] = bool,
     ) -> None:
         self.name = name
+        # Whether somebody looks at it, and lines can be drawn anew.
+        self.is_terminal = stream is not None and not stream.closed and stream.isatty()
         self._stream, self._descriptor = stream, _descriptor(stream)
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._on_error, self._on_gone = on_error, on_gone
@@ -55,13 +58,6 @@ class Sink:
         self._lock = threading.Lock()
         self._waits_since: float | None = None
         self._is_given_up = False
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether somebody looks at it, and lines can be drawn anew."""
-        with contextlib.suppress(ValueError, AttributeError):
-            return self._stream is not None and self._stream.isatty()
-        return False
 
     @property
     def waited(self) -> float:
@@ -107,14 +103,11 @@ class Sink:
 
     def _is_ready(self, descriptor: int) -> bool:
         """Wait until something can be written; False if that takes too long."""
-        if takes_more(descriptor):
-            return True
-        if self._is_given_up:
-            return False
         self._waits_since = began = time.monotonic()
         try:
-            while not takes_more(descriptor, _LOOK):
-                if self._is_ending() and time.monotonic() - began > _PATIENCE:
+            while not takes_more(descriptor, 0 if self._is_given_up else _LOOK):
+                waited = time.monotonic() - began
+                if self._is_given_up or (self._is_ending() and waited > _PATIENCE):
                     self._is_given_up = True
                     return False
             return True
@@ -123,8 +116,10 @@ class Sink:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
-        return stream.fileno()  # type: ignore[union-attr]
+    # A notebook's stream has a descriptor, too, but what is written there appears late.
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(OSError, ValueError):  # in memory, or closed
+            return stream.fileno()
     return None
 
 
