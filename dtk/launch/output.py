@@ -40,7 +40,7 @@ _FRAME = 0.1  # seconds between two pictures of a progress bar
 _LINE = 5.0  # seconds between two lines of one, where it cannot be drawn anew
 _HOLD = 0.5  # seconds that a line waits for those of others
 _EQUAL = 10.0  # seconds in which an equal line of another process is the same event
-_MOST = 10_000  # lines that are held, and as many that are known afterwards
+_MOST = 10_000  # lines that are known afterwards
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 
@@ -87,11 +87,6 @@ class EqualLines:
         self._equal: dict[str, list[_Line]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so many lines are held that the first must be shown."""
-        return len(self._held) > _MOST
-
     def add(self, writer: str, text: str, now: float) -> None:
         with self._lock:
             equal = self._equal.setdefault(text, [])
@@ -105,10 +100,10 @@ class EqualLines:
             line.writers.append(writer)
 
     def due(self, now: float | None = None) -> list[tuple[str, list[str]]]:
-        """Return the lines that were held for long enough, or are too many, and who wrote them."""
+        """Return the lines that were held for long enough, and who wrote them."""
         lines = []
         with self._lock:
-            while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
+            while self._held and (now is None or now - self._held[0].when >= _HOLD):
                 line = self._held.popleft()
                 line.is_shown = True
                 self._shown.append(line)
@@ -289,8 +284,6 @@ class JobOutput:
                     self.suppressed += 1
                 elif stderr and len(self._state.spec.processes) > 1:
                     self._equal.add(source.prefix, line, time.monotonic())
-                    if self._equal.is_full:
-                        self._write_equal(time.monotonic())
                 else:
                     self._screen.write(source.sink, f"{source.prefix}{line}\n")
 

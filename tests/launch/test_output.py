@@ -219,17 +219,19 @@ def test_equal_lines_of_several_ranks_are_one():
     assert equal.due() == [("own", ["[2]"])]
 
 
-def test_of_a_flood_few_lines_are_held():
+def test_of_a_flood_that_nobody_takes_no_more_is_held():
     """All that a slow reader had not yet taken was in the launcher's memory."""
-    equal = EqualLines()
-    for number in range(10_000):
-        equal.add("[0]", str(number), 0.0)
-    assert not equal.is_full and equal.due(0.1) == []
-    equal.add("[0]", "10000", 0.1)
-    assert equal.is_full
-    assert equal.due(0.1) == [("0", ["[0]"])]
-    equal.add("[1]", "10000", 0.2)
-    assert equal.due()[-1] == ("10000", ["[0]", "[1]"])
+    read, write = os.pipe()
+    code = "while True: sys.stderr.write(f'{time.time()}\\n')"
+    with (
+        open(write, "w") as err,
+        a_job(python(code), stdout=io.StringIO(), stderr=err, grace=1.0) as job,
+    ):
+        until(lambda: job._output.waits, 60)
+        held = len(job._output._equal._held)
+        time.sleep(1)
+        assert len(job._output._equal._held) == held
+    os.close(read)
 
 
 class Slow(io.StringIO):
