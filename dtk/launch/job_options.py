@@ -78,27 +78,20 @@ class Refused(click.ClickException):
     exit_code = 2
 
     def __init__(self, command: str | None, message: str) -> None:
-        super().__init__(message)
-        self._command = command
+        super().__init__(f"dtk {command}: {message}")
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the line."""
-        click.echo(f"dtk {self._command}: {self.message}", err=True)
+        click.echo(self.message, err=True)
 
 
 class JobCommand(click.Command):
     """A command whose mistakes, dtk's errors and usage errors alike, are one line."""
 
-    def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: object,
-    ) -> click.Context:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments."""
         try:
-            return super().make_context(info_name, args, parent, **extra)
+            return super().parse_args(ctx, args)
         except click.UsageError as error:
             message = error.format_message().rstrip(".")
             if isinstance(error, click.NoSuchOption):
