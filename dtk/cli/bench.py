@@ -141,7 +141,6 @@ def bench(
     setting = Setting(
         models, _once(exchanges), batch_size, steps, rounds, _once(sizes), shard_optimizer
     )
-    job_options.check_remote_shell(remote_shell)
     where = job_options.places(hosts, hostfile)
     count = _count(workers, where)
     for name in setting.exchanges:

@@ -48,7 +48,6 @@ def check(
     command = command_of(script, module, args)
     if workers < 2:
         raise ClusterError(f"-n {workers}: there is something to compare from 2 on")
-    job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
     running = JobRun(
         JobSpec(

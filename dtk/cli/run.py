@@ -24,13 +24,20 @@ from dtk.launch.plan import JobSpec
 from dtk.launch.starter import FORWARDED
 
 _MAX_RESTARTS = 3
-_BINARY = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # how programs of Linux and macOS begin
 # Packages that ranks import. Each is a folder, so a file with the same name is another module, and
 # a folder beside the script hides the installed one.
 _IMPORTED = ("dtk", "horovod", "keras", "mpi4py", "numpy", "tensorflow")
+_PATHS = importlib.machinery.PathFinder
 # What joins processes by another library: the line, and what to do about it.
-_HOROVOD = re.compile(r"^\s*(?:import|from)\s+horovod\b")
-_MULTI_WORKER = re.compile(r"^[^#]*\bMultiWorkerMirroredStrategy\s*\(")
+_OTHERS = {
+    r"^[ \t]*(?:import|from)\s+horovod\b": (
+        "Horovod, which `dtk run` does not start: {}; or write `import dtk.migrate.horovod as hvd` "
+        "there, and leave the rest"
+    ),
+    r"^[^#\n]*\bMultiWorkerMirroredStrategy\s*\(": (
+        "TensorFlow's own strategy, with which Keras 3 does not train on several workers: {}"
+    ),
+}
 _USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 
 
@@ -108,21 +115,15 @@ _USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 @job_file.path_option("--timeline", help="Write a timeline for https://ui.perfetto.dev.")
 @job_file.path_option("--report", help="Write a report of the job, a page of HTML.")
 @job_options.remote_shell
-@click.option(
+@job_options.seconds(
     "--timeout-grace",
-    metavar="S",
-    type=float,
     default=5.0,
-    show_default=True,
     help="Seconds a process gets to end itself before it is killed.",
 )
-@click.option(
+@job_options.seconds(
     "--save-grace",
-    metavar="S",
-    type=float,
     envvar=SAVE_GRACE,
     default=progress.DEFAULT_SAVE_GRACE,
-    show_default=True,
     help="Seconds that ranks with a Checkpoint get to end their step, and as many again to save, "
     "when Ctrl-C or SIGTERM ends the job.",
 )
@@ -169,14 +170,6 @@ def run(
     screen.hold_standard_descriptors()
     command = command_of(script, module, args)
     check_not_launched(os.environ)
-    if not 0.0 <= timeout_grace <= 3600.0:
-        raise ClusterError(f"--timeout-grace {timeout_grace:g}: expected 0 to 3600 seconds")
-    if not 1.0 <= save_grace <= 1e6:
-        raise ClusterError(f"--save-grace {save_grace:g}: expected 1 second or more")
-    job_options.check_stall_timeout(stall_timeout)
-    if max_restarts is not None and max_restarts < 0:
-        raise ClusterError(f"--max-restarts {max_restarts}: expected 0 or more")
-    job_options.check_remote_shell(remote_shell)
     variables = dict(map(_variable, exported))
     os.environ.update(variables)  # as if they were set: threads and settings are planned by them
     where = job_options.places(hosts, hostfile)
@@ -231,18 +224,11 @@ def _of_another_library(script: str) -> str:
     """Return what to do with a script that Horovod or TensorFlow would join to others, not dtk."""
     with contextlib.suppress(OSError):
         text = Path(script).read_text(encoding="utf-8", errors="replace")
-        for number, line in enumerate([] if _USES_DTK.search(text) else text.splitlines(), 1):
-            moved = f"`dtk migrate {shlex.quote(script)}` shows the script in dtk's names"
-            if _HOROVOD.match(line):
-                return (
-                    f"{script}:{number} is for Horovod, which `dtk run` does not start: {moved}; "
-                    "or write `import dtk.migrate.horovod as hvd` there, and leave the rest"
-                )
-            if _MULTI_WORKER.match(line):
-                return (
-                    f"{script}:{number} is for TensorFlow's own strategy, with which Keras 3 does "
-                    f"not train on several workers: {moved}"
-                )
+        for line, told in () if _USES_DTK.search(text) else _OTHERS.items():
+            if found := re.search(line, text, re.MULTILINE):
+                number = 1 + text.count("\n", 0, found.start())
+                moved = f"`dtk migrate {shlex.quote(script)}` shows the script in dtk's names"
+                return f"{script}:{number} is for {told.format(moved)}"
     return ""
 
 
@@ -268,81 +254,67 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
             f"no {what} given; for example `dtk run -n 2 "
             f"{'-m package.train' if module else 'train.py'}`"
         )
+    path = Path(script)
     if module:
-        top = script.partition(".")[0]
-        if not _module_exists(top):
+        if not _module_exists(top := script.partition(".")[0]):
             raise ClusterError(
                 f"no module named {top!r} here or installed; run from the directory that holds it"
             )
-        _check_shadows(Path.cwd())
-        return [sys.executable, "-m", script, *args]
-    path = Path(script)
-    if path.is_dir() and not (path / "__main__.py").is_file():
+        path = Path.cwd()
+    elif path.is_dir() and not (path / "__main__.py").is_file():
         raise ClusterError(
             f"{script} is a directory; name the script in it, e.g. `{path / 'train.py'}`"
         )
-    if _is_program(path):
+    elif _is_program(path):
         rest = " ".join(args) or "train.py"
         raise ClusterError(
             f"{script!r} is a program; dtk starts Python itself: `dtk run -n 2 {rest}`"
         )
-    if not path.exists():
+    elif not path.exists():
         raise ClusterError(
             f"no such script: {script} (looked in {os.getcwd()}); give the path of a .py file"
         )
     _check_shadows(path if path.is_dir() else path.resolve().parent)
-    return [sys.executable, script, *args]
+    return [sys.executable, *(["-m"] if module else []), script, *args]
 
 
 def _is_program(path: Path) -> bool:
-    """Return whether a script's path is a program's, such as Python or a script of a shell."""
+    """Return whether a script's path is a program's, such as Python, or a shell's script."""
     if path.suffix == ".py":
         return False
     if not path.exists():
         return path.name.startswith("python") or shutil.which(path) is not None
-    if not path.is_file() or not os.access(path, os.R_OK):
-        return False
-    with path.open("rb") as file:
-        first, second = file.readline(128), file.readline(128)
-    # pip begins a command with a shell's line, and a second one that starts Python, if the path of
-    # Python is too long for the first.
-    is_shell = first.startswith(b"#!") and b"py" not in first and b"'''exec'" not in second
-    return first.startswith(_BINARY) or is_shell
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return path.suffix == ".sh" or file.read(4) == b"\x7fELF"
+    return False
 
 
 def _check_shadows(folder: Path) -> None:
     """Refuse files and folders beside the script that would be imported instead of packages."""
     if os.environ.get("PYTHONSAFEPATH"):  # then Python does not search the script's folder
         return
+    others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
     for name in _IMPORTED:
-        file = folder / f"{name}.py"
-        if _is_other_package(folder, name):
-            file = folder / name
-        elif not file.is_file():
+        found, installed = (_PATHS.find_spec(name, paths) for paths in ([str(folder)], others))
+        if found is None or not found.origin:  # Python goes on where a folder has no __init__.py
             continue
+        file = Path(found.origin)
+        if found.submodule_search_locations is not None:
+            if installed is None or not installed.origin or file.samefile(installed.origin):
+                continue
+            file = file.parent
+            if (file / "launch" / "bootstrap").is_dir():  # a checkout of dtk itself
+                continue
         raise ClusterError(
             f"{file} would be imported in place of the package {name}, as it stands beside the "
             "script; rename it"
         )
 
 
-def _is_other_package(folder: Path, name: str) -> bool:
-    """Return whether a folder beside the script hides the package of its name."""
-    package = folder / name / "__init__.py"  # without it, Python goes on to the one installed
-    if not package.is_file() or (folder / name / "launch" / "bootstrap").is_dir():
-        return False  # such as a checkout of dtk itself
-    others = [one for one in sys.path if Path(one).resolve() != folder.resolve()]
-    spec = importlib.machinery.PathFinder.find_spec(name, others)
-    return spec is not None and bool(spec.origin) and not package.samefile(str(spec.origin))
-
-
 def _module_exists(top: str) -> bool:
-    if Path(top).is_dir() or Path(f"{top}.py").is_file():
-        return True
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        return False
+    with contextlib.suppress(ImportError, ValueError):
+        return bool(_PATHS.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top))
+    return False
 
 
 def _check_fewest(

@@ -85,7 +85,6 @@ def tune(
     command = command_of(script, module, args)
     if workers < 2:
         raise ClusterError(f"-n {workers}: steps of one process alone are not timed; use -n 2")
-    job_options.check_stall_timeout(stall_timeout)
     job_options.check_installed(communicator)
 
     spec = JobSpec(

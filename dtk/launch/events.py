@@ -17,14 +17,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from dtk.errors import UnwritableError
 from dtk.launch.screen import Sink
 
 RankName: TypeAlias = int | str  # of processes without a rank: "ps 0"
-Event: TypeAlias = dict[str, object]
 _T = TypeVar("_T")
 
 # Part of the time that ranks may wait without one of them being called slow.
@@ -32,6 +30,16 @@ LITTLE = 0.02
 _CLOSES = 10.0  # seconds in which a slow disk takes the last lines
 _MOST = 1000  # summaries of a rank, or of waiting, after which each two become one
 _ADDED = ("seconds", "communicating", "bytes", "between", "input", "samples")
+
+
+class Event(NamedTuple):
+    """What has happened once, in seconds since 1970."""
+
+    time: float
+    attempt: int
+    rank: RankName | None
+    kind: str
+    facts: Mapping[str, object]
 
 
 class Steps(NamedTuple):
@@ -52,8 +60,8 @@ class Steps(NamedTuple):
     loss: float | None = None
     rate: float | None = None
     batch: float | None = None
-    begins: tuple[float, ...] = ()  # milliseconds after `since`
-    took: tuple[float, ...] = ()
+    begins: Sequence[float] = ()  # milliseconds after `since`
+    took: Sequence[float] = ()
 
     @property
     def number(self) -> float:
@@ -93,7 +101,7 @@ class Messages(NamedTuple):
 
     time: float  # at which the step began
     step: int
-    spans: tuple[tuple[str, float, float], ...]  # name; begin and length, in milliseconds
+    spans: Sequence[tuple[str, float, float]]  # name; begin and length, in milliseconds
 
 
 class Waiting(NamedTuple):
@@ -103,7 +111,7 @@ class Waiting(NamedTuple):
     first: float
     last: float
     elapsed: float
-    seconds: dict[int, float]
+    seconds: dict[RankName, float]
 
     def join(self, after: Waiting) -> Waiting:
         """Return this and what follows as one."""
@@ -141,8 +149,9 @@ class _Comparison:
             while len(told) > 1 and told[0].last <= last:
                 told.popleft()
         self._next = last + 1
-        seconds = {rank: round(one - min(inside), 4) for rank, one in enumerate(inside)}
-        return Waiting(steps.until, first, last, round(elapsed, 4), seconds)
+        least = min(inside)
+        waited: dict[RankName, float] = {i: round(v - least, 4) for i, v in enumerate(inside)}
+        return Waiting(steps.until, first, last, round(elapsed, 4), waited)
 
 
 class EventLog:
@@ -169,10 +178,7 @@ class EventLog:
 
     def write_to(self, file: str, say: Callable[[str], None]) -> None:
         """Append all events to a file, by a thread: a disk that hangs keeps nobody waiting."""
-        try:
-            stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the job
-        except OSError as error:
-            raise UnwritableError(f"--events {file}: {error.strerror}; name another file") from None
+        stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the job
         told = f"--events {file} takes nothing: {{}}. The job goes on without"
         sink = Sink(stream, file, lambda why: say(told.format(why)))
         self._lines = lines = queue.SimpleQueue[str]()
@@ -209,23 +215,30 @@ class EventLog:
 
     def hear(self, rank: RankName, told: Mapping[str, object], lag: float) -> None:
         """Take an event of a rank, whose clock is so many seconds behind this process's."""
-        facts = dict(told)
+        facts, zero = dict(told), self._zero + lag
         kind = str(facts.pop("kind"))
         if kind == "messages":
-            sent = _messages(facts, self._zero + lag)
-            with self._lock:
-                kept = self.messages.setdefault((self.attempt, rank), [])
-                _keep(kept, sent, lambda before, after: after)
-                self._write(sent.time, rank, kind, {"step": sent.step, "spans": sent.spans})
-            return
-        if kind != "steps":
+            sent = Messages._make(facts[name] for name in ("begin", "step", "spans"))
+            self._hear_messages(rank, sent._replace(time=round(zero + sent.time, 4)))
+        elif kind == "steps":
+            values = {**Steps._field_defaults, **facts}
+            steps = Steps._make(values[name] for name in Steps._fields)
+            since, until = round(zero + steps.since, 4), round(zero + steps.until, 4)
+            self._hear_steps(rank, steps._replace(since=since, until=until))
+        else:
             self.record(kind, rank, **facts)
-            return
-        steps = _steps(facts, self._zero + lag)
+
+    def _hear_messages(self, rank: RankName, sent: Messages) -> None:
+        with self._lock:
+            kept = self.messages.setdefault((self.attempt, rank), [])
+            _keep(kept, sent, lambda before, after: after)
+            self._write(sent.time, rank, "messages", {"step": sent.step, "spans": sent.spans})
+
+    def _hear_steps(self, rank: RankName, steps: Steps) -> None:
         facts = {name: value for name, value in steps._asdict().items() if value is not None}
         with self._lock:
             _keep(self.steps.setdefault((self.attempt, rank), []), steps, Steps.join)
-            self._write(steps.until, rank, kind, facts)
+            self._write(steps.until, rank, "steps", facts)
             if (waited := self._comparison.add(rank, steps)) is not None:
                 _keep(self.waiting.setdefault(self.attempt, []), waited, Waiting.join)
                 facts = {**waited._asdict(), "slowest": _least(waited.seconds)}
@@ -234,10 +247,11 @@ class EventLog:
     def _write(
         self, when: float, rank: RankName | None, kind: str, facts: Mapping[str, object]
     ) -> Event:
-        head = {"time": round(when, 4), "attempt": self.attempt, "rank": rank, "kind": kind}
+        event = Event(round(when, 4), self.attempt, rank, kind, facts)
         if self._lines is not None:
+            head = {name: value for name, value in event._asdict().items() if name != "facts"}
             self._lines.put(json.dumps(_finite({**head, **facts})) + "\n")
-        return {**head, **facts}
+        return event
 
     def recent(self, rank: RankName, seconds: float) -> Steps | None:
         """Return the steps of a rank in the last seconds in which it told of some, as one."""
@@ -246,7 +260,7 @@ class EventLog:
         late = [one for one in told if one.until > told[-1].until - seconds]
         return functools.reduce(Steps.join, late) if late else None
 
-    def waited(self, attempt: int, seconds: float = math.inf) -> dict[int, float]:
+    def waited(self, attempt: int, seconds: float = math.inf) -> dict[RankName, float]:
         """Return which part of the time each rank of an attempt has waited for others."""
         with self._lock:
             told = list(self.waiting.get(attempt, ()))
@@ -256,35 +270,10 @@ class EventLog:
         whole = functools.reduce(Waiting.join, late)
         return {rank: waited / (whole.elapsed or 1.0) for rank, waited in whole.seconds.items()}
 
-    def slowest(self, attempt: int) -> int | None:
+    def slowest(self, attempt: int) -> RankName | None:
         """Return the rank of an attempt that others have waited for; None if hardly for any."""
         waited = self.waited(attempt)
         return _least(waited) if max(waited.values(), default=0.0) >= LITTLE else None
-
-
-def _steps(told: Mapping[str, object], zero: float) -> Steps:
-    """Read what a rank tells of its steps; fails with what it cannot be."""
-
-    def read(name: str) -> object:
-        value = told.get(name, Steps._field_defaults.get(name))
-        if isinstance(value, list):
-            return tuple(map(float, value))
-        if name in Steps._field_defaults or isinstance(value, int | float):
-            return value
-        raise ValueError(f"{name}={value!r} of steps")
-
-    steps = Steps._make(map(read, Steps._fields))
-    return steps._replace(since=round(zero + steps.since, 4), until=round(zero + steps.until, 4))
-
-
-def _messages(told: Mapping[str, object], zero: float) -> Messages:
-    """Read what a rank tells of a step's messages; fails with what it cannot be."""
-    spans = told["spans"]
-    if not isinstance(spans, list):
-        raise ValueError(f"spans={spans!r} of messages")  # noqa: TRY004 - as for any wrong value
-    read = tuple((str(name), float(begin), float(took)) for name, begin, took in spans)
-    time = round(zero + float(str(told["begin"])), 4)
-    return Messages(time, int(str(told["step"])), read)
 
 
 def _keep(kept: list[_T], new: _T, join: Callable[[_T, _T], _T]) -> None:
@@ -295,7 +284,7 @@ def _keep(kept: list[_T], new: _T, join: Callable[[_T, _T], _T]) -> None:
         kept[:] = [*map(join, kept[0:whole:2], kept[1:whole:2]), *kept[whole:]]
 
 
-def _least(seconds: Mapping[int, float]) -> int:
+def _least(seconds: Mapping[RankName, float]) -> RankName:
     return min(seconds, key=lambda rank: seconds[rank])
 
 

@@ -80,9 +80,9 @@ def _known(table: object, names: Collection[str], file: str) -> dict[str, object
 
 def apply(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
     """Make the files' options the command's defaults."""
+    file = _expanded(ctx, parameter, file)
     defaults: dict[str, object] = {}
-    files: dict[str, str] = {}
-    ctx.meta[_FILES] = files
+    ctx.meta[_FILES] = files = dict[str, str]()
     for one in (PYPROJECT if os.path.exists(PYPROJECT) else None, file):
         if one is None or ctx.resilient_parsing:
             continue
@@ -98,20 +98,12 @@ def apply(ctx: click.Context, parameter: click.Parameter, file: str | None) -> s
     return file
 
 
-class HomePath(click.Path):
-    """A path; shells leave the ~ in `--option=~/folder` as it is, and files have no shell."""
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        """Put the home directory in the place of ~."""
-        return super().convert(os.path.expanduser(value), param, ctx)
+def _expanded(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Put the home directory in the place of ~: shells leave that of `--option=~/folder`."""
+    return path and os.path.expanduser(path)
 
 
-path_option = functools.partial(click.option, metavar="FILE", type=HomePath())
+path_option = functools.partial(click.option, metavar="FILE", type=click.Path(), callback=_expanded)
 
 option = path_option(
     "--config",
@@ -141,13 +133,9 @@ def sources(ctx: click.Context) -> dict[str, str]:
 
 def told(ctx: click.Context) -> str:
     """Return which options are from which file, as a part of a sentence; "" if none is."""
-    files = sources(ctx)
-    return "; ".join(
-        f"{file} gives "
-        + ", ".join(
-            f"{name.replace('_', '-')} = {ctx.params[name]}"
-            for name in files
-            if files[name] == file
-        )
-        for file in dict.fromkeys(files.values())
-    )
+    files, said = sources(ctx), []
+    for file in dict.fromkeys(files.values()):
+        names = [name for name in files if files[name] == file]
+        given = [f"{name.replace('_', '-')} = {ctx.params[name]}" for name in names]
+        said.append(f"{file} gives {', '.join(given)}")
+    return "; ".join(said)

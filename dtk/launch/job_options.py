@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import IO, TypeAlias
+from typing import IO
 
 import click
 
@@ -17,9 +18,6 @@ from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, job_file, screen, ssh
 from dtk.launch.plan import check_slots as check_slots
-
-# What `signal.signal` takes and returns.
-_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -44,23 +42,34 @@ remote_shell = click.option(
     show_default=True,
     help="Command that reaches other hosts, called as `CMD host command`.",
 )
-stall_timeout = click.option(
+seconds = functools.partial(click.option, metavar="S", type=float, show_default=True)
+stall_timeout = seconds(
     "--stall-timeout",
-    metavar="S",
-    type=float,
     envvar=progress.VARIABLE,
     default=progress.DEFAULT_TIMEOUT,
-    show_default=True,
     help="Seconds without progress after which the job is ended and the missing rank is named; "
     "with parameter servers, a stuck worker is started again. A slow step counts as progress. 0 "
     "for never.",
 )
 
 
-def check_stall_timeout(seconds: float) -> None:
-    """Refuse a time that `stall_timeout` does not take."""
-    if not progress.is_timeout(seconds):
-        raise ClusterError(f"--stall-timeout {seconds:g}: expected 1 second or more, or 0")
+# Of options, by their names in Python: whether a number fits, and which do.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "stall_timeout": (progress.is_timeout, "1 second or more, or 0"),
+    "timeout_grace": (lambda seconds: 0.0 <= seconds <= 3600.0, "0 to 3600 seconds"),
+    "save_grace": (lambda seconds: 1.0 <= seconds <= 1e6, "1 second or more"),
+    "max_restarts": (lambda number: number >= 0, "0 or more"),
+}
+
+
+def _check_values(values: Mapping[str, object]) -> None:
+    for name, (fits, wanted) in _RANGES.items():
+        value = values.get(name)
+        if isinstance(value, int | float) and not fits(value):
+            raise ClusterError(f"--{name.replace('_', '-')} {value:g}: expected {wanted}")
+    shell = values.get("remote_shell")
+    if isinstance(shell, str) and not shell.split():
+        raise ClusterError("--remote-shell is empty, expected a command such as ssh")
 
 
 class Refused(click.ClickException):
@@ -69,27 +78,20 @@ class Refused(click.ClickException):
     exit_code = 2
 
     def __init__(self, command: str | None, message: str) -> None:
-        super().__init__(message)
-        self._command = command
+        super().__init__(f"dtk {command}: {message}")
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the line."""
-        click.echo(f"dtk {self._command}: {self.message}", err=True)
+        click.echo(self.message, err=True)
 
 
 class JobCommand(click.Command):
     """A command whose mistakes, dtk's errors and usage errors alike, are one line."""
 
-    def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: object,
-    ) -> click.Context:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments."""
         try:
-            return super().make_context(info_name, args, parent, **extra)
+            return super().parse_args(ctx, args)
         except click.UsageError as error:
             message = error.format_message().rstrip(".")
             if isinstance(error, click.NoSuchOption):
@@ -104,6 +106,7 @@ class JobCommand(click.Command):
         """Run the command."""
         job_file.drop_replaced(ctx)
         try:
+            _check_values(ctx.params)
             return super().invoke(ctx)
         except DtkError as error:
             of_files = job_file.told(ctx)
@@ -134,15 +137,13 @@ def interruptible(work: Callable[[], int], command: str, jobs: Iterable[Job]) ->
     outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     ending = [one for one in _ENDING if one != signal.SIGHUP or not outlives]
 
-    def set_all(handlers: Iterable[_Handler]) -> list[_Handler]:
-        return [signal.signal(*one) for one in zip(ending, handlers, strict=True)]
-
-    before = set_all([handle] * len(ending))
+    before = {one: signal.signal(one, handle) for one in ending}
     try:
         try:
             return work()
         finally:
-            set_all([signal.SIG_IGN] * len(ending) if caught else before)
+            for one, handler in before.items():
+                signal.signal(one, signal.SIG_IGN if caught else handler)
     except _Signalled:
         # A second signal may have come before `with` could begin to end the job.
         for job in jobs:
@@ -172,12 +173,6 @@ def check_installed(name: str) -> None:
         raise CommunicatorError(
             "--communicator horovod: Horovod is not installed; run `dtk install-horovod`"
         )
-
-
-def check_remote_shell(command: str) -> None:
-    """Refuse an empty remote shell."""
-    if not command.split():
-        raise ClusterError("--remote-shell is empty, expected a command such as ssh")
 
 
 def places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:

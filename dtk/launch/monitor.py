@@ -25,7 +25,7 @@ class JobSnapshot(TypedDict):
     pid: int
     title: str
     rows: list[dict[str, str]]  # of a table, one for each process, by column
-    slowest: int | None
+    slowest: int | str | None
 
 
 def folders() -> list[Path]:

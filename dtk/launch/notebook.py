@@ -6,13 +6,12 @@ The function goes to the ranks as bytes in a file. Each rank is this module, sta
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from dtk.cluster import detect
 from dtk.errors import ClusterError, RankError
@@ -23,7 +22,7 @@ from dtk.version import pip_install
 
 Result = TypeVar("Result")
 
-_FUNCTION, _RESULT, _ERROR = "function.pickle", "result.pickle", "error-{}.pickle"
+_FUNCTION, _END = "function.pickle", "rank-{}.pickle"  # what the function returns, or raises
 
 
 def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = "auto") -> Result:
@@ -64,28 +63,12 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         Path(folder, _FUNCTION).write_bytes(_packed(fn))
         command = [sys.executable, "-m", __name__, folder]
         spec = JobSpec(command=command, workers=n, communicator=communicator)
-        running = JobRun(spec, stdout=_Cell(sys.stdout), stderr=_Cell(sys.stderr))
+        running = JobRun(spec)
         if code := running.wait():
             job = running.jobs[-1]
             raise RankError(_reason(job, code)) from _exception(job, folder)
-        result: Result = pickle.loads(Path(folder, _RESULT).read_bytes())
+        result: Result = pickle.loads(Path(folder, _END.format(0)).read_bytes())
         return result
-
-
-class _Cell(io.StringIO):
-    """A stream of a notebook, without its descriptor: what is written there appears late."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Pass text on."""
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Show it."""
-        self._stream.flush()
 
 
 def _packed(fn: Callable[[], object]) -> bytes:
@@ -117,7 +100,7 @@ def _exception(job: Job, folder: str) -> BaseException | None:
     error: object = None
     if job.failure is not None:
         with contextlib.suppress(Exception):  # none is there, or its class is not here
-            file = Path(folder, _ERROR.format(job.failure[0].rank))
+            file = Path(folder, _END.format(job.failure[0].rank))
             error = pickle.loads(file.read_bytes())
     return error if isinstance(error, BaseException) else None
 
@@ -126,18 +109,18 @@ def _run_rank(folder: str) -> None:
     """Run the function, and leave its result if this is rank 0, or what it raises."""
     paths, packed = pickle.loads(Path(folder, _FUNCTION).read_bytes())
     sys.path[:] = paths
+    import cloudpickle
+
+    rank = detect().rank
+    end = Path(folder, _END.format(rank))
     try:
         result = pickle.loads(packed)()
     except Exception as error:
-        import cloudpickle
-
         with contextlib.suppress(Exception):  # the launcher knows its text
-            Path(folder, _ERROR.format(detect().rank)).write_bytes(cloudpickle.dumps(error))
+            end.write_bytes(cloudpickle.dumps(error))
         raise
-    if detect().rank == 0:
-        import cloudpickle
-
-        Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
+    if rank == 0:
+        end.write_bytes(cloudpickle.dumps(result))
 
 
 if __name__ == "__main__":

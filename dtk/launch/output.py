@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -20,9 +20,8 @@ import click
 from dtk.cluster import report_channel
 from dtk.errors import ClusterError
 from dtk.launch.outcome import JobOutcome
-from dtk.launch.plan import Process
 from dtk.launch.reader import Reader
-from dtk.launch.screen import Pace, Screen, ShownText, Sink
+from dtk.launch.screen import Screen, Sink, WrittenText
 from dtk.launch.task import JobState, Task
 from dtk.quiet import is_noise
 
@@ -38,33 +37,40 @@ _TASK_GONE = re.compile(
 _NOT_BOUND = "srun: cluster configuration lacks support for cpu binding"
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 _FRAME = 0.1  # seconds between two pictures of a progress bar
-_LINE = 5.0  # seconds between two lines of one, where nothing can be drawn anew
+_LINE = 5.0  # seconds between two lines of one, where it cannot be drawn anew
 _HOLD = 0.5  # seconds that a line waits for those of others
 _EQUAL = 10.0  # seconds in which an equal line of another process is the same event
-_MOST = 10_000  # lines that are held, and as many that are known afterwards
+_MOST = 10_000  # lines that are known afterwards
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 
 class _Stream:
     """One stream of one process, while it is read."""
 
-    def __init__(
-        self, rank: Task, pipe: IO[bytes], sink: Sink, prefix: str, stderr: bool, drawn: bool
-    ) -> None:
+    def __init__(self, rank: Task, pipe: IO[bytes], sink: Sink, prefix: str, drawn: bool) -> None:
         self.rank, self.pipe, self.sink, self.prefix = rank, pipe, sink, prefix
-        self.stderr = stderr
-        self.drawn = drawn  # whether its unfinished rows are drawn
-        self.text = ShownText()
-        self.in_file, self.on_screen = Pace(_LINE), Pace(_LINE)
+        self.stderr = pipe is rank.popen.stderr
+        self.drawn = drawn  # whether its unfinished row is drawn
+        self.text = WrittenText()
+        self.shown = ""  # of its row
         self.torn = b""  # the begin of an agent's record
-        self.lock = threading.Lock()
-        self.waits = True  # for the process to write
+        self._noted, self._noted_at = "", time.monotonic()
 
     @property
-    def rows(self) -> list[str]:
-        """The unfinished rows that are drawn."""
+    def row(self) -> str:
+        """The unfinished row that is drawn."""
         is_bar = self.text.is_redrawn or not self.stderr
-        return self.text.rows if is_bar and self.rank.dump is None else []
+        return self.text.row if is_bar and self.rank.dump is None else ""
+
+    def due(self, now: float) -> str:
+        """Return the row of a bar, every few seconds, for where it cannot be drawn."""
+        row = self.text.row if self.text.is_redrawn else ""
+        if not row:
+            self._noted_at = now
+        if row == self._noted or now - self._noted_at < _LINE:
+            return ""
+        self._noted, self._noted_at = row, now
+        return row
 
 
 class EqualLines:
@@ -81,11 +87,6 @@ class EqualLines:
         self._equal: dict[str, list[_Line]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so many lines are held that the first must be shown."""
-        return len(self._held) > _MOST
-
     def add(self, writer: str, text: str, now: float) -> None:
         with self._lock:
             equal = self._equal.setdefault(text, [])
@@ -99,10 +100,10 @@ class EqualLines:
             line.writers.append(writer)
 
     def due(self, now: float | None = None) -> list[tuple[str, list[str]]]:
-        """Return the lines that were held for long enough, or are too many, and who wrote them."""
+        """Return the lines that were held for long enough, and who wrote them."""
         lines = []
         with self._lock:
-            while self._held and (now is None or self.is_full or now - self._held[0].when >= _HOLD):
+            while self._held and (now is None or now - self._held[0].when >= _HOLD):
                 line = self._held.popleft()
                 line.is_shown = True
                 self._shown.append(line)
@@ -141,12 +142,9 @@ class JobOutput:
         directory = state.spec.output_dir
         self._directory, self._append = None if directory is None else Path(directory), append
         self._width = max((len(f"{one.rank_name}") for one in state.spec.processes), default=0)
-        streams = (stdout or sys.stdout, stderr or sys.stderr)
-        self._sinks = [
-            self._sink(stream, f"standard {name}")
-            for stream, name in zip(streams, ("output", "error"), strict=True)
-        ]
-        if streams[0] is streams[1]:
+        out, err = stdout or sys.stdout, stderr or sys.stderr
+        self._sinks = [self._sink(out, "standard output"), self._sink(err, "standard error")]
+        if out is err:
             self._sinks[1] = self._sinks[0]
         self._screen = Screen(self._sinks)
         self._equal = EqualLines()
@@ -154,7 +152,6 @@ class JobOutput:
         self._writing = threading.RLock()
         self._sources: list[_Stream] = []
         self._readers: list[Reader] = []
-        self._closed = threading.Event()
 
     def _sink(self, stream: TextIO | None, name: str, is_file: bool = False) -> Sink:
         def failed(why: str) -> None:
@@ -184,10 +181,11 @@ class JobOutput:
         return any(sink.waited > _WAITS for sink in self._sinks)
 
     def open(self) -> None:
-        """Make the directory for the files, if one was given, and begin to draw."""
+        """Make the directory for the files, if one was given, and begin to read."""
         # Two: whoever does not take the output may take what is wrong.
         self._readers = [Reader(f"dtk {name}", self._state.stop) for name in ("output", "errors")]
-        threading.Thread(target=self._guarded, args=(self._draw,), daemon=True).start()
+        for reader in self._readers:
+            reader.call_later(_FRAME, functools.partial(self._show, reader))
         if self._directory is None:
             return
         try:
@@ -209,45 +207,20 @@ class JobOutput:
         except OSError as error:
             raise ClusterError(f"{path} cannot be written: {error.strerror}") from None
 
-    def variables(self, process: Process) -> dict[str, str]:
-        """Return the variables that make a process draw its progress for the launcher's terminal.
-
-        Not a terminal of its own, which nobody would read once this process is killed: a rank could
-        not save any more.
-        """
-        sink = self._sinks[0]
-        if not self._is_drawn(process, sink):
-            return {}
-        columns, lines = sink.size
-        width = columns - 1 - len(f"[{'':{self._width}}] ")
-        return {"TTY_COMPATIBLE": "1", "COLUMNS": f"{width}", "LINES": f"{lines}"}
-
-    def _is_drawn(self, process: Process, sink: Sink) -> bool:
-        """Return whether unfinished rows are drawn: bars of others would hide the first's."""
-        return process is self._state.spec.processes[0] and self._screen.draws(sink)
-
-    def _prefix(self, process: Process, sink: Sink) -> str:
-        label = f"[{process.rank_name:>{self._width}}] "
-        if not sink.is_terminal or os.environ.get("NO_COLOR"):
-            return label
-        number = self._state.spec.processes.index(process)
-        return click.style(label, fg=_COLORS[number % len(_COLORS)])
-
     def relay(self, rank: Task) -> None:
         """Begin to read what a process writes."""
+        processes = self._state.spec.processes
+        number = processes.index(rank.process)
+        label = f"[{rank.process.rank_name:>{self._width}}] "
         pipes = (rank.popen.stdout, rank.popen.stderr)
         for pipe, sink, reader in zip(pipes, self._sinks, self._readers, strict=True):
             assert pipe is not None
-            drawn, prefix = self._is_drawn(rank.process, sink), self._prefix(rank.process, sink)
-            source = _Stream(rank, pipe, sink, prefix, pipe is rank.popen.stderr, drawn)
+            is_plain = not sink.is_terminal or os.environ.get("NO_COLOR")
+            prefix = label if is_plain else click.style(label, fg=_COLORS[number % len(_COLORS)])
+            # Bars of others would hide the first's.
+            source = _Stream(rank, pipe, sink, prefix, not number and self._screen.draws(sink))
             self._sources.append(source)
             rank.open.append(reader.add(pipe.fileno(), functools.partial(self._read, source)))
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # whatever it is, nobody reads any more
-            self._state.stop(error)
 
     def write_error(self, text: str) -> None:
         """Write to the standard error."""
@@ -260,16 +233,15 @@ class JobOutput:
 
     def close(self) -> None:
         """Write all that processes wrote which have ended, however slowly it is taken."""
-        for source in list(self._sources):
-            while not (source.waits or self._state.error):
-                time.sleep(_FRAME)
         for reader in self._readers:
             reader.close()
-        self._closed.set()
         for source in list(self._sources):
-            self._end(source)
+            # While a slow reader was waited for, a pipe has kept what it holds.
+            os.set_blocking(source.pipe.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                if self._state.error or self._read(source):
+                    self._end(source)
         self._write_equal()
-        self._screen.draw()
         if self._equal.late:
             what = "lines of standard error were not shown again, as another rank had written them"
             self.say(f"{self._equal.late} {what}")
@@ -281,28 +253,22 @@ class JobOutput:
         if not read:
             self._end(source)
             return False
-        source.waits = False
         if source.stderr and rank.remote:
             read, records, source.torn = report_channel.split_records(source.torn + read)
             for record in records:
                 rank.hear(record)
-        with source.lock:
-            self._take(source, source.text.feed(read, time.monotonic()))
-        source.waits = True
+        self._take(source, source.text.feed(read))
         return True
 
     def _end(self, source: _Stream) -> None:
         source.pipe.close()
-        with source.lock:
-            self._take(source, source.text.feed(b"", time.monotonic(), final=True))
-            self._screen.show(source, [])
-            with contextlib.suppress(ValueError):
-                self._sources.remove(source)
+        self._take(source, source.text.feed(b"", final=True))
+        self._sources.remove(source)
 
     def _take(self, source: _Stream, lines: Sequence[str]) -> None:
         rank, stderr = source.rank, source.stderr
         if lines:
-            self._show_rows(source)  # else they would stand below what they have become
+            self._draw(source)  # else its row would stand below what it has become
         for line in lines:
             if rank.file is not None:
                 rank.file.write(click.unstyle(line) + "\n")
@@ -318,12 +284,32 @@ class JobOutput:
                     self.suppressed += 1
                 elif stderr and len(self._state.spec.processes) > 1:
                     self._equal.add(source.prefix, line, time.monotonic())
-                    if self._equal.is_full:
-                        self._write_equal(time.monotonic())
                 else:
                     self._screen.write(source.sink, f"{source.prefix}{line}\n")
 
-    # --- writing ---
+    # --- what is not over ---
+
+    def _show(self, reader: Reader) -> None:
+        """Show what is being written to the streams of a reader, and what was held."""
+        now, first = time.monotonic(), self._state.spec.processes[0]
+        stderr = reader is self._readers[1]
+        for source in [one for one in self._sources if one.stderr == stderr]:
+            self._draw(source)
+            if row := source.due(now):
+                if source.rank.file is not None:
+                    source.rank.file.write(click.unstyle(row) + "\n")
+                if source.rank.process is first and not source.drawn:
+                    self._screen.write(source.sink, f"{source.prefix}{row}\n")
+        if stderr:
+            self._write_equal(now)
+        reader.call_later(_FRAME, functools.partial(self._show, reader))
+
+    def _draw(self, source: _Stream) -> None:
+        """Have the row that the first process is writing drawn, where it can be."""
+        row = source.row
+        if source.drawn and row != source.shown:
+            self._screen.show(f"{source.prefix}{row}" if row else "")
+            source.shown = row
 
     def _write_equal(self, now: float | None = None) -> None:
         """Write the lines of standard error that were held, of several processes once."""
@@ -331,30 +317,3 @@ class JobOutput:
             for line, writers in self._equal.due(now):
                 prefix = writers[0] if len(writers) == 1 else f"[on {len(writers)} ranks] "
                 self._screen.write(self._sinks[1], f"{prefix}{line}\n")
-
-    def _draw(self) -> None:
-        """Show what is being written, until the job is over."""
-        while not self._closed.wait(_FRAME):
-            now = time.monotonic()
-            for source in list(self._sources):
-                with source.lock:
-                    self._take(source, source.text.settle(now))
-                    self._show(source, now)
-            self._write_equal(now)
-            self._screen.draw()
-
-    def _show(self, source: _Stream, now: float) -> None:
-        if source.rank.file is not None:
-            for row in source.in_file.due(source.text, now):
-                source.rank.file.write(click.unstyle(row) + "\n")
-        self._show_rows(source)
-        if not source.drawn and source.rank.process is self._state.spec.processes[0]:
-            for row in source.on_screen.due(source.text, now):
-                self._screen.write(source.sink, f"{source.prefix}{row}\n")
-
-    def _show_rows(self, source: _Stream) -> None:
-        """Have what the first process is writing drawn, where it can be."""
-        if source.drawn:
-            suppressed = source.stderr and self._outcome.failed_before(source.rank)
-            rows = [] if suppressed else source.rows
-            self._screen.show(source, [f"{source.prefix}{row}" for row in rows])

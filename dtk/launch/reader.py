@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import heapq
 import itertools
 import os
-import queue
 import selectors
 import threading
 import time
@@ -23,8 +22,7 @@ class Reader:
 
     def __init__(self, name: str, on_error: Callable[[Exception], None]) -> None:
         self._on_error = on_error
-        self._new: queue.SimpleQueue[tuple[int, Callable[[], bool], threading.Event]]
-        self._new = queue.SimpleQueue()
+        self._new = collections.deque[tuple[int, Callable[[], bool], threading.Event]]()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         self._woken = os.eventfd(0, os.EFD_CLOEXEC)
@@ -39,13 +37,14 @@ class Reader:
             What is set then.
         """
         over = threading.Event()
-        self._new.put((descriptor, read, over))
+        self._new.append((descriptor, read, over))
         os.eventfd_write(self._woken, 1)
         return over
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call something once; to be used in callbacks only."""
+        """Call something once, so many seconds from now."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), call))
+        os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
         """Read no more."""
@@ -69,10 +68,9 @@ class Reader:
                             over.set()
                 while self._due and self._due[0][0] <= time.monotonic():
                     self._told(heapq.heappop(self._due)[2])
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        descriptor, read, over = self._new.get_nowait()
-                        ready.register(descriptor, selectors.EVENT_READ, (read, over))
+                while self._new:
+                    descriptor, read, over = self._new.popleft()
+                    ready.register(descriptor, selectors.EVENT_READ, (read, over))
 
     def _told(self, call: Callable[[], object]) -> bool:
         try:

@@ -15,9 +15,8 @@ from dtk.launch.events import Event, EventLog, RankName, Steps
 Line: TypeAlias = list[tuple[float, float]]  # seconds since the job's start, value
 _COLORS = ("#2563eb", "#ea580c", "#059669")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 560, 220, 58, 10, 24
-_POINTS, _DOTS = 600, 100  # of a line, and of one whose points are marked
+_POINTS = 600  # of a line
 _ROWS = 100  # of what happened
-_HEAD = ("time", "attempt", "rank", "kind")
 _PARTS = {  # of a rank's time
     "computing": "#2563eb",
     "reading input": "#ca8a04",
@@ -42,6 +41,8 @@ section { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; paddi
 .facts { display: flex; flex-wrap: wrap; gap: 8px 30px; margin: 16px 0; color: #64748b }
 .facts b { display: block; font-size: 20px } .facts b:not([class]) { color: #0f172a }
 svg { width: 100%; height: auto; display: block } svg text { font-size: 11px; fill: #64748b }
+polyline { fill: none; stroke-width: 2; stroke-linecap: round }
+.restart { stroke: #dc2626; stroke-dasharray: 4 }
 i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin: 0 5px 0 12px }
 table { border-collapse: collapse; width: 100% } .bar { width: 45% }
 td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; font-weight: normal;
@@ -55,9 +56,10 @@ td:nth-child(-n+3):not(:last-child) { white-space: nowrap }
 
 def page(log: EventLog) -> str:
     """Return the page."""
-    begun, start = _number(log.kept[0], "time"), log.kept[0]
-    command = html.escape(f"dtk run {start['command']}")
-    tables = [(name, start[name]) for name in ("settings", "versions")]
+    start = log.kept[0]
+    begun = start.time
+    command = html.escape(f"dtk run {start.facts['command']}")
+    tables = [(name, start.facts[name]) for name in ("settings", "versions")]
     rest = [_card(name.title(), _table(facts), wide=False) for name, facts in tables]
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{command}</title>'
@@ -70,8 +72,8 @@ def page(log: EventLog) -> str:
 
 def headline(log: EventLog) -> str:
     """Return why the job failed, or what most of its ranks' time went to; "" if that is unknown."""
-    told = [one for one in log.kept if one["kind"] in ("failure", "stall")]
-    if log.kept[-1]["code"] != 0:
+    told = [one for one in log.kept if one.kind in ("failure", "stall")]
+    if log.kept[-1].facts["code"] != 0:
         return _why(told[-1]) if told else ""
     shares = _shares(log)
     if not shares:
@@ -83,14 +85,14 @@ def headline(log: EventLog) -> str:
 
 def _why(failure: Event) -> str:
     """Return the exception of the rank that failed, or else the first lines of what was told."""
-    if "error" in failure:
-        rank = failure["rank"]
-        who = f"rank {rank}" if isinstance(rank, int) else rank
-        at = f" at {failure['file']}:{failure['line']}" if failure["file"] else ""
-        raised = ": ".join(filter(None, (str(failure["error"]), str(failure["message"]))))
+    facts = failure.facts
+    if "error" in facts:
+        who = f"rank {failure.rank}" if isinstance(failure.rank, int) else failure.rank
+        at = f" at {facts['file']}:{facts['line']}" if facts["file"] else ""
+        raised = ": ".join(filter(None, (str(facts["error"]), str(facts["message"]))))
         return f"{who} failed{at}: {raised}"
-    lines = [one.removeprefix("dtk: ") for one in str(failure["text"]).splitlines() if one.strip()]
-    return " ".join(lines[: 1 + (failure["kind"] == "stall")])
+    lines = [one.removeprefix("dtk: ") for one in str(facts["text"]).splitlines() if one.strip()]
+    return " ".join(lines[: 1 + (failure.kind == "stall")])
 
 
 def _shares(log: EventLog) -> dict[RankName, dict[str, float]]:
@@ -98,31 +100,30 @@ def _shares(log: EventLog) -> dict[RankName, dict[str, float]]:
     attempt = max((one for one, _ in log.steps), default=0)
     waited = log.waited(attempt)
     return {
-        rank: _parts(line, waited.get(rank, 0.0) if isinstance(rank, int) else 0.0)
+        rank: _parts(line, waited.get(rank, 0.0))
         for (one, rank), line in log.steps.items()
         if one == attempt
     }
 
 
 def _facts(log: EventLog, begun: float) -> str:
-    end = log.kept[-1]
-    code = "an error" if end["code"] is None else end["code"]
-    bad = f'<b class="bad">ended with {code}</b>'
+    end, code = log.kept[-1], log.kept[-1].facts["code"]
+    bad = f'<b class="bad">ended with {"an error" if code is None else code}</b>'
     told = [steps for (_, rank), line in log.steps.items() if rank == 0 for steps in line]
     number, sent = sum(one.number for one in told), sum(one.bytes for one in told)
     seconds = sum(one.elapsed for one in told) or 1.0
     held = max((one.memory for line in log.steps.values() for one in line), default=0)
     facts = {
         f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(begun))}": "",
-        "in all": _clock(_number(end, "time") - begun),
+        "in all": _clock(round(end.time - begun)),
         "ranks with steps": f"{len({rank for _, rank in log.steps})}",
         "steps": f"{number:,.0f}",
         "samples/s of all ranks": f"{sum(one.samples or 0 for one in told) / seconds:,.0f}",
         "sent by rank 0 in a step": f"{sent / (number or 1) / 1e3:,.1f} kB",
         "most memory of a rank": f"{held / 1e6:,.0f} MB",
-        "restarts": f"{sum(one['kind'] == 'restart' for one in log.kept)}",
+        "restarts": f"{sum(one.kind == 'restart' for one in log.kept)}",
     }
-    result = '<b class="good">succeeded</b>' if end["code"] == 0 else bad
+    result = '<b class="good">succeeded</b>' if code == 0 else bad
     shown = (f"<div>{f'<b>{v}</b>' if v else result}{name}</div>" for name, v in facts.items())
     return f'<div class="facts">{"".join(shown)}</div>'
 
@@ -174,7 +175,7 @@ def _parts(told: Sequence[Steps], waiting: float) -> dict[str, float]:
 
 def _charts(log: EventLog, begun: float) -> Iterator[str]:
     """Return the charts over time, of what there is."""
-    restarts = [_number(one, "time") - begun for one in log.kept if one["kind"] == "restart"]
+    restarts = [one.time - begun for one in log.kept if one.kind == "restart"]
     attempts = [line for (_, rank), line in log.steps.items() if rank == 0]
 
     def lines(value: str) -> list[Line]:
@@ -183,12 +184,12 @@ def _charts(log: EventLog, begun: float) -> Iterator[str]:
 
     metrics: dict[str, dict[str, list[Line]]] = {"loss": {"after epochs": [[]]}}
     for event in log.kept:
-        values = event["metrics"] if event["kind"] == "epoch" else None
+        values = event.facts.get("metrics")
         for name, value in values.items() if isinstance(values, Mapping) else ():
-            base = str(name).removeprefix("val_")
+            base = name.removeprefix("val_")
             series = "after epochs" if base == name else "validation"
             line = metrics.setdefault(base, {}).setdefault(series, [[]])[0]
-            line.append((_number(event, "time") - begun, float(str(value))))
+            line.append((event.time - begun, value))
     metrics["loss"]["while training"] = lines("loss")
     for name, of_metric in metrics.items():
         yield _chart(name, of_metric, restarts, zero=False)
@@ -215,30 +216,22 @@ def _chart(
         return _LEFT + across, _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     drawn, keys = "", ""
-    for tick, label in zip(ticks, _labels(ticks), strict=True):
+    for tick in ticks:
         y = place(left, tick)[1]
         drawn += f'<path d="M{_LEFT} {y:.1f}H{_WIDTH}" stroke="#e2e8f0"/>'
-        drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
-    times = [one for one in _ticks(left, right, 8) if left <= one <= right]
-    digits = next(n for n in range(13) if all(round(one, n) == one for one in times) or n == 12)
-    for tick in times:
+        drawn += f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.9g}</text>'
+    for tick in (one for one in _ticks(left, right, 8) if left <= one <= right):
         x, y = place(tick, low)[0], _HEIGHT - 6
-        drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick, digits)}</text>'
+        drawn += f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{_clock(tick)}</text>'
     for x in (place(mark, low)[0] for mark in marks if left <= mark <= right):
-        way = f"M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
-        drawn += (
-            f'<path d="{way}" stroke="#dc2626" stroke-dasharray="4"><title>restart</title></path>'
-        )
+        drawn += f'<path class="restart" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
     for color, (name, lines) in zip(_COLORS, series.items(), strict=False):
         keys += f"{_key(color)}{html.escape(name)}" if name else ""
         for line in lines:
             shown = list(filter(_is_drawn, line[:: max(1, len(line) // _POINTS)]))
-            path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in shown)
-            drawn += f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>'
-            for point in shown if len(shown) <= _DOTS else ():
-                x, y = place(*point)
-                drawn += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"><title>'
-                drawn += f"{point[1]:.5g} after {_clock(point[0])}</title></circle>"
+            places = [place(x, y) for x, y in shown]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places + places[-1:])  # one is a dot
+            drawn += f'<polyline points="{path}" stroke="{color}"/>'
     return _card(title, f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{drawn}</svg>{keys}', wide=False)
 
 
@@ -259,27 +252,17 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(step * i, 12) for i in range(first, last + 1)]
 
 
-def _labels(ticks: Sequence[float]) -> list[str]:
-    """Write ticks with as many digits as tell them apart.
-
-    >>> _labels([0.99991, 0.99992]), _labels([0.0, 200000.0])
-    (['0.99991', '0.99992'], ['0', '2e+05'])
-    """
-    written = ([f"{tick:.{digits}g}" for tick in ticks] for digits in range(4, 18))
-    return next(labels for labels in written if len(set(labels)) == len(ticks))
-
-
 def _happened(log: EventLog, begun: float) -> str:
     """Return a table of the events but for epochs, which charts show, and starts of ranks."""
     rows = ""
-    shown = [one for one in log.kept[1:] if one["kind"] not in ("epoch", "rank start")]
+    shown = [one for one in log.kept[1:] if one.kind not in ("epoch", "rank start")]
     for event in shown[-_ROWS:]:
-        facts = {name: value for name, value in event.items() if name not in _HEAD}
-        told = ", ".join(f"{name}: {_short(value)}" for name, value in facts.items())
-        told = html.escape(str(facts.get("text", told)))
-        style = ' class="bad"' if "text" in facts else ""
-        rows += f"<tr><th>{_clock(_number(event, 'time') - begun)}</th><td{style}>{event['kind']}"
-        rows += f"</td><td>{_short(event['rank'])}</td><td><pre>{told}</pre></td></tr>"
+        told = ", ".join(f"{name}: {_short(value)}" for name, value in event.facts.items())
+        told = html.escape(str(event.facts.get("text", told)))
+        style = ' class="bad"' if "text" in event.facts else ""
+        after = _clock(round(event.time - begun))
+        rows += f"<tr><th>{after}</th><td{style}>{event.kind}</td>"
+        rows += f"<td>{_short(event.rank)}</td><td><pre>{told}</pre></td></tr>"
     heads = "<tr><th>after</th><th>what</th><th>rank</th><th></th></tr>"
     return _card("What happened", f"<table>{heads}{rows}</table>")
 
@@ -304,16 +287,11 @@ def _short(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-def _number(event: Event, name: str) -> float:
-    return float(str(event[name]))
+def _clock(seconds: float) -> str:
+    """Write a time.
 
-
-def _clock(seconds: float, digits: int = 0) -> str:
-    """Write a time, with so many digits behind its seconds.
-
-    >>> _clock(28.5), _clock(28.5, 1)
+    >>> _clock(28), _clock(28.5)
     ('0:00:28', '0:00:28.5')
     """
-    whole = math.floor(seconds) if digits else round(seconds)
-    part = f"{seconds - whole:.{digits}f}"[1:] if digits else ""
-    return f"{datetime.timedelta(seconds=whole)}{part}"
+    text = str(datetime.timedelta(seconds=seconds))
+    return text.rstrip("0") if "." in text else text

@@ -106,8 +106,7 @@ class Starter:
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
         of_mpi = self._variables[process.rank] if self._variables else {}
-        variables = {**process.env, **self._shared, **of_mpi}
-        env = {**self._output.variables(process), **variables}
+        env = {**process.env, **self._shared, **of_mpi}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Task(process, env, remote, popen, self._guard, self._state.events)

@@ -50,22 +50,13 @@ def save(file: Path, settings: StepSettings) -> None:
         draft.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(settings)}, indent=1))
 
 
-def read(file: Path) -> StepSettings | None:
-    """Return what was kept."""
-    try:
-        fields = json.loads(file.read_text())
-        if fields.pop("format") != _FORMAT:
-            return None
-        return StepSettings(**fields)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return None  # as good as none: `dtk tune` makes it again
-
-
 def _kept(command: Sequence[str], env: Mapping[str, str]) -> StepSettings | None:
+    """Return what was kept for a script."""
     try:
-        return read(file_of(command, env.get("OMP_NUM_THREADS", "")))
-    except RuntimeError:  # a user without a home has no cache
-        return None
+        fields = json.loads(file_of(command, env.get("OMP_NUM_THREADS", "")).read_text())
+        return StepSettings(**fields) if fields.pop("format") == _FORMAT else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError):
+        return None  # as good as none: `dtk tune` makes it again; a user may have no home
 
 
 def apply(

@@ -16,7 +16,8 @@ from dtk.launch import agent, monitor, report_page, timeline
 from dtk.launch.events import EventLog
 from dtk.launch.job import Job
 
-_OPENS = {"timeline": "https://ui.perfetto.dev", "report": "a browser"}
+# Files, and what opens them.
+_VIEWS = {"events": "", "timeline": ", for https://ui.perfetto.dev", "report": ", for a browser"}
 _RECENT = 5.0  # seconds of which `dtk top` tells the rates
 
 
@@ -28,13 +29,12 @@ def reporting(
     say: Callable[[str], None],
 ) -> Iterator[EventLog]:
     """Return a context in which a job runs; its views are written whatever becomes of it."""
-    files = {f"--{name}": settings[name] for name in ("events", "timeline", "report")}
-    events, *others = (None if file is None else str(file) for file in files.values())
-    check_writable({option: file for option, file in files.items() if file})
+    files = {name: str(settings[name]) for name in _VIEWS if settings[name]}
+    check_writable({f"--{name}": file for name, file in files.items()})
     log = EventLog()
-    if events is not None:
-        log.write_to(events, say)
-    versions = agent.versions() if any(files.values()) else {}
+    if "events" in files:
+        log.write_to(files["events"], say)
+    versions = agent.versions() if files else {}
     log.record("job start", command=shlex.join(command), settings={**settings}, versions=versions)
     try:
         with monitor.serving(lambda: _snapshot(log, jobs, command)):
@@ -43,14 +43,15 @@ def reporting(
         log.record("failure", text=str(error))
         raise
     finally:
-        if log.kept[-1]["kind"] != "job end":
+        if log.kept[-1].kind != "job end":
             log.record("job end", code=None)
         log.close()
-        views = [] if events is None else [f"events {Path(events).resolve()}"]
-        drawn = (("timeline", timeline.trace), ("report", report_page.page))
-        for (name, make), file in zip(drawn, others, strict=True):
-            if file is not None and _write(Path(file), functools.partial(make, log), say):
-                views.append(f"{name} {Path(file).resolve()}, for {_OPENS[name]}")
+        makers = {"timeline": timeline.trace, "report": report_page.page}
+        views = [
+            f"{name} {Path(file).resolve()}{_VIEWS[name]}"
+            for name, file in files.items()
+            if name == "events" or _write(Path(file), functools.partial(makers[name], log), say)
+        ]
         if views:
             say(f"written: {'; '.join(views)}")
 
@@ -79,7 +80,7 @@ def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> mon
             row["sent/s"] = f"{steps.bytes / steps.elapsed / 1e3:,.1f} kB"
             if steps.samples is not None:
                 row["samples/s"] = f"{steps.samples / steps.elapsed:,.0f}"
-            if isinstance(rank, int) and rank in waited:
+            if rank in waited:
                 row["waiting"] = f"{waited[rank]:.0%}"
         rows.append({"rank": f"{rank}", "host": host, **row, "state": state})
     told = f"job {os.getpid()}: {shlex.join(command)}"

@@ -110,5 +110,7 @@ def of_dtk(module: str, name: str) -> Callable[[], AbstractContextManager[None]]
 
 leave()
 if os.environ.get("DTK_RUN") == "1":
+    # Bars of tqdm within one another take turns on one row: launchers draw no more.
+    os.environ.setdefault("TQDM_POSITION", "0")
     tell_of_failure()
     await_imports()
