@@ -285,7 +285,11 @@ def _is_program(path: Path) -> bool:
     if not path.exists():
         return path.name.startswith("python") or shutil.which(path) is not None
     with contextlib.suppress(OSError), path.open("rb") as file:
-        return path.suffix == ".sh" or file.read(4) == b"\x7fELF"
+        first, second = file.readline(128), file.readline(128)
+        # pip begins a command with a shell's line, and a second one that starts Python, if the path
+        # of Python is too long for the first.
+        is_shell = first.startswith(b"#!") and b"py" not in first and b"'''exec'" not in second
+        return is_shell or first.startswith(b"\x7fELF")
     return False
 
 

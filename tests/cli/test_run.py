@@ -314,11 +314,17 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
         assert done.exit_code == 2 and "is taken" in done.output
 
 
-def test_a_program_is_refused_and_a_command_of_pips_is_not(tmp_path):
-    (script := tmp_path / "train.sh").write_text("python train.py")
-    for program in ("python", sys.executable, "env", str(script)):
-        with pytest.raises(ClusterError, match="is a program"):
-            run.command_of(program, False, ("train.py",))
-    (file := tmp_path / "train").write_text("#!/usr/bin/env python3\nprint()\n")
-    file.chmod(0o755)
-    assert run.command_of(str(file), False, ()) == [sys.executable, str(file)]
+@pytest.mark.parametrize(
+    "begin, python",
+    [
+        ("#!/usr/bin/env python3\nprint()\n", True),
+        ("#!/bin/sh\n'''exec' /a/long/path/python \"$0\" \"$@\"\n' '''\nprint()\n", True),
+        ("#!/bin/sh\npython train.py\n", False),
+        ("print()\n", True),
+    ],
+)
+def test_a_script_of_a_shell_is_refused_and_a_command_of_pips_is_not(tmp_path, begin, python):
+    file = tmp_path / "train"
+    file.write_text(begin)
+    with contextlib.nullcontext() if python else pytest.raises(ClusterError, match="is a program"):
+        assert run.command_of(str(file), False, ()) == [sys.executable, str(file)]
