@@ -118,7 +118,7 @@ class _Watcher:
     def fail(self, failure: Failure) -> str:
         """Tell of what ends this rank; return who failed first, where that is known in time."""
         self._failure = failure
-        self._tell({"failure": True, **failure._asdict()})
+        self._tell({"failure": True, **vars(failure)})
         self._is_known.wait(_LATE + _PERIOD)
         return self._first
 
