@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dtk.cluster.place import Place
 from dtk.errors import ClusterError
 
 # What `communicator="auto"` is to mean: to `dtk run` by the user, to its ranks by `dtk run`.
@@ -85,6 +86,27 @@ def switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ClusterError(f"{name}={value!r}, expected 0 or 1; set one of them, or unset it")
     return value == "1" if value else default
+
+
+def place_by(
+    environ: Mapping[str, str], kind: str, names: tuple[str, str], *local: tuple[str, str]
+) -> Place:
+    """Read a place in a job by the names of its rank and size.
+
+    Args:
+        environ: Variables to read.
+        kind: The kind of place.
+        names: Of the rank and the size.
+        local: Of those on one host; the first pair that is set counts.
+
+    >>> place_by({"R": "1", "N": "4"}, "mpi", ("R", "N"), ("LR", "LN")).tells_local_rank
+    False
+    """
+    rank, size = place(environ, *names)
+    there = next((pair for pair in local if set(pair) <= environ.keys()), None)
+    local_rank, local_size = (0, 1) if there is None else place(environ, *there)
+    is_told = there is not None or size == 1
+    return Place(kind, rank, size, local_rank, local_size, tells_local_rank=is_told)
 
 
 def place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
