@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from dtk.cluster.alone import ALONE, is_on_purpose
 from dtk.cluster.place import Place
-from dtk.cluster.variables import place_by
+from dtk.cluster.variables import is_number, place_by
 from dtk.errors import ClusterError
 
 # Where rank 0 is met if no port is set: torchrun's own default.
@@ -107,7 +107,7 @@ def add_to(here: Place, environ: Mapping[str, str]) -> Place:
         ClusterError: RANK and WORLD_SIZE tell another place.
     """
     told = [environ.get(name, "") for name in (_TORCH.rank, _TORCH.size)]
-    if all(map(_is_number, told)) and int(told[1]) > 1:
+    if all(map(is_number, told)) and int(told[1]) > 1:
         if here.kind == "slurm" and here.size == 1:
             return read(environ) or here  # srun is also how one process is started
         if (int(told[0]), int(told[1])) != (here.rank, here.size):
@@ -173,9 +173,5 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:
         return 0
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
-    known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if _is_number(text)]
+    known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if is_number(text)]
     return max(known, default=0)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,9}", text) is not None

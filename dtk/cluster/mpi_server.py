@@ -74,8 +74,8 @@ class MPIServer:
                 raise self._refused(f"it ended with exit code {code}: {why}")
             *lines, rest = (rest + read).split(b"\n")
             for line in lines:
-                mark, _, text = line.partition(pmix.ANSWER.encode())
-                if text and not mark:
+                before, _, text = line.partition(pmix.ANSWER.encode())
+                if text and not before:
                     return self._served(text)
         raise self._refused(f"it did not answer within {START_SECONDS:g} s")
 

@@ -141,19 +141,9 @@ class Library:
         self._answers.append(held)
         _Answer(whom)(_SUCCESS, ctypes.addressof(held), len(data), word, None, None)
 
-    def _note(
-        self,
-        who: int,
-        count: int,
-        facts: int,
-        length: int,
-        data: int,
-        size: int,
-        whom: int,
-        word: int,
-    ) -> int:
+    def _note(self, *fence: int) -> int:
         """Note a fence, in a thread of the library's, which must not be kept waiting."""
-        del facts, length
+        who, count, _, _, data, size, whom, word = fence  # see `_Fence`
         if count != 1 or _Process.from_address(who).rank != _ALL_RANKS:
             return _NOT_SUPPORTED  # it would mix with those of all
         self.fences.append((ctypes.string_at(data, size) if size else b"", whom, word))
@@ -359,30 +349,24 @@ def _own_folder(memory: str) -> Iterator[Path]:
     places = [place for place in map(Path, (memory, tempfile.gettempdir())) if place.is_dir()]
     for left in (folder for place in places for folder in place.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
-            os.close(_lock(left))
+            _lock(left)
             shutil.rmtree(left)
     writable = [place for place in places if os.access(place, os.W_OK)]
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=writable[0] if writable else None))
-    locked = _lock(hidden)
+    _lock(hidden)
     # Only now it has a name that others look for.
     folder = hidden.rename(hidden.parent / hidden.name[1:])
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(locked)
 
 
-def _lock(folder: Path) -> int:
-    """Lock a folder for as long as this process lives, or until what is returned is closed."""
+def _lock(folder: Path) -> None:
+    """Lock a folder for as long as this process lives."""
     # Another user may have made it: opening a pipe would wait.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from dtk.cluster.place import Place
@@ -57,22 +58,22 @@ def is_foreign(name: str) -> bool:
     return name.startswith(_OF_OTHER_LAUNCHERS)
 
 
+def is_number(text: str) -> bool:
+    """Return whether a variable's text is a rank's number, or how many there are."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
 def integer(environ: Mapping[str, str], name: str) -> int:
-    """Read one variable as an integer.
+    """Read one variable that is set as an integer.
 
     >>> integer({"PMI_RANK": "3"}, "PMI_RANK")
     3
     """
-    value = environ.get(name)
-    if value is None:
-        raise ClusterError(
-            f"{name} is not set, expected a whole number; start again with the same launcher"
-        )
     try:
-        return int(value)
+        return int(environ[name])
     except ValueError:
         raise ClusterError(
-            f"{name}={value!r}, expected a whole number; unset it or start again"
+            f"{name}={environ[name]!r}, expected a whole number; unset it or start again"
         ) from None
 
 
