@@ -215,13 +215,6 @@ def _index(value: object) -> int:
 
 
 def _addresses(role: str, value: object) -> tuple[str, ...]:
-    # TensorFlow also takes {"0": "a:1", "1": "b:1"}, for sparse clusters; only without gaps here.
-    if isinstance(value, dict):
-        if sorted(value) != sorted(str(index) for index in range(len(value))):
-            raise _wrong(
-                f"role {role} has the indices {', '.join(value)}, expected 0, 1, 2 without gaps"
-            )
-        value = [value[str(index)] for index in range(len(value))]
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise _wrong(f'role {role} has {value!r}, expected a list of "host:port"')
     return tuple(value)
