@@ -46,6 +46,16 @@ def test_messages_pass_both_ways_in_order():
     hang_up(line, clients[1])
 
 
+def test_messages_that_came_together_are_read_one_by_one():
+    """Who waited for one lost those behind it."""
+    clients, line = meet()
+    for number in range(2):
+        line.send({"number": number})
+    time.sleep(0.1)
+    assert [clients[1].receive_one(3.0)["number"] for _ in range(2)] == [0, 1]
+    hang_up(line, clients[1])
+
+
 def test_who_does_not_know_the_secret_is_not_let_in():
     assert meet(lambda secret: bytes(32)) == ({}, None)
 
