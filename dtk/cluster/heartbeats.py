@@ -5,7 +5,7 @@ the communicator that they have already; each message carries a code that only w
 can make, so others can neither speak nor end the job.
 
     rank k   what it is doing, once a second  ─────> rank 0   tells stuck from slow (`stall`)
-    rank k   tells if rank 0 is silent        <───── rank 0   that it is there
+    rank k   tells if rank 0 is silent        <───── rank 0   that it is there, now and then
              says why, and ends with 124      <─────          that the job is stuck, and why
     rank k   which exception ends it          ─────> rank 0   compares, and says who failed first
              ends                             <─────          who that was
@@ -36,6 +36,9 @@ from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import TRY_AGAIN, ClusterError
 
 _PERIOD = 1.0
+# Seconds between two words of rank 0 that it is there: seldom, since a process that is stopped
+# reads none, and once they fill its buffer, its connection ends as if it were cut off.
+_HERE = 15.0
 # Each rank leaves the one before it this long to say that rank 0 is silent.
 _IN_TURN = 2.0
 # Seconds in which an earlier failure may be heard of, and the cause where all have lost a peer.
@@ -157,7 +160,7 @@ class Table(_Watcher):
             if self._failure is not None:
                 self._note(0, self._failure)
             now = time.monotonic()
-            if now - said_at > period:
+            if now - said_at > min(_HERE, timeout / 10):
                 said_at = now
                 self._tell({"here": True})
             if now >= self._known_at():
