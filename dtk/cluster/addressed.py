@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from dtk.cluster.alone import ALONE, is_on_purpose
 from dtk.cluster.place import Place
-from dtk.cluster.variables import place
+from dtk.cluster.variables import is_number, place_by
 from dtk.errors import ClusterError
 
 # Where rank 0 is met if no port is set: torchrun's own default.
@@ -40,31 +40,35 @@ class _Row(NamedTuple):
     launcher: str
     rank: str
     size: str
-    local: tuple[str, ...] | None = None  # rank and size on a host, where that has several
     address: str = "MASTER_ADDR"
     port: str = "MASTER_PORT"
+    local: tuple[tuple[str, str], ...] = ()  # rank and size on a host, where several may be there
+    is_alone: bool = False  # whether a host has one
 
 
 _TORCH = _Row(
     "torchrun, or a launcher with its variables",
     *("RANK", "WORLD_SIZE"),
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    local=(("LOCAL_RANK", "LOCAL_WORLD_SIZE"),),
 )
 _PET = _Row(
     "Kubeflow Trainer's torch runtime",
-    *("PET_NODE_RANK", "PET_NNODES", None, "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    *("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    is_alone=True,
 )
+_JSRUN = _Row(
+    "LSF's jsrun",
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    local=(("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),),
+)
+_SKY = ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS")
 _ROWS = (
     _TORCH,
-    _Row("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    _Row("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", is_alone=True),
     _PET,
-    _Row("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", address="SKYPILOT_NODE_IPS"),
-    _Row("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ()),
-    _Row(
-        "LSF's jsrun",
-        *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-    ),
+    _Row("SkyPilot", *_SKY, is_alone=True),
+    _Row("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    _JSRUN,
 )
 
 
@@ -93,7 +97,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     there = [row for row in _ROWS if _count(row, environ) > 1]
     whole = (row for row in there if {row.rank, row.size} <= environ.keys())
     row = next(whole, there[0] if there else None)
-    return None if row is None else _environment(row, environ)
+    return None if row is None else _place(row, environ)
 
 
 def add_to(here: Place, environ: Mapping[str, str]) -> Place:
@@ -103,7 +107,7 @@ def add_to(here: Place, environ: Mapping[str, str]) -> Place:
         ClusterError: RANK and WORLD_SIZE tell another place.
     """
     told = [environ.get(name, "") for name in (_TORCH.rank, _TORCH.size)]
-    if all(map(_is_number, told)) and int(told[1]) > 1:
+    if all(map(is_number, told)) and int(told[1]) > 1:
         if here.kind == "slurm" and here.size == 1:
             return read(environ) or here  # srun is also how one process is started
         if (int(told[0]), int(told[1])) != (here.rank, here.size):
@@ -111,7 +115,7 @@ def add_to(here: Place, environ: Mapping[str, str]) -> Place:
                 f"{here.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
                 "them; unset RANK and WORLD_SIZE, or give each rank its own"
             )
-    if here.size == 1 or here.addresses:
+    if here.size == 1 or here.addresses or here.meeting:
         return here
     with contextlib.suppress(ClusterError):  # it may do without
         return dataclasses.replace(here, meeting=meeting(environ))
@@ -134,7 +138,7 @@ def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:
     return f"[{host}]:{number}" if ":" in host.strip("[]") else f"{host}:{number}"
 
 
-def _environment(row: _Row, environ: Mapping[str, str]) -> Place:
+def _place(row: _Row, environ: Mapping[str, str]) -> Place:
     told = {name: environ[name] for name in (row.rank, row.size) if environ.get(name)}
     seen = " and ".join(f"{name}={value}" for name, value in told.items())
     by = f"{seen} {'are' if len(told) > 1 else 'is'} set, as by {row.launcher}"
@@ -154,23 +158,13 @@ def _environment(row: _Row, environ: Mapping[str, str]) -> Place:
             f"PET_NPROC_PER_NODE={each}, but python starts one process on each node: start the "
             "script with torchrun there, or set numProcPerNode: 1"
         )
-    rank, size = place(environ, row.rank, row.size)
-    local = row.local if row.local and set(row.local) <= environ.keys() else ()
-    local_rank, local_size = place(environ, *local) if local else (0, 1)
+    here = place_by(environ, "address", (row.rank, row.size), *row.local)
     where = row.address if row.port not in environ else f"{row.address} and {row.port}"
     reason = f"{by}; ranks meet at {at}, by {where}"
     if row is _TORCH and environ.get(_STORE) == "True":
         reason += ", one port further, where torchrun does not listen"
-    return Place(
-        kind="address",
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        reason=reason,
-        tells_local_rank=bool(local) or row.local is None,
-        meeting=at,
-    )
+    is_told = here.tells_local_rank or row.is_alone
+    return dataclasses.replace(here, reason=reason, tells_local_rank=is_told, meeting=at)
 
 
 def _count(row: _Row, environ: Mapping[str, str]) -> int:
@@ -179,9 +173,5 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:
         return 0
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
-    known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if _is_number(text)]
+    known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if is_number(text)]
     return max(known, default=0)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,9}", text) is not None

@@ -5,10 +5,10 @@ DTK_ALONE=1 trains alone on purpose, where no launcher of MPI, Slurm or TF_CONFI
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from dtk.cluster.slurm import in_step
+from dtk.cluster.variables import is_number
 from dtk.errors import ClusterError
 
 ALONE = "DTK_ALONE"
@@ -46,7 +46,7 @@ def idle_tasks(environ: Mapping[str, str]) -> str | None:
     if is_on_purpose(environ):
         return None
     tasks = environ.get("SLURM_NTASKS", "")
-    if not in_step(environ) and re.fullmatch("[0-9]{1,9}", tasks) and int(tasks) > 1:
+    if not in_step(environ) and is_number(tasks) and int(tasks) > 1:
         return (
             f"SLURM_NTASKS={tasks}, but this process is no task of srun: it trains alone; start "
             "with `srun ...`"

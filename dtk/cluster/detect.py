@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from dtk.cluster import addressed, alone, slurm, tf_config
 from dtk.cluster.place import Place
 from dtk.cluster.tf_config import TFConfig
-from dtk.cluster.variables import JOINED, place
+from dtk.cluster.variables import JOINED, place_by
 from dtk.errors import ClusterError
 
 _ALONE = Place(
@@ -53,6 +53,12 @@ _ALONE = Place(
     "PMIX_RANK, SLURM_STEP_ID, TF_CONFIG, RANK): one process on its own",
 )
 
+_HOROVOD = ("Horovod's launcher", "horovod", "HOROVOD_")
+_LAUNCHERS = (
+    _HOROVOD,
+    ("Open MPI", "mpi", "OMPI_COMM_WORLD_"),
+    ("MVAPICH2", "mpi", "MV2_COMM_WORLD_"),
+)
 _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # by which it tells the place on a host
 
 
@@ -109,7 +115,7 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Place:
-    here = _horovod(environ) or tf_config.read(environ)
+    here = _numbered(*_HOROVOD, environ) or tf_config.read(environ)
     if here is None:
         raise ClusterError(
             "DTK_RUN=1 is set, but neither HOROVOD_RANK nor TF_CONFIG; unset DTK_RUN, or start "
@@ -126,10 +132,9 @@ def _launched(environ: Mapping[str, str]) -> Place | None:
 
 def _numbers(environ: Mapping[str, str]) -> Place | None:
     """Read what launchers set that start MPI, or their own library."""
-    here = _horovod(environ) or _numbered("Open MPI", "mpi", "OMPI_COMM_WORLD_", environ)
-    here = here or _numbered("MVAPICH2", "mpi", "MV2_COMM_WORLD_", environ)
-    if here is not None:
-        return here
+    for launcher in _LAUNCHERS:
+        if (here := _numbered(*launcher, environ)) is not None:
+            return here
     by_pmi = _numbered("MPICH (PMI)", "mpi", "PMI_", environ, _HYDRA)
     by_slurm = slurm.read(environ)
     if by_pmi and by_slurm:
@@ -145,27 +150,10 @@ def _numbered(
     rank_name, size_name = f"{prefix}RANK", f"{prefix}SIZE"
     if rank_name not in environ and size_name not in environ:
         return None
-    rank, size = place(environ, rank_name, size_name)
     pairs = (*local, (f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"))
-    told = next((pair for pair in pairs if environ.keys() & set(pair)), None)
-    local_rank, local_size = (0, 1) if told is None else place(environ, *told)
-    return Place(
-        kind=kind,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        reason=f"{rank_name}={rank} and {size_name}={size} were set by {name}",
-        tells_local_rank=told is not None or size == 1,
-    )
-
-
-def _horovod(environ: Mapping[str, str]) -> Place | None:
-    here = _numbered("Horovod's launcher", "horovod", "HOROVOD_", environ)
-    host = environ.get("HOROVOD_HOSTNAME")
-    if here is not None and host and here.local_size == here.size:
-        return dataclasses.replace(here, hosts=(host,) * here.size)
-    return here
+    here = place_by(environ, kind, (rank_name, size_name), *pairs)
+    reason = f"{rank_name}={here.rank} and {size_name}={here.size} were set by {name}"
+    return dataclasses.replace(here, reason=reason)
 
 
 def _pmix(environ: Mapping[str, str]) -> Place | None:

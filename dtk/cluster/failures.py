@@ -6,13 +6,15 @@ strategy does, by the connection to rank 0 of `heartbeats`, and waits a moment f
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+from dtk.cluster.messages import record_of
 from dtk.errors import failure_record
 
 
-class Failure(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Failure:
     """An exception that has ended a rank; `dtk.errors.failure_record` makes it there."""
 
     time: float  # seconds of `time.monotonic()`, of whoever has the record
@@ -35,14 +37,8 @@ class Failure(NamedTuple):
 
 def read(record: Mapping[str, object], lag: float = 0.0) -> Failure:
     """Return a record of a rank whose clock is so many seconds behind; fails of a wrong one."""
-    return Failure(
-        float(str(record["time"])) + lag,
-        str(record["error"]),
-        str(record["message"]),
-        str(record["file"]),
-        int(str(record["line"])),
-        bool(record["lost_peer"]),
-    )
+    failure = record_of(Failure, record)
+    return dataclasses.replace(failure, time=failure.time + lag)
 
 
 def first(failures: Mapping[int, Failure]) -> int:

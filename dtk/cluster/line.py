@@ -1,10 +1,13 @@
 """A connection whose messages nobody else can make, change or repeat, among who knows a secret.
 
 With an empty secret anybody can make them.
+
+Uses the standard library alone, see `dtk.launch.agent`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import multiprocessing.connection
@@ -14,6 +17,8 @@ import time
 from collections.abc import Mapping
 
 HANDSHAKE = 5.0  # seconds for one message of it
+# Seconds for one message of who has come, and may be a stranger: less, since others wait meanwhile.
+_STRANGER = 2.0
 _CODE = 32  # hexadecimal digits
 _LONGEST = 1 << 26  # bytes of a message
 
@@ -27,6 +32,7 @@ class Line:
         self._mine, self._theirs = keys if is_listener else keys[::-1]
         self._sent = self._received = 0
         self._rest = b""
+        self._unread: list[Mapping[str, object]] = []
 
     def send(self, payload: object) -> None:
         """Send a message; of one thread at a time."""
@@ -42,7 +48,7 @@ class Line:
         *lines, self._rest = (self._rest + read).split(b"\n")
         if len(self._rest) > _LONGEST:
             raise PermissionError("a message that is too long to be of a rank")
-        messages = []
+        messages, self._unread = self._unread, []
         for line in lines:
             code, text = line[:_CODE], line[_CODE:]
             if not hmac.compare_digest(code, _code(self._theirs, self._received, text)):
@@ -63,12 +69,26 @@ class Line:
     def receive_one(self, seconds: float) -> Mapping[str, object]:
         """Return the message that has come first; wait so long for it."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            self.end.settimeout(left)
-            if messages := self.receive():
-                self.end.settimeout(seconds)
-                return messages[0]
-        raise TimeoutError(f"no message within {seconds:g} s")
+        while not self._unread:
+            left = max(0.0, deadline - time.monotonic())
+            if not multiprocessing.connection.wait([self.end], left):
+                raise TimeoutError(f"no message within {seconds:g} s")
+            self._unread = self.receive()
+        return self._unread.pop(0)
+
+    def end_at_silence(self, seconds: float) -> None:
+        """Have the connection end once the other host's system has been silent for so long.
+
+        That answers for a process that is busy, or stopped, too.
+        """
+        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in {
+            socket.TCP_KEEPIDLE: 15,
+            socket.TCP_KEEPINTVL: 5,
+            # milliseconds: of probes, and of what has been sent and was not acknowledged
+            socket.TCP_USER_TIMEOUT: int(1000 * seconds),
+        }.items():
+            self.end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _code(key: bytes, number: int, text: bytes) -> bytes:
@@ -86,3 +106,28 @@ def introduce(
     if len(theirs) < 16:
         raise ConnectionResetError("the other end is gone")
     return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
+
+
+def accept(listener: socket.socket, secret: bytes) -> tuple[int, Line] | None:
+    """Return who has come, by its number; None of a stranger."""
+    with contextlib.suppress(OSError, ValueError, KeyError), contextlib.ExitStack() as undo:
+        end = undo.enter_context(listener.accept()[0])
+        line = introduce(end, secret, is_listener=True, patience=_STRANGER)
+        number = int(str(line.receive_one(_STRANGER)["number"]))
+        line.send({})
+        undo.pop_all()
+        return number, line
+    return None
+
+
+def reach(
+    address: tuple[str, int], secret: bytes, number: int, patience: float = HANDSHAKE
+) -> Line:
+    """Return a connection to where somebody accepts who knows the secret, as this number."""
+    with contextlib.ExitStack() as undo:
+        end = undo.enter_context(socket.create_connection(address, timeout=patience))
+        line = introduce(end, secret, is_listener=False, patience=patience)
+        line.send({"number": number})
+        line.receive_one(patience)
+        undo.pop_all()
+        return line

@@ -19,7 +19,6 @@ import hmac
 import importlib.metadata
 import ipaddress
 import json
-import multiprocessing.connection
 import os
 import secrets
 import sys
@@ -187,18 +186,18 @@ def _serve(order: Mapping[str, object]) -> Served:
 def _hear(line: Line, name: str, namespace: str) -> dict[int, dict[str, str]]:
     """Wait for the variables of the ranks of another machine."""
     deadline = time.monotonic() + START_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
-        if not multiprocessing.connection.wait([line.end], left):
-            break
-        for told in line.receive():
-            if told.get("of") != namespace:  # of a server before this one
-                continue
-            if "failed" in told:
-                raise CommunicatorError(f"{name}: {told['failed']}")
-            variables = told["variables"]
-            assert isinstance(variables, dict)
-            return {int(rank): dict(own) for rank, own in variables.items()}
-    raise CommunicatorError(f"{name} started no server of MPI's within {START_SECONDS:g} s")
+    told: Mapping[str, object] = {}
+    while told.get("of") != namespace:  # else of a server before this one
+        try:
+            told = line.receive_one(deadline - time.monotonic())
+        except TimeoutError:
+            late = f"{name} started no server of MPI's within {START_SECONDS:g} s"
+            raise CommunicatorError(late) from None
+    if "failed" in told:
+        raise CommunicatorError(f"{name}: {told['failed']}")
+    variables = told["variables"]
+    assert isinstance(variables, dict)
+    return {int(rank): dict(own) for rank, own in variables.items()}
 
 
 def at_this_host(variables: Mapping[str, str]) -> dict[str, str]:
@@ -221,19 +220,14 @@ def _ip(address: tuple[object, ...]) -> str:
 def await_answer(line: Line, seconds: float) -> Mapping[str, object]:
     """Wait for rank 0's answer; meanwhile start MPI's server of this machine, if it asks for it."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if not multiprocessing.connection.wait([line.end], left):
-            break
-        for message in line.receive():
-            if "serve" not in message:
-                if not message.get("mpi"):  # others could not start theirs
-                    end_server()
-                return message
-            order = message["serve"]
-            assert isinstance(order, dict)
-            answer: dict[str, object] = {"of": order["namespace"]}
-            try:
-                line.send({**answer, "variables": _serve(order).variables})
-            except (CommunicatorError, OSError) as error:
-                line.send({**answer, "failed": str(error)})
-    raise TimeoutError(f"no answer within {seconds:g} s")
+    while "serve" in (message := line.receive_one(deadline - time.monotonic())):
+        order = message["serve"]
+        assert isinstance(order, dict)
+        answer: dict[str, object] = {"of": order["namespace"]}
+        try:
+            line.send({**answer, "variables": _serve(order).variables})
+        except (CommunicatorError, OSError) as error:
+            line.send({**answer, "failed": str(error)})
+    if not message.get("mpi"):  # others could not start theirs
+        end_server()
+    return message

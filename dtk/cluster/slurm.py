@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from dtk.cluster.hostfile import Host
 from dtk.cluster.place import Place
 from dtk.cluster.variables import integer, place
 from dtk.errors import ClusterError
 
+T = TypeVar("T")
 # Step ids from here on are Slurm's own (batch, interactive, extern, pending).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 PORTS = range(12000, 32000)  # below Linux's ephemeral range, which starts at 32768
@@ -31,18 +34,19 @@ _PORTS_PER_STEP = 16
 _MOST = 1 << 17
 _REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\]")
+# Of a task: its node, and its number there.
+_ON_NODE = ("SLURM_NODEID", "SLURM_LOCALID")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def read(environ: Mapping[str, str]) -> Place | None:
     """Read what `srun` sets in a job step.
 
-    >>> env = read({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2",
-    ...             "SLURM_NTASKS": "3",
-    ...             "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]",
-    ...             "SLURM_STEP_TASKS_PER_NODE": "2,1"})
-    >>> env.rank, env.hosts
-    (2, ('n1', 'n1', 'n2'))
+    >>> place = read({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2",
+    ...               "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    ...               "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"})
+    >>> place.rank, place.local_size, place.meeting
+    (2, 1, 'n1:12896')
     """
     if not in_step(environ):
         return None
@@ -53,49 +57,31 @@ def read(environ: Mapping[str, str]) -> Place | None:
     rank, size = place(environ, "SLURM_PROCID", size_name)
     step = environ["SLURM_STEP_ID"]
     reason = f"srun set SLURM_STEP_ID={step}, SLURM_PROCID={rank} and {size_name}={size}"
-    names = ("SLURM_NODEID", "SLURM_LOCALID")
-    told = {name: integer(environ, name) for name in names if name in environ}
+    told = {name: integer(environ, name) for name in _ON_NODE if name in environ}
     local_rank = told.get("SLURM_LOCALID", 0)
-    tells_local_rank = "SLURM_LOCALID" in told or size == 1
-    here = Place("slurm", rank, size, local_rank, tells_local_rank=tells_local_rank)
+    here = Place("slurm", rank, size, local_rank, local_rank + 1)
 
     tasks_text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     nodes_text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not tasks_text or not nodes_text:
-        local_size = 1 if size == 1 else local_rank + 1
-        reason += "; it names no hosts"
-        return dataclasses.replace(here, local_size=local_size, reason=reason)
-
-    tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
-    if len(tasks) != len(nodes) or sum(tasks) != size:
-        raise ClusterError(
-            f"{len(nodes)} nodes ({nodes_text}) with {tasks_text} tasks per node and {size_name}="
-            f"{size} do not fit together; start again with `srun -n N python train.py`, without "
-            "exporting SLURM_ variables"
+    if not tasks_text or not nodes_text or len(told) < len(_ON_NODE):
+        return dataclasses.replace(
+            here,
+            reason=f"{reason}; it does not tell which rank is on which host",
+            tells_local_rank="SLURM_LOCALID" in told or size == 1,
         )
-    distribution = environ.get("SLURM_DISTRIBUTION", "block")
-    layout = _layout(tasks, distribution)
-    if layout is None:
-        local_size = tasks[min(told.get("SLURM_NODEID", 0), len(tasks) - 1)]
-        reason += f"; which host has which rank is not known with SLURM_DISTRIBUTION={distribution}"
-        return dataclasses.replace(here, local_size=local_size, reason=reason)
-    for name, derived in zip(names, layout[rank], strict=True):
-        if told.get(name, derived) != derived:
-            raise ClusterError(
-                f"SLURM_PROCID={rank} should have {name}={derived} with tasks per node "
-                f"{tasks_text}, but has {told[name]}; start with `srun --distribution=block`"
-            )
-    node, local_rank = layout[rank]
-    base = port_base(environ)
-    return dataclasses.replace(
-        here,
-        local_rank=local_rank,
-        local_size=tasks[node],
-        tells_local_rank=True,
-        hosts=tuple(nodes[n] for n, _ in layout),
-        addresses=tuple(f"{nodes[n]}:{base + local}" for n, local in layout),
-        reason=reason,
-    )
+    tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
+    there = tasks[told["SLURM_NODEID"] : told["SLURM_NODEID"] + 1]
+    if len(tasks) != len(nodes) or sum(tasks) != size or local_rank >= max(there, default=0):
+        places = " and ".join(f"{name}={value}" for name, value in told.items())
+        raise ClusterError(
+            f"{len(nodes)} nodes ({nodes_text}) with {tasks_text} tasks per node, {size_name}="
+            f"{size}, {places} do not fit together; start again with `srun -n N python train.py`, "
+            "without exporting SLURM_ variables"
+        )
+    # Rank 0 is on the first node, but where the user has placed each rank.
+    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    meeting = f"{nodes[0]}:{port_base(environ)}" if size > 1 and not is_arbitrary else ""
+    return dataclasses.replace(here, local_size=there[0], reason=reason, meeting=meeting)
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -170,7 +156,7 @@ def end_step(environ: Mapping[str, str]) -> None:
 
 
 def port_base(environ: Mapping[str, str]) -> int:
-    """Derive the first port of this step from job and step id, the same on every rank.
+    """Derive the port at which ranks of this step meet from job and step id.
 
     Jobs 1 to 156 ids apart do not meet. `DTK_PORT_BASE` overrides it where a port is taken.
 
@@ -193,18 +179,17 @@ def expand_tasks_per_node(text: str) -> tuple[int, ...]:
     >>> expand_tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
     """
-    counts: list[int] = []
+    return _few(_counts(text), f"tasks per node {text!r}")
+
+
+def _counts(text: str) -> Iterator[int]:
     for part in text.split(","):
         match = _REPEAT.fullmatch(part.strip())
         if match is None:
             raise ClusterError(
                 f"tasks per node {text!r}: {part!r} is not understood, expected e.g. 2(x3),1"
             )
-        repeated = int(match[2] or 1)
-        if len(counts) + repeated > _MOST:
-            raise ClusterError(f"tasks per node {text!r}: more than {_MOST} nodes, expected fewer")
-        counts += [int(match[1])] * repeated
-    return tuple(counts)
+        yield from itertools.repeat(int(match[1]), int(match[2] or 1))
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
@@ -213,38 +198,33 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
     >>> expand_nodelist("node[01-03,7],gpu2")
     ('node01', 'node02', 'node03', 'node7', 'gpu2')
     """
-    names: list[str] = []
+    if names := _few(_names(text), f"node list {text!r}"):
+        return names
+    raise ClusterError("node list is empty, expected e.g. node[01-03,7],gpu2")
+
+
+def _names(text: str) -> Iterator[str]:
     # Commas inside brackets belong to the range, the others separate names.
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\],]", text):
-        if item == ",":
-            continue
         if item in "[]":
             raise ClusterError(
                 f"node list {text!r} has an unbalanced bracket, expected e.g. node[01-03,7],gpu2"
             )
-        names += _expand_name(item.strip(), text)
-    if not names:
-        raise ClusterError("node list is empty, expected e.g. node[01-03,7],gpu2")
-    return tuple(names)
+        if item != ",":
+            yield from _expanded(item.strip(), text)
 
 
-def _expand_name(name: str, text: str) -> list[str]:
+def _expanded(name: str, text: str) -> Iterator[str]:
     match = _BRACKETS.match(name)
     if match is None:
-        return [name]
-    tails = _expand_name(name[match.end() :], text)
-    numbers = _numbers(match[2], text)
-    if len(numbers) * len(tails) > _MOST:
-        raise _too_many(text)
-    return [match[1] + number + tail for number in numbers for tail in tails]
+        yield name
+        return
+    for number in _numbers(match[2], text):
+        for tail in _expanded(name[match.end() :], text):
+            yield match[1] + number + tail
 
 
-def _too_many(text: str) -> ClusterError:
-    return ClusterError(f"node list {text!r}: more than {_MOST} names, expected fewer")
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers: list[str] = []
+def _numbers(ranges: str, text: str) -> Iterator[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[2] and int(match[2]) < int(match[1])):
@@ -252,18 +232,11 @@ def _numbers(ranges: str, text: str) -> list[str]:
                 f"node list {text!r}: [{ranges}] is not a range, expected e.g. node[01-03,7]"
             )
         first, last = match[1], match[2] or match[1]
-        if len(numbers) + int(last) - int(first) > _MOST:
-            raise _too_many(text)
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return numbers
+        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
 
 
-def _layout(tasks: tuple[int, ...], distribution: str) -> list[tuple[int, int]] | None:
-    """Give every rank its (node, local rank), or None when the distribution is not known here."""
-    block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
-    over_nodes = distribution.split(":")[0].split(",")[0].lower()  # block:cyclic is nodes:sockets
-    if len(tasks) == 1 or max(tasks) == 1 or over_nodes in ("block", "*", ""):
-        return block
-    if over_nodes == "cyclic":
-        return sorted(block, key=lambda where: (where[1], where[0]))
-    return None
+def _few(items: Iterator[T], what: str) -> tuple[T, ...]:
+    taken = tuple(itertools.islice(items, _MOST + 1))
+    if len(taken) > _MOST:
+        raise ClusterError(f"{what}: more than {_MOST} nodes, expected fewer")
+    return taken

@@ -38,6 +38,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from dtk.cluster.messages import record_of
 from dtk.cluster.usage import STOPPED, Usage
 
 # Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
@@ -89,24 +90,12 @@ class RankReport:
     held: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-# By way of text: so numbers without bound are refused as what is no number is.
-_READ: dict[str, Callable[[object], object]] = {
-    "bool": bool,
-    "int": lambda value: int(str(value)),
-    "float": lambda value: float(str(value)),
-    "str": str,
-    "Mapping[str, float]": lambda pairs: {
-        str(int(key)): float(str(value))
-        for key, value in pairs.items()  # type: ignore[attr-defined]
-    },
-}
+_NOTHING = RankReport()
 
 
 def report_of(message: Mapping[str, object]) -> RankReport:
-    """Return a message as a report, of the types that it must have."""
-    fields = dataclasses.fields(RankReport)
-    values = {field.name: _READ[str(field.type)](message[field.name]) for field in fields}
-    return RankReport(**values)  # type: ignore[arg-type]
+    """Return a message as a report; fails of one that is none."""
+    return record_of(RankReport, message)
 
 
 @dataclasses.dataclass
@@ -133,15 +122,19 @@ class RankStatus:
     stack: str = ""  # its stack, where the report has none
 
     @property
+    def said(self) -> RankReport:
+        """Its last report; before its first, one of a rank that has done nothing."""
+        return self.last or _NOTHING
+
+    @property
     def worked(self) -> bool:
         """Whether it has done anything together with other ranks, or an evaluation."""
-        return self.last is not None and self.last.count > 0
+        return self.said.count > 0
 
     @property
     def waits(self) -> bool:
         """Whether it waits for others, or computes with them."""
-        last = self.last
-        return last is not None and not self.left and (last.inside or last.joining)
+        return not self.left and (self.said.inside or self.said.joining)
 
     @property
     def is_stopped(self) -> bool:
@@ -151,12 +144,12 @@ class RankStatus:
     @property
     def has_stack(self) -> bool:
         """Whether it has said where it is, and is there still."""
-        return self.last is not None and bool(self.last.stack) and not self.is_stopped
+        return bool(self.said.stack) and not self.is_stopped
 
     @property
     def calls(self) -> str:
         """Its stack, the innermost call first; "" where it is not known."""
-        return self.stack or ("" if self.last is None or self.left else self.last.stack)
+        return self.stack or ("" if self.left else self.said.stack)
 
     @property
     def where(self) -> str:
@@ -170,7 +163,7 @@ class RankStatus:
         """Take note of a report."""
         if self.heard is None:  # its imports were work, too
             self.busy = now
-        last, when = self.measured or (self.last or report, self.heard or now)
+        last, when = self.measured or (report, now)
         # Reports that are read late come together: what is between them took longer.
         if now - when >= _LOOK:
             if is_at_work(report.cpu - last.cpu, report.io - last.io, now - when):
@@ -198,11 +191,9 @@ class RankStatus:
 
     def is_silent(self, since: float) -> bool:
         """Return whether it reported nothing and none of its threads was seen to run."""
-        if self.last is None or self.heard is None or self.left or self.heard >= since:
+        if self.heard is None or self.left or (self.said.joining and not self.is_stopped):
             return False
-        if self.last.joining and not self.is_stopped:
-            return False
-        return self.used < since
+        return self.heard < since and self.used < since
 
     def is_idle(self, since: float) -> bool:
         """Return whether it has neither computed, nor read nor written."""
@@ -282,24 +273,23 @@ def _mutual(ranks: Sequence[RankStatus], since: float, timeout: float) -> Stall 
     """Return why ranks that all wait are stuck."""
     if any(rank.busy >= since for rank in ranks):
         return None
-    reports = [rank.last for rank in ranks if rank.last is not None]
-    feeding = _indices(ranks, lambda rank: rank.last is not None and rank.last.feeds)
+    feeding = _indices(ranks, lambda rank: rank.said.feeds)
     if 0 < len(feeding) < len(ranks):
         why = f"got no data for {timeout:g} s from Python"
         return Stall(feeding, why, _others(ranks, feeding))
     if ahead := _ahead(ranks):
         return Stall(ahead, f"{_SHORT}, and waits", _others(ranks, ahead))
     why = f"No rank did anything for {timeout:g} s"
-    if len({(one.count, one.what) for one in reports}) > 1:
+    if len({(one.said.count, one.said.what) for one in ranks}) > 1:
         why = "Ranks wait for each other in different places, as where the data of one ends earlier"
     return Stall((), why, _others(ranks, ()))
 
 
 def _ahead(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     """Return the ranks that have come to the end of their data more often than the others."""
-    loops = [0 if rank.last is None else rank.last.loops for rank in ranks]
-    ahead = tuple(index for index, count in enumerate(loops) if count == max(loops))
-    return ahead if len(ahead) < len(loops) else ()
+    most = max(rank.said.loops for rank in ranks)
+    ahead = _indices(ranks, lambda rank: rank.said.loops == most)
+    return ahead if len(ahead) < len(ranks) else ()
 
 
 def _ended(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
@@ -307,16 +297,15 @@ def _ended(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
     if any(not one.waits or max(one.moved, one.busy) > since for one in ranks):
         return ()
     ahead = _ahead(ranks)
-    batches = [0 if one.last is None else one.last.batches for one in ranks]
-    most = max((batches[index] for index in ahead), default=0)
-    return ahead if most < max(batches) else ()
+    most = max((ranks[index].said.batches for index in ahead), default=0)
+    return ahead if any(rank.said.batches > most for rank in ranks) else ()
 
 
 def find_short(ranks: Sequence[RankStatus]) -> Stall | None:
     """Return whose data has ended before that of others, where a collective has shown that."""
-    refused = any(rank.last is not None and rank.last.refused for rank in ranks)
-    ahead = _ahead(ranks) if refused else ()
-    return Stall(ahead, f"{_SHORT}, last") if ahead else None
+    if any(rank.said.refused for rank in ranks) and (ahead := _ahead(ranks)):
+        return Stall(ahead, f"{_SHORT}, last")
+    return None
 
 
 def find_cut_off(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | None:

@@ -80,10 +80,8 @@ def await_neighbours(place: Place, timeout: float) -> None:
     began = scanned = time.monotonic() - _SCAN
     host = socket.gethostname()
     statuses = [RankStatus(f"rank {rank}", host) for rank in range(place.size)]
-    while True:
-        now, come = time.monotonic(), _come(name)
-        if len(come) >= place.local_size:
-            return
+    while len(come := _come(name)) < place.local_size:
+        now = time.monotonic()
         if now - scanned >= _SCAN:
             scanned = now
             neighbours = _neighbours(job)

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dtk.cluster.place import Place
 from dtk.errors import ClusterError
@@ -159,7 +159,7 @@ def to_environment(config: TFConfig) -> Place:
     """
     training = config.role in TRAINING
     peers = config.training if training else config.cluster.get(config.role, ())
-    hosts = tuple(host_of(address) for address in peers)
+    hosts = _hosts_of(peers)
     mine = hosts[config.rank] if hosts else ""
     return Place(
         kind="tf_config",
@@ -167,7 +167,7 @@ def to_environment(config: TFConfig) -> Place:
         size=len(config.training),
         local_rank=hosts[: config.rank].count(mine),
         local_size=max(1, hosts.count(mine)),
-        hosts=tuple(host_of(address) for address in config.training),
+        hosts=_hosts_of(config.training),
         addresses=config.training,
         role=config.role,
         reason=f"TF_CONFIG makes this {config.role} {config.index} of a cluster with "
@@ -178,13 +178,8 @@ def to_environment(config: TFConfig) -> Place:
     )
 
 
-def host_of(address: str) -> str:
-    """Return the host of "host:port".
-
-    >>> host_of("node1:2222")
-    'node1'
-    """
-    return address.rpartition(":")[0]
+def _hosts_of(addresses: Iterable[str]) -> tuple[str, ...]:
+    return tuple(address.rpartition(":")[0] for address in addresses)
 
 
 @functools.cache
@@ -220,13 +215,6 @@ def _index(value: object) -> int:
 
 
 def _addresses(role: str, value: object) -> tuple[str, ...]:
-    # TensorFlow also takes {"0": "a:1", "1": "b:1"}, for sparse clusters; only without gaps here.
-    if isinstance(value, dict):
-        if sorted(value) != sorted(str(index) for index in range(len(value))):
-            raise _wrong(
-                f"role {role} has the indices {', '.join(value)}, expected 0, 1, 2 without gaps"
-            )
-        value = [value[str(index)] for index in range(len(value))]
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise _wrong(f'role {role} has {value!r}, expected a list of "host:port"')
     return tuple(value)

@@ -111,8 +111,15 @@ def memory_allowed(proc: str = "/proc/self", groups: str = "/sys/fs/cgroup") -> 
 
 def cores_allowed(proc: str = "/proc/self", groups: str = "/sys/fs/cgroup") -> int | None:
     """Return how many cores' time this process may use, as in a container; None: all of it."""
-    folders = _groups_of("cpu", proc, groups)
-    return min((cores for one in folders for cores in _cores_of_group(one)), default=None)
+    allowed = []
+    for folder in _groups_of("cpu", proc, groups):
+        # of versions 2 and 1
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                texts = [pathlib.Path(folder, file).read_text() for file in files]
+                quota, period = map(int, " ".join(texts).split())
+                allowed += [-(-quota // period)] if quota > 0 else []  # rounded up
+    return min(allowed, default=None)
 
 
 def _groups_of(controller: str, proc: str, groups: str) -> Iterator[str]:
@@ -129,16 +136,6 @@ def _groups_of(controller: str, proc: str, groups: str) -> Iterator[str]:
                 path = os.path.dirname(path)
 
 
-def _cores_of_group(folder: str) -> list[int]:
-    """Return the cores a group may use, rounded up, if it has a limit; of cgroup 2, then 1."""
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            texts = [pathlib.Path(folder, file).read_text() for file in files]
-            quota, period = map(int, " ".join(texts).split())
-            return [-(-quota // period)] if quota > 0 else []
-    return []
-
-
 class MemoryKills:
     """Says whether the kernel's out-of-memory killer has ended processes since this was made.
 
@@ -149,22 +146,18 @@ class MemoryKills:
     def __init__(self, pid: int, proc: str = "/proc", groups: str = "/sys/fs/cgroup"):
         folders = _groups_of("memory", f"{proc}/{pid}", groups)
         names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
-        self._files = [f"{folder}/{name}" for folder in folders for name in names]
-        self._files.append(f"{proc}/vmstat")
-        self._before = self._counts()
+        files = [f"{folder}/{name}" for folder in folders for name in names]
+        files.append(f"{proc}/vmstat")
+        self._file = next((file for file in files if _memory_kills(file) is not None), "")
+        self._before = _memory_kills(self._file) or 0
 
     def are_more(self) -> bool:
         """Return whether more were ended."""
-        if not self._before:
-            return False
-        file = next(iter(self._before))  # the process's own group, where that told
-        return self._counts().get(file, 0) > self._before[file]
+        return (_memory_kills(self._file) or 0) > self._before
 
-    def _counts(self) -> dict[str, int]:
-        kills = {}
-        for file in self._files:
-            with contextlib.suppress(OSError, ValueError), open(file) as lines:
-                counts = dict(line.split() for line in lines)
-                if "oom_kill" in counts:
-                    kills[file] = int(counts["oom_kill"])
-        return kills
+
+def _memory_kills(file: str) -> int | None:
+    """Return how many processes the kernel has ended, by a file of its; None where it is silent."""
+    with contextlib.suppress(OSError, ValueError, KeyError), open(file) as lines:
+        return int(dict(line.split() for line in lines)["oom_kill"])
+    return None

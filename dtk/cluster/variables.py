@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+from dtk.cluster.place import Place
 from dtk.errors import ClusterError
 
 # What `communicator="auto"` is to mean: to `dtk run` by the user, to its ranks by `dtk run`.
@@ -56,22 +58,22 @@ def is_foreign(name: str) -> bool:
     return name.startswith(_OF_OTHER_LAUNCHERS)
 
 
+def is_number(text: str) -> bool:
+    """Return whether a variable's text is a rank's number, or how many there are."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
 def integer(environ: Mapping[str, str], name: str) -> int:
-    """Read one variable as an integer.
+    """Read one variable that is set as an integer.
 
     >>> integer({"PMI_RANK": "3"}, "PMI_RANK")
     3
     """
-    value = environ.get(name)
-    if value is None:
-        raise ClusterError(
-            f"{name} is not set, expected a whole number; start again with the same launcher"
-        )
     try:
-        return int(value)
+        return int(environ[name])
     except ValueError:
         raise ClusterError(
-            f"{name}={value!r}, expected a whole number; unset it or start again"
+            f"{name}={environ[name]!r}, expected a whole number; unset it or start again"
         ) from None
 
 
@@ -85,6 +87,27 @@ def switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ClusterError(f"{name}={value!r}, expected 0 or 1; set one of them, or unset it")
     return value == "1" if value else default
+
+
+def place_by(
+    environ: Mapping[str, str], kind: str, names: tuple[str, str], *local: tuple[str, str]
+) -> Place:
+    """Read a place in a job by the names of its rank and size.
+
+    Args:
+        environ: Variables to read.
+        kind: The kind of place.
+        names: Of the rank and the size.
+        local: Of those on one host; the first pair that is set counts.
+
+    >>> place_by({"R": "1", "N": "4"}, "mpi", ("R", "N"), ("LR", "LN")).tells_local_rank
+    False
+    """
+    rank, size = place(environ, *names)
+    there = next((pair for pair in local if set(pair) <= environ.keys()), None)
+    local_rank, local_size = (0, 1) if there is None else place(environ, *there)
+    is_told = there is not None or size == 1
+    return Place(kind, rank, size, local_rank, local_size, tells_local_rank=is_told)
 
 
 def place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def resolve(communicator: Communicator) -> JobResolver:
 def _addresses(communicator: Communicator) -> tuple[str, ...]:
     """Return an address for each rank, or its host's name; "" if both are unknown."""
     place = communicator.place
-    # Under Slurm only TensorFlow's collectives listen at these addresses.
+    # Where ranks have met, only TensorFlow's collectives listen at these addresses.
     if place is not None and (place.roles or communicator.name == "collective"):
         return place.addresses
     return communicator.hosts or ("",) * communicator.size

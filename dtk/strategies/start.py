@@ -227,10 +227,9 @@ def _watch(communicator: Communicator, timeout: float) -> None:
                 f"{', '.join(missing)} cannot reach port "
                 f"{port} of rank 0 ({', '.join(addresses)})"
             )
-    elif listener is not None:
-        heartbeats.Table(hosts, lines, timeout, ends_at_loss, name == "mpi")
     else:
-        heartbeats.Client(rank, hosts, lines[0], timeout, ends_at_loss, name == "mpi")
+        watcher = heartbeats.Client if rank else heartbeats.Table
+        watcher(heartbeats.Watched(rank, hosts, lines, timeout, ends_at_loss, name == "mpi"))
 
 
 def _addresses(communicator: Communicator) -> tuple[str, ...]:

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
-from dtk.cluster import heartbeats
+from dtk.cluster import line
 
 pytestmark = pytest.mark.command
 
@@ -22,11 +20,11 @@ if rank == "0":
     print(listener.port, listener.secret.hex(), flush=True)
     clients = listener.accept_clients(2, 30.0)
     print("met", flush=True)
-    heartbeats.Table(["a", "b"], clients, 2.0)
+    heartbeats.Table(heartbeats.Watched(0, ["a", "b"], clients, 2.0))
 else:
     line = heartbeats.connect(1, ["127.0.0.1"], int(port), bytes.fromhex(secret))
     input()  # as strategies wait, before they report
-    heartbeats.Client(1, ["a", "b"], line, 2.0)
+    heartbeats.Client(heartbeats.Watched(1, ["a", "b"], {0: line}, 2.0))
 with progress.inside("train step"):
     time.sleep(0.5)
 def struck():
@@ -103,11 +101,11 @@ if rank == "0":
     print(listener.port, listener.secret.hex(), flush=True)
     clients = listener.accept_clients(3, 30.0)
     print("met", flush=True)
-    heartbeats.Table(["a", "b", "c"], clients, 60.0)
+    heartbeats.Table(heartbeats.Watched(0, ["a", "b", "c"], clients, 60.0))
 else:
     line = heartbeats.connect(int(rank), ["127.0.0.1"], int(port), bytes.fromhex(secret))
     input()
-    heartbeats.Client(int(rank), ["a", "b", "c"], line, 60.0)
+    heartbeats.Client(heartbeats.Watched(int(rank), ["a", "b", "c"], {0: line}, 60.0))
 seconds, _, kind = ends[rank].partition(":")
 time.sleep(float(seconds))
 if kind == "killed":
@@ -162,26 +160,33 @@ def test_all_survivors_learn_who_failed_first(ends, first):
     assert says.startswith(f"\ndtk: {first}") and says.count("\n") == 2
 
 
-def test_who_only_hears_another_is_not_cut_off_from_it(monkeypatch):
-    """The system notes acknowledgements of what one sends oneself, and that may be nothing."""
-    monkeypatch.setattr(heartbeats, "_CUT_OFF", 0.5)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as hears,
-        listener.accept()[0] as end,
-    ):
-        for _ in range(10):
-            end.sendall(b"here")
-            time.sleep(0.1)
-        assert not heartbeats._is_cut_off(hears)
-        time.sleep(0.7)
-        assert heartbeats._is_cut_off(hears)
+ACCEPTS = """
+import os, time
+from dtk.cluster import heartbeats
+listener = heartbeats.Listener("")
+print(listener.port, listener.secret.hex(), os.getpid(), os.uname().nodename, flush=True)
+clients = listener.accept_clients(2, 30.0)
+time.sleep(600)
+"""
 
 
-def test_time_in_which_a_process_was_stopped_is_no_silence_of_others(monkeypatch):
-    monkeypatch.setattr(heartbeats, "_PAUSE", 0.5)
-    awake = heartbeats._Awake()
-    time.sleep(0.6)
-    assert awake.seconds() == 0.0
-    time.sleep(0.2)
-    assert 0.2 <= awake.seconds() < 0.6
+def test_a_connection_ends_once_a_host_is_silent_and_not_while_a_process_is_stopped(many_hosts):
+    """A rank beyond a link that was cut was awaited for ever."""
+    (host,), shell = many_hosts(1)
+    command = [shell, host, f"cd {os.getcwd()} && {sys.executable} -c '{ACCEPTS}'"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        port, secret, pid, name = other.stdout.readline().split()
+        to_it = line.reach((host, int(port)), bytes.fromhex(secret), 1)
+        with to_it.end as end:
+            to_it.end_at_silence(1.0)
+            end.settimeout(3.0)
+            os.kill(int(pid), signal.SIGSTOP)
+            to_it.send({"here": True})
+            with pytest.raises(TimeoutError, match="timed out"):
+                to_it.receive()
+            subprocess.run(["ip", "link", "set", f"{name[:-1]}v{name[-1]}", "down"], check=True)
+            to_it.send({"here": True})
+            end.settimeout(20.0)
+            with pytest.raises(OSError, match="Connection timed out|No route to host"):
+                to_it.receive()
+        os.kill(int(pid), signal.SIGKILL)

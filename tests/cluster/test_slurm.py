@@ -17,12 +17,14 @@ pytestmark = pytest.mark.command
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
-def step(rank, size=3, tasks="2,1", **more):
+def step(rank, node=0, local=0, tasks="2,1", **more):
     return {
         **STEP,
         "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": str(size),
+        "SLURM_NTASKS": "3",
         "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
         **more,
     }
 
@@ -82,40 +84,35 @@ def test_broken_lists_are_refused(text):
             expand_tasks_per_node(broken)
 
 
-def test_every_rank_of_a_step_derives_the_same_addresses():
-    environments = [slurm.read(step(rank)) for rank in range(3)]
-    assert len({e.addresses for e in environments}) == 1
-    assert len(set(environments[0].addresses)) == 3
-    assert [e.hosts[e.rank] for e in environments] == ["n1", "n1", "n2"]
-    assert [(e.local_rank, e.local_size) for e in environments] == [(0, 2), (1, 2), (0, 1)]
+def test_every_rank_of_a_step_derives_the_same_meeting():
+    places = [slurm.read(step(rank, *where)) for rank, where in enumerate([(0, 0), (0, 1), (1, 0)])]
+    assert {place.meeting for place in places} == {f"n1:{slurm.port_base(STEP)}"}
+    assert [(e.local_rank, e.local_size) for e in places] == [(0, 2), (1, 2), (0, 1)]
 
 
-def test_cyclic_distribution_goes_round_the_nodes():
-    found = slurm.read(step(1, SLURM_DISTRIBUTION="cyclic", SLURM_NODEID="1", SLURM_LOCALID="0"))
-    assert found.hosts == ("n1", "n2", "n1")
-    assert found.local_rank == 0
-
-
-def test_an_unknown_distribution_gives_no_addresses_rather_than_wrong_ones():
-    found = slurm.read(step(1, SLURM_DISTRIBUTION="arbitrary", SLURM_NODEID="1", SLURM_LOCALID="0"))
-    assert found.addresses == found.hosts == ()
-    assert "arbitrary" in found.reason
+@pytest.mark.parametrize("how", ["cyclic", "plane=2", "block:cyclic"])
+def test_how_ranks_are_distributed_does_not_matter(how):
+    found = slurm.read(step(1, 1, 0, SLURM_DISTRIBUTION=how))
     assert (found.local_rank, found.local_size) == (0, 1)
+    assert found.meeting.startswith("n1:")
+
+
+def test_where_rank_0_may_be_anywhere_no_address_is_told_rather_than_a_wrong_one():
+    assert slurm.read(step(1, 1, 0, SLURM_DISTRIBUTION="arbitrary")).meeting == ""
 
 
 def test_a_layout_that_cannot_be_is_refused():
-    with pytest.raises(ClusterError, match="srun --distribution=block"):
-        slurm.read(step(1, SLURM_NODEID="1"))
-    with pytest.raises(ClusterError, match="do not fit together"):
-        slurm.read(step(1, tasks="2,2"))
+    for wrong in (step(1, 1, 1), step(1, 2, 0), step(1, tasks="2,2"), step(1, tasks="2")):
+        with pytest.raises(ClusterError, match="do not fit together"):
+            slurm.read(wrong)
 
 
 @pytest.mark.parametrize(
     "environ",
     [
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-        {**step(0, size=4), "SLURM_STEP_ID": "4294967290"},
-        {**step(0, size=4), "SLURM_STEP_ID": "4294967291"},
+        {**step(0), "SLURM_STEP_ID": "4294967290"},
+        {**step(0), "SLURM_STEP_ID": "4294967291"},
     ],
     ids=["sbatch", "salloc", "batch step"],
 )

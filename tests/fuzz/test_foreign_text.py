@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtk.bench import results
-from dtk.cluster import heartbeats, hostfile, slurm, stall, tf_config
+from dtk.cluster import hostfile, slurm, stall, tf_config
+from dtk.cluster.line import Line
 from dtk.errors import DtkError
 from dtk.launch import assign
 from dtk.launch.ssh import HostFacts
@@ -101,7 +102,7 @@ def test_who_does_not_know_the_secret_is_no_rank(chunks):
     """Bytes of anybody reach the port: no message, no rank, no exception of another kind."""
     near, far = socket.socketpair()
     with near, far:
-        line = heartbeats.Line(near, b"secret", b"nonces", is_listener=True)
+        line = Line(near, b"secret", b"nonces", is_listener=True)
         far.sendall(b"\n".join(chunks) + b"\n")
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(OSError):
@@ -112,8 +113,8 @@ def test_who_does_not_know_the_secret_is_no_rank(chunks):
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_a_changed_message_is_refused(where, by):
     near, far = socket.socketpair()
-    listener = heartbeats.Line(near, b"secret", b"nonces", is_listener=True)
-    client = heartbeats.Line(far, b"secret", b"nonces", is_listener=False)
+    listener = Line(near, b"secret", b"nonces", is_listener=True)
+    client = Line(far, b"secret", b"nonces", is_listener=False)
     with near, far:
         client.send({"rank": 1})
         told = bytearray(near.recv(1 << 16))

@@ -265,8 +265,8 @@ def test_what_tensorflow_says_of_a_lost_task_is_kept_for_the_file(play, run, tmp
 
 
 def test_a_kill_for_want_of_memory_is_told_from_others(play, run, monkeypatch):
-    kills = iter([7, 7, 7, 8])
-    monkeypatch.setattr(usage.MemoryKills, "_counts", lambda self: {"": next(kills)})
+    kills = iter([*[7] * 6, 8])  # two looks as each task starts, and one at the end of one
+    monkeypatch.setattr(usage, "_memory_kills", lambda file: next(kills))
     waits = "mark('up')\ntime.sleep(600)"
     worker = "until('up', 2)\nmark('lost')\ndie()"  # when kills were counted for all three
     given, _, err, _ = run(play(chief=waits, ps=waits, worker=worker), max_restarts=0)

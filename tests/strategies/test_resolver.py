@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import socket
 
@@ -37,7 +38,10 @@ HERE = socket.gethostname()
 
 
 def resolved(environ, name="null"):
-    world = create("null", detect(environ))
+    place = detect(environ)
+    if "addresses" in environ:  # which ranks exchange where they meet
+        place = dataclasses.replace(place, addresses=tuple(environ["addresses"].split()))
+    world = create("null", place)
     world.host_transport.name = name
     found = resolve(world)
     return found.task_type, found.task_id, found.cluster_spec().as_dict(), found.rpc_layer
@@ -59,16 +63,24 @@ def resolved(environ, name="null"):
             "horovod",
             ("worker", 1, {"worker": ["a:1", "b:2"]}, "grpc"),
         ),
-        ({**SLURM}, "collective", ("worker", 1, {"worker": ["n1:12896", "n2:12896"]}, "grpc")),
+        (
+            {**SLURM, "addresses": "n1:4 n2:5"},
+            "collective",
+            ("worker", 1, {"worker": ["n1:4", "n2:5"]}, "grpc"),
+        ),
         # Nobody listens on the ports that collectives would use.
-        ({**SLURM}, "horovod", ("worker", 1, {"worker": [HERE, HERE]}, None)),
+        (
+            {**SLURM, "addresses": "n1:4 n2:5"},
+            "mpi",
+            ("worker", 1, {"worker": [HERE, HERE]}, None),
+        ),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
             "local",
             ("worker", 0, {"worker": [HERE]}, None),
         ),
     ],
-    ids=["alone", "tf_config", "chief", "mpi", "both", "slurm", "slurm-horovod", "mpi-of-one"],
+    ids=["alone", "tf_config", "chief", "mpi", "both", "slurm", "slurm-mpi", "mpi-of-one"],
 )
 def test_what_each_launcher_tells(environ, name, expected):
     assert resolved(environ, name) == expected

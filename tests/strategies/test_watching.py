@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from dtk.cluster.heartbeats import Line, Listener, connect
+from dtk.cluster.heartbeats import Listener, connect
+from dtk.cluster.line import Line
 from dtk.errors import ClusterError
 from dtk.strategies import start
 
@@ -45,10 +46,18 @@ def test_messages_pass_both_ways_in_order():
     hang_up(line, clients[1])
 
 
+def test_messages_that_came_together_are_read_one_by_one():
+    """Who waited for one lost those behind it."""
+    clients, line = meet()
+    for number in range(2):
+        line.send({"number": number})
+    time.sleep(0.1)
+    assert [clients[1].receive_one(3.0)["number"] for _ in range(2)] == [0, 1]
+    hang_up(line, clients[1])
+
+
 def test_who_does_not_know_the_secret_is_not_let_in():
-    clients, line = meet(lambda secret: bytes(32))
-    assert clients == {}
-    hang_up(line)
+    assert meet(lambda secret: bytes(32)) == ({}, None)
 
 
 def test_a_message_that_was_said_before_is_refused():

@@ -26,7 +26,6 @@ from dtk.callbacks.checkpointing.checkpoint_files import (
     save_weights,
 )
 from dtk.callbacks.find_non_finite import non_finite_weights
-from dtk.cluster import progress
 from dtk.communicators.root import on_root
 from dtk.compat import keras_models, tf_replicas
 from dtk.compat.keras_variables import in_wholes, whole_shape
@@ -111,11 +110,10 @@ class Background:
     def left(self) -> Exception | None:
         """Wait for the work that is under way, and return what it has raised."""
         if self._thread is not None:
-            with progress.awaiting(self._thread):
-                self._thread.join(self._long)
-                if self._thread.is_alive():
-                    self._say(f"waiting for {self._what}, which takes more than {self._long:g} s")
-                    self._thread.join()
+            self._thread.join(self._long)
+            if self._thread.is_alive():
+                self._say(f"waiting for {self._what}, which takes more than {self._long:g} s")
+                self._thread.join()
             self._thread = None
         failure, self.failure = self.failure, None
         return failure
