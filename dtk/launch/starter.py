@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -56,7 +55,6 @@ class Starter:
         self._state, self._output = state, output
         self._served = any(process.role == "ps" for process in state.spec.processes)
         self._held = contextlib.ExitStack()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
         self._variables: list[dict[str, str]] = []  # of each rank, by which it joins MPI's world
         self._mpi: mpi_servers.MPIServers | None = None
@@ -101,7 +99,6 @@ class Starter:
         """Let go of the guard, the rendezvous server and the ports."""
         self._reader.close()
         self._held.close()
-        self._thread.shutdown()
 
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
@@ -130,15 +127,9 @@ class Starter:
             self._held.enter_context(reports)
             rank.reports = reports
             self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
-        try:
-            end = os.pidfd_open(popen.pid)
-        except (AttributeError, OSError):  # this Python or kernel has none, or it has ended already
-            over = threading.Event()
-            rank.open.append(over)
-            threading.Thread(target=self._await_end, args=(rank, popen, over), daemon=True).start()
-        else:
-            reap = functools.partial(self._reap, rank, popen, end)
-            rank.open.append(self._reader.add(end, reap))
+        over = threading.Event()
+        rank.open.append(over)
+        threading.Thread(target=self._await_end, args=(rank, popen, over), daemon=True).start()
 
     def _hear(self, rank: Task, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
         if message := report_channel.receive(reports):
@@ -157,28 +148,19 @@ class Starter:
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
 
-    def _reap(self, rank: Task, popen: subprocess.Popen[bytes], end: int) -> bool:
-        os.close(end)
-        self._note_end(rank, popen.wait())
-        return False
-
     def _await_end(
         self, rank: Task, popen: subprocess.Popen[bytes], over: threading.Event
     ) -> None:
-        self._note_end(rank, popen.wait())
-        over.set()
-
-    def _note_end(self, rank: Task, code: int) -> None:
+        code = popen.wait()
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
+        over.set()
 
     def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
-        # A rank is asked to end when the thread that started it does. This one ends with the job.
         here = process.host in self._local_hosts
-        start = self._start_here if here else self._start_there
         try:
-            return self._thread.submit(start, process, env).result()
+            return (self._start_here if here else self._start_there)(process, env)
         except OSError as error:
             program = process.argv[0] if here else self._state.spec.remote_shell.split()[0]
             raise ClusterError(
@@ -197,7 +179,6 @@ class Starter:
                     self._state.mark(process),
                     process.cores,
                     output=subprocess.PIPE,
-                    serves=self._served and process.role != "chief",
                     keeps=[end.fileno()],
                 )
         except OSError:
