@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -34,15 +35,25 @@ _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
 
 
 class Order(enum.StrEnum):
-    """What the launcher has an agent, or the guard, do with a rank, or note of it."""
+    """What the launcher has an agent do with a rank.
+
+    It also passes on what ranks say of saving, by which an agent, or the guard, knows whether they
+    would save a checkpoint if the launcher were gone; see `dtk.cluster.progress`.
+    """
 
     END = "end"  # by SIGTERM, but not its children
     ASK = "ask"  # to save and end, by its report channel
     STACK = "stack"  # end it such that it writes its stack first, also if it is stopped
-    # would it save a checkpoint if the launcher were gone?
-    READY = "ready"  # at a SIGTERM
-    WAITS = "waits"  # when it is asked
-    OVER = "over"  # not any more; end it, once the launcher is gone
+
+
+def obey(order: str, rank: subprocess.Popen[bytes], reports: socket.socket) -> None:
+    """Do with a rank of this host what is ordered."""
+    if order == Order.END:
+        rank.terminate()
+    elif order == Order.ASK:
+        ask(reports)
+    elif order == Order.STACK:
+        abort(rank.pid)
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -144,15 +155,17 @@ class Saver:
         self._pipes: dict[int, list[int]] = {}
         self._signalled: set[int] = set()
 
-    def note(self, order: str, pid: int) -> None:
-        """Note whether a rank would save a checkpoint if it were asked to end."""
-        if order == Order.OVER:
+    def note(self, saving: str, pid: int) -> None:
+        """Note what a rank says of saving."""
+        if saving == "over":
             for pipe in self._pipes.pop(pid, []):
                 os.close(pipe)
-            return
-        self._pipes.setdefault(pid, _opened(pid))
-        self._signalled -= {pid}
-        self._signalled |= {pid} if order == Order.READY else set()
+        elif pid not in self._pipes:
+            self._pipes[pid] = _opened(pid)
+        if saving != "begun":
+            self._signalled.discard(pid)
+        if saving == "ready":
+            self._signalled.add(pid)
 
     def let_save(self, serving: Collection[int] = ()) -> None:
         """Ask the ranks that would save to end, and wait until they have, or time is up."""
@@ -222,14 +235,9 @@ def run_rank(
     def follow_launcher() -> None:
         is_needed = serves
         for order in orders(silence):
-            is_needed &= order != Order.OVER
-            if order == Order.END:
-                rank.terminate()
-            elif order == Order.ASK:
-                ask(reports)
-            elif order == Order.STACK:
-                abort(rank.pid)
-            else:
+            is_needed &= order != "over"
+            obey(order, rank, reports)
+            if order not in [*Order]:
                 saver.note(order, rank.pid)
         ask(reports)
         saver.let_save([rank.pid] if is_needed else [])
@@ -303,29 +311,24 @@ def _say(line: bytes) -> None:
             os.write(2, line)
 
 
-def guard(job: str, grace: float, save_grace: float) -> None:
-    """Wait for the launcher; if it dies without saying goodbye, end its job.
+def guard(job: str, grace: float, save_grace: float, folder: str) -> None:
+    """Wait for the launcher; if it dies without saying goodbye, end its job, and remove a folder.
 
     Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
     end. The launcher writes lines:
 
-        remove FOLDER   remove it after the job's end
-        ready PID       this rank would save a checkpoint if it were asked to end; or waits, over
+        ready PID       what a rank says of saving
         done            all is well: leave
     """
     saver = Saver(job, save_grace)
-    folders = []
     for line in sys.stdin:
-        word, _, rest = line.rstrip("\n").partition(" ")
+        word, _, pid = line.rstrip("\n").partition(" ")
         if word == "done":
             return
-        if word == "remove":
-            folders.append(rest)
-        else:
-            saver.note(word, int(rest))
+        saver.note(word, int(pid))
     saver.let_save()
     end(job, grace)
-    for folder in folders:
+    if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -356,11 +359,9 @@ def tell(host: str, ports: int) -> None:
 
 def main(task: str, arguments: Mapping[str, object]) -> int:
     """Do what the launcher asks for; return the exit code."""
-    if task == "rank":
-        return run_rank(**arguments)  # type: ignore[arg-type]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if task == "mpi":
-        return serve_mpi(**arguments)  # type: ignore[arg-type]
-    (guard if task == "guard" else tell)(**arguments)  # type: ignore[arg-type]
-    return 0
+    if task != "rank":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    works: dict[str, Callable[..., int | None]]
+    works = {"rank": run_rank, "mpi": serve_mpi, "guard": guard, "tell": tell}
+    return works[task](**arguments) or 0

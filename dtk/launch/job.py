@@ -225,8 +225,6 @@ class Job:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(ssh.HEARTBEAT):
             self._starter.beat()
-            for rank in self._state.tasks:
-                rank.beat()
 
     def _supervise(self) -> None:
         self._left_start.wait()

@@ -16,10 +16,8 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from dtk.cluster import line, pmix, report_channel, usage
 from dtk.errors import ClusterError
@@ -35,6 +33,7 @@ BOOTSTRAP = (
     "[load(*one) for one in told['modules'].items()];"
     "sys.exit(sys.modules['dtk.launch.agent'].main(told['task'],told['given']))"
 )
+HERE = (sys.executable, "-I", "-S", "-c", BOOTSTRAP)  # runs the agent on this machine
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -181,43 +180,52 @@ def remote_command(host: str, remote_shell: str, python: str = sys.executable) -
     return [*words, host, shlex.join([python, "-c", BOOTSTRAP])]
 
 
+def start_agent(
+    command: Sequence[str], task: str, output: int, **arguments: object
+) -> subprocess.Popen[bytes]:
+    """Start an agent, by a command that runs `BOOTSTRAP`, which reads orders as lines."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+    )
+    assert process.stdin is not None
+    # Where the remote shell has failed already, its exit code and output say why.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(first_line(task, **arguments).encode())
+        process.stdin.flush()
+    return process
+
+
+def tell(agent: subprocess.Popen[bytes], line: str) -> None:
+    """Tell an agent something, unless it is gone, or stopped, and reads nothing any more."""
+    pipe = agent.stdin
+    with contextlib.suppress(OSError, ValueError):
+        if pipe is not None and report_channel.takes_more(pipe):
+            pipe.write(f"{line}\n".encode())
+            pipe.flush()
+
+
+def hang_up(agent: subprocess.Popen[bytes]) -> None:
+    """Close the line to an agent, which then ends what it has started."""
+    if agent.stdin is not None:
+        with contextlib.suppress(OSError):
+            agent.stdin.close()
+
+
 class Guard:
-    """A process that ends the job if this one is killed before it can."""
+    """A process that ends the job, and removes a folder, if this one is killed before it can."""
 
-    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self._lock = threading.Lock()
-        self._say(first_line("guard", job=job, grace=grace, save_grace=save_grace))
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0, folder: str = "") -> None:
+        orders = {"job": job, "grace": grace, "save_grace": save_grace, "folder": folder}
+        self._process = start_agent(HERE, "guard", subprocess.DEVNULL, **orders)
 
-    def remove(self, folder: Path) -> None:
-        """Have a folder removed if this process is killed before it can."""
-        self._say(f"remove {folder}\n")
-
-    def note_saving(self, order: str, pid: int) -> None:
-        """Tell whether a rank here would save a checkpoint if it were asked to end, and how."""
-        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{order} {pid}\n")
-
-    def _say(self, line: str) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with self._lock:
-            if report_channel.takes_more(pipe):  # one that is stopped reads nothing
-                pipe.write(line)
-                pipe.flush()
+    def note_saving(self, saving: str, pid: int) -> None:
+        """Tell what a rank here says of saving."""
+        tell(self._process, f"{saving} {pid}")
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave, or end it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            self._say("done\n")
-            self._process.stdin.close()
+        tell(self._process, "done")
+        hang_up(self._process)
         try:
             self._process.wait(_LEAVES)
         except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP

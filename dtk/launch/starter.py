@@ -21,18 +21,8 @@ from dtk.launch.reader import Reader
 from dtk.launch.task import JobState, Task
 
 # Settings of the user's that ranks on other hosts need as well.
-FORWARDED = (
-    "TF_",
-    "KERAS_",
-    "DTK_",
-    "HOROVOD_",
-    "OMP_",
-    "NCCL_",
-    "XLA_",
-    "CUDA_",
-    "GRPC_",
-    "PYTHON",
-)
+_LIBRARIES = ("TF_", "KERAS_", "HOROVOD_", "OMP_", "NCCL_", "XLA_", "CUDA_", "GRPC_")
+FORWARDED = (*_LIBRARIES, "DTK_", "PYTHON")
 _ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _WATCH = 2.0  # seconds between two looks at a rank from outside
 # A process, or the remote shell that leads to it, and where its reports are read: None behind a
@@ -49,6 +39,9 @@ class Starter:
 
     It also holds what outlives them: the guard process, Horovod's rendezvous server, MPI's and
     ports.
+
+    Attributes:
+        mpi: MPI's servers, where there are some; all ranks need them.
     """
 
     def __init__(self, state: JobState, output: JobOutput) -> None:
@@ -56,8 +49,7 @@ class Starter:
         self._served = any(process.role == "ps" for process in state.spec.processes)
         self._held = contextlib.ExitStack()
         self._shared: dict[str, str] = {}
-        self._variables: list[dict[str, str]] = []  # of each rank, by which it joins MPI's world
-        self._mpi: mpi_servers.MPIServers | None = None
+        self.mpi = mpi_servers.MPIServers()
         self._local_hosts: set[str] = set()
         self._reader = Reader("dtk ranks", state.stop)
 
@@ -82,29 +74,38 @@ class Starter:
             self._shared = _start_rendezvous(spec.processes, self._held)
         self._start_mpi()
 
-    def lost(self) -> mpi_servers.Loss | None:
-        """Return how MPI's server, which all ranks need, has ended; None while it runs."""
-        return None if self._mpi is None else self._mpi.lost()
-
-    def held_up(self) -> str:
-        """Return what may keep the ranks from starting together, for a sentence; "" if nothing."""
-        return "" if self._mpi is None else self._mpi.held_up()
+    def _start_mpi(self) -> None:
+        """Start MPI's servers where the plan asks for them, or would like them."""
+        spec = self._state.spec
+        asked = {process.env.get(COMMUNICATOR) for process in spec.processes}
+        must = "mpi" in asked
+        if not must and ("auto" not in asked or mpi_installs.unasked() is None):
+            return
+        self._held.callback(self.mpi.close)
+        try:
+            self.mpi.start(spec.processes, self._state.job_id, spec.remote_shell)
+        except CommunicatorError as error:
+            if must:
+                raise
+            self.mpi.close()
+            self._output.say(f"going on over TensorFlow's collectives: {error}")
 
     def beat(self) -> None:
-        """Tell MPI's servers that this process is alive."""
-        if self._mpi is not None:
-            self._mpi.beat()
+        """Tell other hosts that this process is alive."""
+        self.mpi.beat()
+        for rank in self._state.tasks:
+            rank.beat()
 
     def close(self) -> None:
-        """Let go of the guard, the rendezvous server and the ports."""
+        """Let go of the guard, the servers and the ports."""
         self._reader.close()
         self._held.close()
 
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
-        of_mpi = self._variables[process.rank] if self._variables else {}
-        variables = {**process.env, **self._shared, **of_mpi}
-        env = {**self._output.variables(process), **variables}
+        env = {**self._output.variables(process), **process.env, **self._shared}
+        if self.mpi.env:
+            env |= {**self.mpi.env[process.rank], COMMUNICATOR: "mpi"}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Task(process, env, remote, popen, self._guard, self._state.events)
@@ -199,8 +200,10 @@ class Starter:
             for name, value in os.environ.items()
             if name.startswith(FORWARDED) and not is_foreign(name)
         }
-        order = ssh.first_line(
+        popen = ssh.start_agent(
+            ssh.remote_command(process.host, self._state.spec.remote_shell),
             "rank",
+            subprocess.PIPE,
             argv=process.argv,
             env={**forwarded, **env},
             cwd=os.getcwd(),
@@ -213,40 +216,7 @@ class Starter:
             cores=list(process.cores),
             silence=ssh.SILENCE,
         )
-        popen = subprocess.Popen(
-            ssh.remote_command(process.host, self._state.spec.remote_shell),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert popen.stdin is not None
-        # Where the remote shell has failed already, its exit code and output say why.
-        with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(order.encode())
-            popen.stdin.flush()
         return popen, None
-
-    def _start_mpi(self) -> None:
-        """Start MPI's server where the plan asks for it, or would like it."""
-        asked = {process.env.get(COMMUNICATOR) for process in self._state.spec.processes}
-        must = "mpi" in asked
-        if not must and ("auto" not in asked or mpi_installs.unasked() is None):
-            return
-        try:
-            servers = mpi_servers.MPIServers(
-                self._state.spec.processes,
-                self._state.job_id,
-                self._state.spec.remote_shell,
-            )
-        except CommunicatorError as error:
-            if must:
-                raise
-            self._output.say(f"going on over TensorFlow's collectives: {error}")
-            return
-        self._held.callback(servers.close)
-        self._mpi = servers
-        self._variables = [{**env, COMMUNICATOR: "mpi"} for env in servers.env]
 
 
 def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) -> dict[str, str]:

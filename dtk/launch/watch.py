@@ -56,11 +56,11 @@ class Watch:
                 concerned = [ranks[i] for i in self._stall.missing + self._stall.waiting]
                 # The missing one may have left with 0.
                 return next((rank for rank in concerned if rank.code is None), concerned[0])
-            if self._starter.lost():
+            if self._starter.mpi.lost():
                 # Ranks get time to fail: a loss may be the cause of failures, or follow from one.
                 state.wait_for(lambda: state.stopping or outcome.over, LATE)
                 if not outcome.over:
-                    self.gone = self._starter.lost()
+                    self.gone = self._starter.mpi.lost()
             if state.stopping or not (outcome.failures() or self.gone):
                 return None
             if self.gone:
@@ -68,7 +68,7 @@ class Watch:
             self._settle()
             culprit = outcome.culprit()
             if culprit is not None and culprit.is_victim and not state.stopping:
-                self.gone = self._starter.lost()
+                self.gone = self._starter.mpi.lost()
                 if state.spec.stall_timeout and not (self.gone or outcome.served):
                     # Others may have lost a rank that still runs, and is only cut off.
                     now = time.monotonic()
@@ -186,7 +186,7 @@ class Watch:
 
     def _is_over(self) -> bool:
         over = self._state.stopping or self._outcome.over or self._is_stuck()
-        return bool(over or self._starter.lost())
+        return bool(over or self._starter.mpi.lost())
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
@@ -238,7 +238,7 @@ class Watch:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
         since = now - min(_START, self._state.spec.stall_timeout)
         if all(one.last and one.last.joining and one.moved < since for one in statuses):
-            why = self._starter.held_up()
+            why = self._starter.mpi.held_up()
             return Stall((), why, tuple(range(len(statuses)))) if why else None
         return None
 
@@ -320,7 +320,7 @@ class Watch:
                 if any(rank.in_trouble for rank in state.tasks):
                     until = began + SETTLE
                 elif all(one.is_victim for one in self._outcome.failures()) and not (
-                    self._starter.lost()
+                    self._starter.mpi.lost()
                 ):
                     until = began + LATE
                 else:

@@ -297,7 +297,8 @@ def test_a_job_in_a_job_and_what_a_host_says_of_itself(run, places, tmp_path, mo
     monkeypatch.setattr(ssh, "remote_command", lambda host, shell: [*greets, ssh.BOOTSTRAP])
     processes = make("", communicator="mpi")
     monkeypatch.setattr(ssh, "is_local", lambda host: False)
-    servers = mpi_servers.MPIServers(processes, "job", "ssh")
+    servers = mpi_servers.MPIServers()
+    servers.start(processes, "job", "ssh")
     servers.close()
     assert [env["PMIX_RANK"] for env in servers.env] == ["0", "1"]
 
