@@ -35,7 +35,7 @@ from dtk.cluster import detect, failures
 from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import JOB_SECRET, is_foreign
-from dtk.errors import ClusterError, RankError, at_rank, is_of_library
+from dtk.errors import ClusterError, RankError, at_rank
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
 from dtk.launch.plan import HUGE_PAGES
@@ -160,9 +160,8 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
         environ = _variables(context, meeting, secret)
         Path(folder, _FUNCTION).write_bytes(packed)
         mark = f"{job}/{context.taskAttemptId()}"
-        guard = Guard(mark, 0.0)
+        guard = Guard(mark, 0.0, folder=folder)
         try:
-            guard.remove(Path(folder))
             code, tail = _see_to_its_end(folder, environ, mark, rank)
         finally:
             job_processes.end(mark, 0.0)
@@ -250,19 +249,12 @@ def _run_rank(folder: str) -> None:
         if os.environ["RANK"] == "0":
             Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
     except BaseException as error:
-        first = failures.tell(failures.of(error)) if isinstance(error, Exception) else ""
-        last = f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
-        Path(folder, _FAILURE).write_text(f"{_failure(error)}{last}")
+        failure = failures.of(error)
+        first = failures.tell(failure) if isinstance(error, Exception) else ""
+        told = f"failed{failure.place}: {failure.text}\n{traceback.format_exc()}"
+        told += f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
+        Path(folder, _FAILURE).write_text(told)
         raise
-
-
-def _failure(error: BaseException) -> str:
-    """Return what an error says, the script's line first."""
-    calls = traceback.extract_tb(error.__traceback__)
-    own = [call for call in calls if not is_of_library(call.filename)] or calls
-    said = f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
-    return f"failed at {own[-1].filename}:{own[-1].lineno}: {said}\n{trace}"
 
 
 if __name__ == "__main__":
