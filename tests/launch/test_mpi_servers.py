@@ -20,9 +20,9 @@ from dtk.cluster import Host, mpi_installs, mpi_join, mpi_server, pmix
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import assign, job_processes, mpi_servers, ssh, watch
+from dtk.launch import assign, job_processes, mpi_servers, ssh, supervisor
 
-from support.launched import a_job, until
+from support.launched import a_job, pids, until
 
 pytestmark = pytest.mark.command
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
 @needs_mpi
 def test_mpis_server_that_is_killed_is_named_and_no_rank(places, monkeypatch):
     """Each rank said that it had failed by itself, with exit code 195."""
-    monkeypatch.setattr(watch, "LATE", 1.0)  # a rank that fails of it does so at once
+    monkeypatch.setattr(supervisor, "LATE", 1.0)  # a rank that fails of it does so at once
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
     number = signal.SIGRTMIN + 6
@@ -199,7 +199,7 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
     ]
     job = a_job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
     with job.start():
-        rank = psutil.Process(job.pids["rank 0"])
+        rank = psutil.Process(pids(job)["rank 0"])
         port = rank.environ()["PMIX_SERVER_URI41"].rpartition(":")[2]
         code = (
             f"import socket, time\nend = socket.create_connection(('127.0.0.1', {port}))\n"
