@@ -61,10 +61,11 @@ class MPIServers:
         }
         variables: dict[int, dict[str, str]] = {}
         for here, host in enumerate(machines):
-            command, silence, name = list(ssh.HERE), 0.0, ""
+            command: Sequence[str] = ssh.LOCAL_AGENT
+            silence, name = 0.0, ""
             if host != _HERE:
-                command, silence = ssh.remote_command(host, remote_shell), ssh.SILENCE
-                name = host
+                command = ssh.remote_command(host, remote_shell)
+                silence, name = ssh.SILENCE, host
             line = ssh.first_line("mpi", **order, here=here, silence=silence)
             self._servers[host] = MPIServer(command, line, name)
             if not here:  # the others are to reach it

@@ -342,7 +342,7 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list
         begin, end = even_bounds(len(cores), place, count)
         threads = max(_threads(process.env[name]) for name in THREADS)
         free = count == 1 or threads > len(cores) // count
-        bound.append(dataclasses.replace(process, cores=() if free else cores[begin:end]))
+        bound.append(dataclasses.replace(process, cores=() if free else tuple(cores[begin:end])))
     return bound
 
 

@@ -8,7 +8,6 @@ around `ip netns exec`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import ipaddress
 import json
@@ -22,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dtk.cluster import line, pmix, report_channel, usage
 from dtk.errors import ClusterError
 from dtk.launch import agent, job_processes
+from dtk.launch.agent import HostFacts as HostFacts
 
 # Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
 # those before it.
@@ -33,7 +33,7 @@ BOOTSTRAP = (
     "[load(*one) for one in told['modules'].items()];"
     "sys.exit(sys.modules['dtk.launch.agent'].main(told['task'],told['given']))"
 )
-HERE = (sys.executable, "-I", "-S", "-c", BOOTSTRAP)  # runs the agent on this machine
+LOCAL_AGENT = (sys.executable, "-I", "-S", "-c", BOOTSTRAP)  # on this machine
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -81,65 +81,41 @@ def first_line(task: str, **arguments: object) -> str:
     return json.dumps({"modules": modules, "task": task, "given": arguments}) + "\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class HostFacts:
-    """Facts about one host that a plan needs."""
-
-    ports: tuple[int, ...]  # free ports on it
-    cores: tuple[int, ...]  # those a process may use, neighbors side by side; see `agent.cores`
-    interface: str  # network interface that has its address, or ""
-    # of Python and packages on another host, by name, as far as they are installed
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
-    allowed: int | None = None  # cores whose time a process may use there; None: all
-
-    @property
-    def threads(self) -> int:
-        """Threads that can compute on it at the same time."""
-        return min(len(self.cores), self.allowed or len(self.cores))
-
-
 def survey(
     host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
 ) -> HostFacts:
     """Ask a host for free ports, its cores and its interface."""
     if is_local(host):
         try:
-            address = "127.0.0.1" if host == "localhost" else host
-            free, cores, interface, allowed = agent.survey(address, ports)
+            return agent.survey("127.0.0.1" if host == "localhost" else host, ports)
         except OSError as error:
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return HostFacts(tuple(free), tuple(cores), interface, allowed=allowed)
     command = remote_command(host, remote_shell, python)
+    order = first_line("tell", host=host, ports=ports).encode()
     asked = time.time()
     try:
-        answer = subprocess.run(
-            command,
-            input=first_line("tell", host=host, ports=ports).encode(),
-            capture_output=True,
-            timeout=60,
-        )
-        facts, versions, clock = json.loads(answer.stdout.splitlines()[-1])
-        free, cores, interface, allowed = facts
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        answer = subprocess.run(command, input=order, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
         cause = str(error)
-        if not isinstance(error, OSError | subprocess.TimeoutExpired):
-            said = answer.stderr.decode(errors="replace").strip().splitlines()
-            cause = said[-1] if said else "no answer"
-            if answer.returncode in _NO_PROGRAM:
-                raise ClusterError(
-                    f"host {host} cannot run {python} ({cause}); it must be at the same path on "
-                    "every host: share its folder, or make it there too"
-                ) from None
-        raise ClusterError(
-            f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
-            f"{shlex.quote(python)} --version`"
-        ) from None
-    # It read its clock at some time in between.
-    ahead = min(clock - asked, 0.0) + max(clock - time.time(), 0.0)
-    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead, allowed)
+    else:
+        with contextlib.suppress(ValueError, IndexError, TypeError):
+            facts = HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
+            # It read its clock at some time in between.
+            ahead = min(facts.ahead - asked, 0.0) + max(facts.ahead - time.time(), 0.0)
+            return facts._replace(ahead=ahead)
+        said = answer.stderr.decode(errors="replace").strip().splitlines()
+        cause = said[-1] if said else "no answer"
+        if answer.returncode in _NO_PROGRAM:
+            raise ClusterError(
+                f"host {host} cannot run {python} ({cause}); it must be at the same path on "
+                "every host: share its folder, or make it there too"
+            )
+    raise ClusterError(
+        f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
+        f"{shlex.quote(python)} --version`"
+    )
 
 
 def compare(facts: Mapping[str, HostFacts]) -> list[str]:
@@ -216,7 +192,7 @@ class Guard:
 
     def __init__(self, job: str, grace: float, save_grace: float = 0.0, folder: str = "") -> None:
         orders = {"job": job, "grace": grace, "save_grace": save_grace, "folder": folder}
-        self._process = start_agent(HERE, "guard", subprocess.DEVNULL, **orders)
+        self._process = start_agent(LOCAL_AGENT, "guard", subprocess.DEVNULL, **orders)
 
     def note_saving(self, saving: str, pid: int) -> None:
         """Tell what a rank here says of saving."""

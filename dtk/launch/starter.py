@@ -125,7 +125,6 @@ class Starter:
         popen = rank.popen
         self._output.relay(rank)
         if reports is not None:
-            self._held.enter_context(reports)
             rank.reports = reports
             self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
         over = threading.Event()
@@ -172,19 +171,16 @@ class Starter:
         """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
         own = {name: value for name, value in os.environ.items() if not is_foreign(name)}
         reports, end = report_channel.pair()
-        try:
-            with end:
-                popen = job_processes.start(
-                    process.argv,
-                    {**own, **env, **report_channel.variables(end)},
-                    self._state.mark(process),
-                    process.cores,
-                    output=subprocess.PIPE,
-                    keeps=[end.fileno()],
-                )
-        except OSError:
-            reports.close()
-            raise
+        self._held.enter_context(reports)
+        with end:
+            popen = job_processes.start(
+                process.argv,
+                {**own, **env, **report_channel.variables(end)},
+                self._state.mark(process),
+                process.cores,
+                output=subprocess.PIPE,
+                keeps=[end.fileno()],
+            )
         return popen, reports
 
     def _start_there(self, process: Process, env: Mapping[str, str]) -> _Started:
@@ -233,18 +229,14 @@ def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     server.daemon_threads = True
     numbers = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
-    envs = [process.env for process in processes]
-    server.init(
-        [
-            SlotInfo(env["HOROVOD_HOSTNAME"], *(int(env[f"HOROVOD_{name}"]) for name in numbers))
-            for env in envs
-        ]
-    )
+    slots = []
+    for env in (process.env for process in processes):
+        own = [int(env[f"HOROVOD_{name}"]) for name in numbers]
+        slots.append(SlotInfo(env["HOROVOD_HOSTNAME"], *own))
+    server.init(slots)
     held.callback(server.server_close)
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
-    held.callback(thread.join)
-    held.callback(server.shutdown)
-    thread.start()
+    held.callback(server.shutdown)  # which waits for the thread
+    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
     return {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
@@ -253,11 +245,11 @@ def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) 
 
 def own_address(hosts: Sequence[str]) -> str:
     """Return the address of this machine that all hosts can reach."""
+    if all(map(ssh.is_loopback, hosts)):
+        return "127.0.0.1"
     remote = [host for host in hosts if not ssh.is_local(host)]
     if not remote:
-        return (
-            "127.0.0.1" if all(map(ssh.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
-        )
+        return socket.gethostbyname(hosts[0])
     # Connecting a UDP socket sends nothing; it asks the routing table which address would be used.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((remote[0], 9))

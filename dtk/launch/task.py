@@ -219,7 +219,7 @@ class Task:
     @property
     def would_save(self) -> bool:
         """Whether it runs, and would save a checkpoint when it is asked to end."""
-        return self.code is None and self.saving in ("ready", "waits", "begun")
+        return self.code is None and self.saving != "over"
 
     @property
     def is_saving(self) -> bool:
