@@ -34,7 +34,7 @@ from dtk import importing, quiet
 from dtk.cluster import detect, failures
 from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
-from dtk.cluster.variables import JOB_SECRET, is_foreign
+from dtk.engines import tells_other_place, variables_of
 from dtk.errors import ClusterError, RankError, at_rank
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
@@ -52,8 +52,6 @@ Args = TypeVarTuple("Args")
 _FUNCTION, _RESULT, _FAILURE = "function.pickle", "result.pickle", "failure.txt"
 _TAIL = 40  # lines shown of a rank that could not say why it ended
 _LAST_WORDS = 2.0  # seconds in which what a rank has printed is read, once it has ended
-# What tells the place of an executor, and not that of a rank; besides what `is_foreign`.
-_STARTERS = ("DTK_RUN", "MV2_COMM_WORLD_", "SLURM_", "TORCHELASTIC_")
 _END = "(the end of that rank)"  # behind a failure, among the words of Spark
 _SPARK_SAYS = re.compile(r"\[SPARK-\d+\][^\n]*")
 
@@ -179,25 +177,16 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     """Return the environment of this task's rank, without what has started the executor."""
     rank = context.partitionId()
     hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
-    beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     variables = {
-        "RANK": rank,
-        "WORLD_SIZE": len(hosts),
-        "LOCAL_RANK": beside.index(rank),
-        "LOCAL_WORLD_SIZE": len(beside),
-        "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": port,
-        JOB_SECRET: secret,
+        **variables_of(rank, hosts, hosts[0], port, secret),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONFAULTHANDLER": 1,
-        **dict.fromkeys(THREADS, max(1, context.cpus())),
+        "PYTHONFAULTHANDLER": "1",
+        **dict.fromkeys(THREADS, str(max(1, context.cpus()))),
     }
     if gpus := context.resources().get("gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-    kept = {  # not what tells the place of the executor
-        n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
-    }
-    return HUGE_PAGES | kept | {name: str(value) for name, value in variables.items()}
+    kept = {name: value for name, value in os.environ.items() if not tells_other_place(name)}
+    return HUGE_PAGES | kept | variables
 
 
 def _see_to_its_end(
