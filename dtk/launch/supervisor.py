@@ -214,16 +214,19 @@ class Supervisor:
                 if not is_writing and any(rank.saving == "begun" for rank in saving):
                     is_writing, until = True, time.monotonic() + grace
                 if time.monotonic() > until:
-                    what = f"no step ended within {grace:g} s, so nothing was saved"
-                    if is_writing:
-                        what = f"the checkpoint was not written within {grace:g} s"
-                        what += "; the one before it is the newest"
-                    self._output.say(f"{what}: give --save-grace more seconds")
-                    return
+                    break
                 failed = any(one.failed and one.code != sigterm for one in state.tasks)
                 if failed and not is_writing:
                     return
                 state.changed.wait(0.1)
+            else:
+                return
+        # Not with the lock: who writes may find that nobody reads any more, and then needs it.
+        what = f"no step ended within {grace:g} s, so nothing was saved"
+        if is_writing:
+            what = f"the checkpoint was not written within {grace:g} s; the one before it is the "
+            what += "newest"
+        self._output.say(f"{what}: give --save-grace more seconds")
 
     # --- until something ends the job ---
 
