@@ -94,7 +94,8 @@ class Starter:
         """Tell other hosts that this process is alive."""
         self.mpi.beat()
         for rank in self._state.tasks:
-            rank.beat()
+            if rank.remote and rank.code is None:
+                ssh.tell(rank.popen, "")
 
     def close(self) -> None:
         """Let go of the guard, the servers and the ports."""
@@ -122,36 +123,34 @@ class Starter:
 
     def _attend(self, rank: Task, reports: socket.socket | None) -> None:
         """Read what a process writes and reports, and note its end."""
-        popen = rank.popen
         self._output.relay(rank)
         if reports is not None:
             rank.reports = reports
-            self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
+            self._reader.add(reports.fileno(), functools.partial(self._hear, rank, reports))
         over = threading.Event()
         rank.open.append(over)
-        threading.Thread(target=self._await_end, args=(rank, popen, over), daemon=True).start()
+        threading.Thread(target=self._await_end, args=(rank, over), daemon=True).start()
 
-    def _hear(self, rank: Task, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
+    def _hear(self, rank: Task, reports: socket.socket) -> bool:
         if message := report_channel.receive(reports):
             rank.hear(message)
             return True
         reports.close()
-        self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, popen))
+        self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, reports))
         return False
 
-    def _note_silence(self, rank: Task, popen: subprocess.Popen[bytes]) -> None:
+    def _note_silence(self, rank: Task, reports: socket.socket) -> None:
         """Say that a process runs on, and reports nothing any more."""
-        if rank.popen is popen and rank.code is None and progress.VARIABLE in rank.env:
+        is_watched = bool(self._state.spec.stall_timeout)
+        if is_watched and rank.reports is reports and rank.code is None:
             rank.status = rank.new_status()
             self._output.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
 
-    def _await_end(
-        self, rank: Task, popen: subprocess.Popen[bytes], over: threading.Event
-    ) -> None:
-        code = popen.wait()
+    def _await_end(self, rank: Task, over: threading.Event) -> None:
+        code = rank.popen.wait()
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()

@@ -182,11 +182,6 @@ class Task:
         elif self.guard is not None:
             self.guard.note_saving(saving, self.popen.pid)
 
-    def beat(self) -> None:
-        """Tell its agent, if it has one, that the launcher is alive."""
-        if self.remote and self.code is None:
-            ssh.tell(self.popen, "")
-
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
         if self.remote:
