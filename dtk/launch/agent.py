@@ -134,13 +134,10 @@ def _place(core: str) -> tuple[int, ...]:
 
 def _interface(host: str) -> str:
     """Name the interface that has this host's address; "" lets the library choose."""
-    try:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = socket.gethostbyname(host)
-    except OSError:
-        return ""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if address.startswith("127."):
+            return "lo"
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])

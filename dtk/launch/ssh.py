@@ -51,12 +51,9 @@ _NO_PROGRAM = (126, 127)
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name means "this machine" on every machine."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def is_local(host: str) -> bool:
@@ -125,12 +122,9 @@ def compare(facts: Mapping[str, HostFacts]) -> list[str]:
         # Hosts without versions are this machine: add its versions.
         versions = {host: known or agent.versions() for host, known in versions.items()}
     for name in ("Python", "dtk", "tensorflow", "keras"):
-        hosts_of: dict[str, list[str]] = {}
-        for host, known in versions.items():
-            if name in known:
-                hosts_of.setdefault(known[name], []).append(host)
-        if len(hosts_of) > 1:
-            listed = ", ".join(f"{one} on {' and '.join(at)}" for one, at in hosts_of.items())
+        found = {host: known[name] for host, known in versions.items() if name in known}
+        if len({*found.values()}) > 1:
+            listed = ", ".join(f"{version} on {host}" for host, version in found.items())
             raise ClusterError(
                 f"hosts differ in {name}: {listed}; ranks must compute alike: install the same "
                 "everywhere, or share one environment"
