@@ -8,14 +8,12 @@ does the ending.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import traceback
 import uuid
 from typing import TextIO
 
-from dtk.cluster import progress
 from dtk.errors import ClusterError
 from dtk.launch import ssh
 from dtk.launch.events import EventLog
@@ -40,7 +38,7 @@ class Job:
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
     Attributes:
-        spec: What is started, with the variables that ranks get.
+        spec: What is started.
         job_id: The mark (DTK_JOB) every process of the job carries.
 
     >>> import sys
@@ -63,13 +61,11 @@ class Job:
     ) -> None:
         if not spec.processes:
             raise ClusterError("a job needs at least one process; `JobRun` plans them")
-        timeout = {progress.VARIABLE: f"{spec.stall_timeout:g}"}  # ranks that are watched report
-        processes = tuple(process.with_env(timeout) for process in spec.processes)
-        self.spec = spec = dataclasses.replace(spec, processes=processes)
+        self.spec = spec
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._state = JobState(spec, self.job_id, events or EventLog())
-        outcome = JobOutcome(processes, self._state.tasks)
+        outcome = JobOutcome(spec.processes, self._state.tasks)
         self._output = JobOutput(self._state, outcome, append, stdout, stderr)
         self._starter = Starter(self._state, self._output)
         self._supervisor = Supervisor(self._state, outcome, self._output, self._starter)

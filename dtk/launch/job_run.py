@@ -238,8 +238,6 @@ class JobRun:
         """Give each rank the variables of the job, and the settings that are fastest for it."""
         spec = self.spec
         variables = {
-            # So a rank that crashes in C++ prints where in the script.
-            "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
             **spec.variables,
             **({SAVE_GRACE: f"{spec.save_grace:g}"} if spec.save_grace else {}),
             recording.VARIABLE: "steps" if spec.records_steps else "summary",

@@ -105,6 +105,7 @@ class Starter:
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
         env = {**self._output.variables(process), **process.env, **self._shared}
+        env[progress.VARIABLE] = f"{self._state.spec.stall_timeout:g}"  # those watched report
         if self.mpi.env:
             env |= {**self.mpi.env[process.rank], COMMUNICATOR: "mpi"}
         popen, reports = self._popen(process, env)
@@ -195,18 +196,19 @@ class Starter:
             for name, value in os.environ.items()
             if name.startswith(FORWARDED) and not is_foreign(name)
         }
+        spec = self._state.spec
         popen = ssh.start_agent(
-            ssh.remote_command(process.host, self._state.spec.remote_shell),
+            ssh.remote_command(process.host, spec.remote_shell),
             "rank",
             subprocess.PIPE,
             argv=process.argv,
             env={**forwarded, **env},
             cwd=os.getcwd(),
             job=self._state.mark(process),
-            grace=self._state.spec.grace,
-            save_grace=self._state.spec.save_grace,
+            grace=spec.grace,
+            save_grace=spec.save_grace,
             serves=self._served and process.role != "chief",
-            watch_every=min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
+            watch_every=min(_WATCH, spec.stall_timeout / 10),
             reserved=process.address,
             cores=list(process.cores),
             silence=ssh.SILENCE,
