@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import secrets
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from dtk.cluster import failures, stop_requests
-from dtk.cluster.variables import JOB_SECRET
+from dtk.engines import tells_other_place, variables_of
 from dtk.nests import Function
 from dtk.version import pip_install
 
@@ -34,9 +33,9 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from dtk.engines.ray_report import ReportToRay
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
-T = TypeVar("T")
+    from dtk.engines.ray_report import ReportToRay
 
 __all__ = ["EveryRow", "KerasTrainer", "ReportToRay"]
 
@@ -171,43 +170,21 @@ class _Config(BackendConfig):
         return _Backend
 
 
-_OF_OTHERS = re.compile(
-    "(HOROVOD|MV2|OMPI|PMI|PMIX|TORCHELASTIC)_|(DTK_RUN|SLURM_PROCID|SLURM_STEP_ID|TF_CONFIG)$"
-)
-
-
 class _Place(NamedTuple):
     node: str
     address: str
     port: int
 
 
-class _Workers(Protocol):
-    def execute(self, function: Callable[[], T]) -> list[T]: ...
-    def execute_single_async(
-        self, index: int, function: Callable[[T], None], given: T
-    ) -> ray.ObjectRef: ...
-
-
 class _Backend(Backend):
-    def on_start(self, worker_group: _Workers, backend_config: _Config) -> None:
+    def on_start(self, worker_group: WorkerGroup, backend_config: _Config) -> None:
         """Tell each worker its place, in the variables of torch's convention."""
-        places = worker_group.execute(_find_place)
-        nodes = [place.node for place in places]
-        common = {
-            "WORLD_SIZE": str(len(places)),
-            "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port),
-            JOB_SECRET: backend_config.secret,
-        }
+        places: list[_Place] = worker_group.execute(_find_place)
+        nodes, first = [place.node for place in places], places[0]
         begun = []
-        for rank, node in enumerate(nodes):
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(nodes[:rank].count(node)),
-                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-            }
-            begun.append(worker_group.execute_single_async(rank, _take_place, {**common, **own}))
+        for rank in range(len(nodes)):
+            own = variables_of(rank, nodes, first.address, first.port, backend_config.secret)
+            begun.append(worker_group.execute_single_async(rank, _take_place, own))
         ray.get(begun)
 
 
@@ -221,7 +198,7 @@ def _find_place() -> _Place:
 
 def _take_place(variables: Mapping[str, str]) -> None:
     # Of whoever started Ray's nodes, as `srun ray start`: they tell of other ranks.
-    for name in filter(_OF_OTHERS.match, [*os.environ]):
+    for name in filter(tells_other_place, [*os.environ]):
         del os.environ[name]
     os.environ.update(variables)
     with contextlib.suppress(ValueError):  # no main thread: then SIGTERM ends the worker at once

@@ -34,8 +34,8 @@ from dtk import importing, quiet
 from dtk.cluster import detect, failures
 from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
-from dtk.cluster.variables import JOB_SECRET, is_foreign
-from dtk.errors import ClusterError, RankError, at_rank, is_of_library
+from dtk.engines import tells_other_place, variables_of
+from dtk.errors import ClusterError, RankError, at_rank
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
 from dtk.launch.plan import HUGE_PAGES
@@ -52,8 +52,6 @@ Args = TypeVarTuple("Args")
 _FUNCTION, _RESULT, _FAILURE = "function.pickle", "result.pickle", "failure.txt"
 _TAIL = 40  # lines shown of a rank that could not say why it ended
 _LAST_WORDS = 2.0  # seconds in which what a rank has printed is read, once it has ended
-# What tells the place of an executor, and not that of a rank; besides what `is_foreign`.
-_STARTERS = ("DTK_RUN", "MV2_COMM_WORLD_", "SLURM_", "TORCHELASTIC_")
 _END = "(the end of that rank)"  # behind a failure, among the words of Spark
 _SPARK_SAYS = re.compile(r"\[SPARK-\d+\][^\n]*")
 
@@ -160,9 +158,8 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
         environ = _variables(context, meeting, secret)
         Path(folder, _FUNCTION).write_bytes(packed)
         mark = f"{job}/{context.taskAttemptId()}"
-        guard = Guard(mark, 0.0)
+        guard = Guard(mark, 0.0, folder=folder)
         try:
-            guard.remove(Path(folder))
             code, tail = _see_to_its_end(folder, environ, mark, rank)
         finally:
             job_processes.end(mark, 0.0)
@@ -180,25 +177,16 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     """Return the environment of this task's rank, without what has started the executor."""
     rank = context.partitionId()
     hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
-    beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     variables = {
-        "RANK": rank,
-        "WORLD_SIZE": len(hosts),
-        "LOCAL_RANK": beside.index(rank),
-        "LOCAL_WORLD_SIZE": len(beside),
-        "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": port,
-        JOB_SECRET: secret,
+        **variables_of(rank, hosts, hosts[0], port, secret),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONFAULTHANDLER": 1,
-        **dict.fromkeys(THREADS, max(1, context.cpus())),
+        "PYTHONFAULTHANDLER": "1",
+        **dict.fromkeys(THREADS, str(max(1, context.cpus()))),
     }
     if gpus := context.resources().get("gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-    kept = {  # not what tells the place of the executor
-        n: v for n, v in os.environ.items() if not is_foreign(n) and not n.startswith(_STARTERS)
-    }
-    return HUGE_PAGES | kept | {name: str(value) for name, value in variables.items()}
+    kept = {name: value for name, value in os.environ.items() if not tells_other_place(name)}
+    return HUGE_PAGES | kept | variables
 
 
 def _see_to_its_end(
@@ -250,19 +238,12 @@ def _run_rank(folder: str) -> None:
         if os.environ["RANK"] == "0":
             Path(folder, _RESULT).write_bytes(cloudpickle.dumps(result))
     except BaseException as error:
-        first = failures.tell(failures.of(error)) if isinstance(error, Exception) else ""
-        last = f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
-        Path(folder, _FAILURE).write_text(f"{_failure(error)}{last}")
+        failure = failures.of(error)
+        first = failures.tell(failure) if isinstance(error, Exception) else ""
+        told = f"failed{failure.place}: {failure.text}\n{traceback.format_exc()}"
+        told += f"dtk: {first}\n" if first else ""  # Spark tells one failure, maybe not that one
+        Path(folder, _FAILURE).write_text(told)
         raise
-
-
-def _failure(error: BaseException) -> str:
-    """Return what an error says, the script's line first."""
-    calls = traceback.extract_tb(error.__traceback__)
-    own = [call for call in calls if not is_of_library(call.filename)] or calls
-    said = f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
-    return f"failed at {own[-1].filename}:{own[-1].lineno}: {said}\n{trace}"
 
 
 if __name__ == "__main__":

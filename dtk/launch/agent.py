@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import functools
 import json
 import os
 import queue
@@ -18,10 +19,13 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from dtk.cluster.report_channel import ask, pair, receive, record, takes_more, variables
 from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, usage_of
@@ -34,15 +38,25 @@ _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
 
 
 class Order(enum.StrEnum):
-    """What the launcher has an agent, or the guard, do with a rank, or note of it."""
+    """What the launcher has an agent do with a rank.
+
+    It also passes on what ranks say of saving, by which an agent, or the guard, knows whether they
+    would save a checkpoint if the launcher were gone; see `dtk.cluster.progress`.
+    """
 
     END = "end"  # by SIGTERM, but not its children
     ASK = "ask"  # to save and end, by its report channel
     STACK = "stack"  # end it such that it writes its stack first, also if it is stopped
-    # would it save a checkpoint if the launcher were gone?
-    READY = "ready"  # at a SIGTERM
-    WAITS = "waits"  # when it is asked
-    OVER = "over"  # not any more; end it, once the launcher is gone
+
+
+def obey(order: str, rank: subprocess.Popen[bytes], reports: socket.socket) -> None:
+    """Do with a rank of this host what is ordered."""
+    if order == Order.END:
+        rank.terminate()
+    elif order == Order.ASK:
+        ask(reports)
+    elif order == Order.STACK:
+        abort(rank.pid)
 
 
 def reserve(host: str, port: int = 0) -> socket.socket:
@@ -64,16 +78,29 @@ def reserve(host: str, port: int = 0) -> socket.socket:
     return held
 
 
-def survey(host: str, ports: int) -> tuple[list[int], list[int], str, int | None]:
-    """Look at this host before placing ranks on it.
+class HostFacts(NamedTuple):
+    """Facts about one host that a plan needs."""
 
-    Returns free ports, its cores, the interface of its address, "" where there is none, and how
-    many cores' time may be used.
-    """
+    ports: Sequence[int]  # free ports on it
+    cores: Sequence[int]  # those a process may use, neighbors side by side; see `cores`
+    interface: str  # network interface that has its address; "" where there is none
+    # of Python and packages on another host, by name, as far as they are installed
+    versions: Mapping[str, str] = {}
+    ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
+    allowed: int | None = None  # cores whose time a process may use there; None: all
+
+    @property
+    def threads(self) -> int:
+        """Threads that can compute on it at the same time."""
+        return min(len(self.cores), self.allowed or len(self.cores))
+
+
+def survey(host: str, ports: int) -> HostFacts:
+    """Look at this host before placing ranks on it."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(reserve(host)) for _ in range(ports)]
-        ports_found = [one.getsockname()[1] for one in sockets]
-        return ports_found, cores(), _interface(host), cores_allowed()
+        found = tuple(one.getsockname()[1] for one in sockets)
+        return HostFacts(found, tuple(cores()), _interface(host), allowed=cores_allowed())
 
 
 def versions() -> dict[str, str]:
@@ -97,27 +124,20 @@ def cores(folder: str = "/sys/devices/system/cpu") -> list[int]:
     return sorted(os.sched_getaffinity(0), key=lambda one: (*_place(f"{folder}/cpu{one}"), one))
 
 
-def _place(core: str) -> tuple[int, int]:
+def _place(core: str) -> tuple[int, ...]:
     """Package and physical core; Linux may count all second threads of cores after the first."""
-    try:
-        with (
-            open(f"{core}/topology/physical_package_id") as package,
-            open(f"{core}/topology/core_id") as physical,
-        ):
-            return int(package.read()), int(physical.read())
-    except OSError:
-        return 0, 0  # not every machine tells
+    files = [Path(core, "topology", name) for name in ("physical_package_id", "core_id")]
+    with contextlib.suppress(OSError):
+        return tuple(int(file.read_text()) for file in files)
+    return ()  # not every machine tells
 
 
 def _interface(host: str) -> str:
     """Name the interface that has this host's address; "" lets the library choose."""
-    try:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = socket.gethostbyname(host)
-    except OSError:
-        return ""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if address.startswith("127."):
+            return "lo"
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
@@ -141,18 +161,15 @@ class Saver:
 
     def __init__(self, job: str, grace: float) -> None:
         self._job, self._grace = job, grace
-        self._pipes: dict[int, list[int]] = {}
-        self._signalled: set[int] = set()
+        self._pipes: dict[int, list[int]] = {}  # of those that a SIGTERM would have save
 
-    def note(self, order: str, pid: int) -> None:
-        """Note whether a rank would save a checkpoint if it were asked to end."""
-        if order == Order.OVER:
+    def note(self, saving: str, pid: int) -> None:
+        """Note what a rank says of saving."""
+        if saving == "ready" and pid not in self._pipes:
+            self._pipes[pid] = _opened(pid)
+        elif saving in ("waits", "over"):
             for pipe in self._pipes.pop(pid, []):
                 os.close(pipe)
-            return
-        self._pipes.setdefault(pid, _opened(pid))
-        self._signalled -= {pid}
-        self._signalled |= {pid} if order == Order.READY else set()
 
     def let_save(self, serving: Collection[int] = ()) -> None:
         """Ask the ranks that would save to end, and wait until they have, or time is up."""
@@ -160,8 +177,8 @@ class Saver:
         saving = asked | set(serving)
         for pipes in self._pipes.values():
             for pipe in pipes:
-                threading.Thread(target=_read_out, args=(pipe,), daemon=True).start()
-        for pid in asked & self._signalled:
+                _thread(functools.partial(_read_out, pipe))
+        for pid in asked:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + 2 * self._grace + _MARGIN
@@ -178,8 +195,7 @@ def _opened(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             if os.readlink(name).startswith("pipe:"):
                 pipes.append(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    for pipe in pipes:
-        os.set_blocking(pipe, True)
+                os.set_blocking(pipes[-1], True)
     return pipes
 
 
@@ -222,16 +238,10 @@ def run_rank(
     def follow_launcher() -> None:
         is_needed = serves
         for order in orders(silence):
-            is_needed &= order != Order.OVER
-            if order == Order.END:
-                rank.terminate()
-            elif order == Order.ASK:
-                ask(reports)
-            elif order == Order.STACK:
-                abort(rank.pid)
-            else:
+            is_needed &= order != "over"
+            obey(order, rank, reports)
+            if order not in [*Order]:
                 saver.note(order, rank.pid)
-        ask(reports)
         saver.let_save([rank.pid] if is_needed else [])
         end(job, grace)
 
@@ -255,7 +265,6 @@ def run_rank(
         _say(record(json.dumps({"usage": NO_MEMORY}).encode()))
     end(job, 1.0, sessions=[rank.pid])
     hearing.join(_LAST_WORDS)
-    held.close()
     return shell_code(code)
 
 
@@ -303,29 +312,24 @@ def _say(line: bytes) -> None:
             os.write(2, line)
 
 
-def guard(job: str, grace: float, save_grace: float) -> None:
-    """Wait for the launcher; if it dies without saying goodbye, end its job.
+def guard(job: str, grace: float, save_grace: float, folder: str) -> None:
+    """Wait for the launcher; if it dies without saying goodbye, end its job, and remove a folder.
 
     Ranks that would save a checkpoint have the time for it, as if the launcher had been asked to
     end. The launcher writes lines:
 
-        remove FOLDER   remove it after the job's end
-        ready PID       this rank would save a checkpoint if it were asked to end; or waits, over
+        ready PID       what a rank says of saving
         done            all is well: leave
     """
     saver = Saver(job, save_grace)
-    folders = []
     for line in sys.stdin:
-        word, _, rest = line.rstrip("\n").partition(" ")
+        word, _, pid = line.rstrip("\n").partition(" ")
         if word == "done":
             return
-        if word == "remove":
-            folders.append(rest)
-        else:
-            saver.note(word, int(rest))
+        saver.note(word, int(pid))
     saver.let_save()
     end(job, grace)
-    for folder in folders:
+    if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -351,16 +355,14 @@ def serve_mpi(job: str, silence: float, **order: object) -> int:
 
 def tell(host: str, ports: int) -> None:
     """Tell the launcher about this host."""
-    print(json.dumps([survey(host, ports), versions(), time.time()]))
+    facts = survey(host, ports)._replace(versions=versions(), ahead=time.time())
+    print(json.dumps(facts._asdict()))
 
 
 def main(task: str, arguments: Mapping[str, object]) -> int:
     """Do what the launcher asks for; return the exit code."""
-    if task == "rank":
-        return run_rank(**arguments)  # type: ignore[arg-type]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if task == "mpi":
-        return serve_mpi(**arguments)  # type: ignore[arg-type]
-    (guard if task == "guard" else tell)(**arguments)  # type: ignore[arg-type]
-    return 0
+    if task != "rank":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    works = {"rank": run_rank, "mpi": serve_mpi, "guard": guard, "tell": tell}
+    return works[task](**arguments) or 0  # type: ignore[operator]

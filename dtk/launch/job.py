@@ -1,43 +1,29 @@
-"""Seeing a job to its end.
+"""A job: its start, waiting for its end, and stopping it.
 
-    start ──> ranks run ──┬── the training has ended with 0 ──> the rest is ended ──> code 0
-                 ^   │    ├── one fails ──> settle ──> the others are ended ──> its words and code
-                 └───┘    └── stop() ─────────────────> all are ended
-          a lost worker that
-          servers can spare
-
-`outcome` says what counts as which, `watch` waits for it. "Ended" is SIGTERM, then, `grace` seconds
-later, SIGKILL for whatever still carries the job's mark: a rank may be stuck inside TensorFlow,
-where it cannot act on SIGTERM. Of a job that is stopped, ranks that would save a checkpoint are
-asked first, while all that they need still runs. A thread watches, so a failure is acted upon even
-while the caller does not wait; it alone starts and ends processes once the job runs. If this
-process itself is killed, a guard process does the ending.
+A thread supervises it, so a failure is acted upon even while the caller does not wait; that thread
+alone starts and ends processes once the job runs. If this process itself is killed, a guard process
+does the ending.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import signal
 import threading
-import time
 import traceback
 import uuid
 from typing import TextIO
 
-from dtk.cluster import progress
 from dtk.errors import ClusterError
-from dtk.launch import job_processes, ssh
+from dtk.launch import ssh
 from dtk.launch.events import EventLog
 from dtk.launch.outcome import JobOutcome
 from dtk.launch.output import JobOutput
 from dtk.launch.plan import JobSpec, Process
 from dtk.launch.starter import Starter
-from dtk.launch.task import JobState, Task
-from dtk.launch.watch import Watch
+from dtk.launch.supervisor import Supervisor
+from dtk.launch.task import JobState
 
-_TOLD = 60  # lines of a failure's report that its event has
 _FAILED = 70  # exit code where the launcher itself fails, as of sysexits(3)
 
 
@@ -52,7 +38,7 @@ class Job:
         stderr: Where the ranks' standard error goes; `sys.stderr` when None.
 
     Attributes:
-        spec: What is started, with the variables that ranks get.
+        spec: What is started.
         job_id: The mark (DTK_JOB) every process of the job carries.
 
     >>> import sys
@@ -75,21 +61,18 @@ class Job:
     ) -> None:
         if not spec.processes:
             raise ClusterError("a job needs at least one process; `JobRun` plans them")
-        timeout = {progress.VARIABLE: f"{spec.stall_timeout:g}"}  # ranks that are watched report
-        processes = tuple(process.with_env(timeout) for process in spec.processes)
-        self.spec = spec = dataclasses.replace(spec, processes=processes)
+        self.spec = spec
         # A job started by a rank of another job ends with it.
         self.job_id = "/".join(filter(None, (os.environ.get("DTK_JOB"), uuid.uuid4().hex)))
         self._state = JobState(spec, self.job_id, events or EventLog())
-        self._outcome = JobOutcome(processes, self._state.tasks)
-        self._output = JobOutput(self._state, self._outcome, append, stdout, stderr)
+        outcome = JobOutcome(spec.processes, self._state.tasks)
+        self._output = JobOutput(self._state, outcome, append, stdout, stderr)
         self._starter = Starter(self._state, self._output)
-        self._watch = Watch(self._state, self._outcome, self._output, self._starter)
+        self._supervisor = Supervisor(self._state, outcome, self._output, self._starter)
         self._done = threading.Event()
         self._started_by: int | None = None  # a thread
         self._left_start = threading.Event()
         self._complete = False  # whether every process was started
-        self._culprit: Task | None = None
         self._code = 0
 
     def start(self) -> Job:
@@ -174,17 +157,12 @@ class Job:
         self.stop()
 
     @property
-    def returncodes(self) -> dict[str, int | None]:
-        """Exit code of every process by name; None while it runs."""
-        return {rank.process.name: rank.code for rank in self._state.tasks}
-
-    @property
     def failure(self) -> tuple[Process, int, str] | None:
         """The first process that failed, its exit code and last output; None without a failure."""
-        if self._culprit is None or self._culprit.code is None:
+        culprit = self._supervisor.culprit
+        if culprit is None or culprit.code is None:
             return None
-        words = "\n".join(self._culprit.last_words())
-        return self._culprit.process, self._culprit.code, words
+        return culprit.process, culprit.code, "\n".join(culprit.last_words())
 
     @property
     def stopped(self) -> bool:
@@ -197,7 +175,7 @@ class Job:
 
         Known only where they report, so with a `stall_timeout`.
         """
-        culprit = self._culprit
+        culprit = self._supervisor.culprit
         return (
             culprit is not None
             and culprit.failed_by_itself
@@ -216,25 +194,18 @@ class Job:
             for rank in list(self._state.tasks)
         }
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process id by name (the remote shell's for a process on another host)."""
-        return {rank.process.name: rank.popen.pid for rank in self._state.tasks}
-
     def _beat(self) -> None:
         """Tell other hosts that this process is alive, as long as ranks there are to run."""
         while not self._done.wait(ssh.HEARTBEAT):
             self._starter.beat()
-            for rank in self._state.tasks:
-                rank.beat()
 
     def _supervise(self) -> None:
         self._left_start.wait()
         try:
             if self._complete:
-                self._see_to_the_end()
+                self._code = self._supervisor.see_to_the_end()
             else:
-                self._end_all()
+                self._supervisor.end_all()
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
             with contextlib.suppress(Exception):  # the worst is over
@@ -242,72 +213,8 @@ class Job:
                 self._output.say(text.rstrip())
             with contextlib.suppress(Exception):
                 self._state.stopping = True
-                self._end_all()
-            self._code = (self._culprit and self._culprit.code) or _FAILED
+                self._supervisor.end_all()
+            culprit = self._supervisor.culprit
+            self._code = (culprit and culprit.code) or _FAILED
         finally:
             self._done.set()
-
-    def _see_to_the_end(self) -> None:
-        state, outcome = self._state, self._outcome
-        culprit = self._watch.culprit()
-        # Decided now: ending the others gives them exit codes too.
-        code = outcome.exit_code(culprit)
-        self._culprit = None if culprit is None or culprit.code is None else culprit
-        report, why = self._watch.report(culprit)
-        if self._watch.gone:
-            code = self._watch.gone.code
-        if culprit is None:
-            self._watch.let_save()
-        # What served the chief gets time to notice that it has ended.
-        state.wait_for(
-            lambda: state.stopping or all(rank.code is not None for rank in outcome.serving),
-            state.spec.grace,
-        )
-        self._end_all()
-        self._code = 128 + signal.SIGPIPE if state.broken_pipe and not culprit else code
-        if culprit is not None and not report:
-            may_restart = state.spec.max_restarts > 0
-            report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
-        if culprit is not None or self._watch.gone:
-            self._record_failure(culprit, report)
-        if report:
-            self._output.write_error(report)
-        if state.error is not None:
-            raise state.error
-
-    def _record_failure(self, culprit: Task | None, report: str) -> None:
-        facts: dict[str, object] = {"text": "\n".join(report.strip().splitlines()[-_TOLD:])}
-        moment, who = time.monotonic(), None
-        if culprit is not None and not self._watch.gone:
-            moment, who = culprit.failed_at or moment, culprit.process.rank_name
-            if (failure := culprit.failure) is not None:
-                facts |= {"error": failure.error, "message": failure.message}
-                facts |= {"file": failure.file, "line": failure.line}
-        self._state.events.record_at(moment, "failure", who, facts)
-
-    def _end_all(self) -> None:
-        """End everything, wait for it, and let go of what the job held."""
-        state, ranks = self._state, self._state.tasks
-        if self._outcome.served:
-            # The chief and an evaluator end while what serves them is there. Else the chief could
-            # not save any more, and would say that a server is gone.
-            for rank in self._outcome.essential:
-                if not rank.remote and rank.code is None:
-                    mark, pids = state.mark(rank.process), [rank.popen.pid]
-                    job_processes.end(mark, state.spec.grace, lambda: state.hurry, pids)
-        for rank in ranks:
-            rank.hang_up()
-        own = [rank.popen.pid for rank in ranks]
-        job_processes.end(self.job_id, state.spec.grace, lambda: state.hurry, own)
-        # Other hosts have the same grace, and some time to answer.
-        deadline = time.monotonic() + (0.5 if state.hurry else state.spec.grace + 2.0)
-        for rank in ranks:
-            rank.await_agent(deadline - time.monotonic())
-            rank.popen.wait()
-        for rank in ranks:
-            rank.read_out(2.0)
-        self._output.close()
-        for rank in ranks:
-            if rank.file is not None:
-                rank.file.close()
-        self._starter.close()

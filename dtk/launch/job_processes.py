@@ -11,16 +11,13 @@ Uses the standard library alone, see `dtk.launch.agent`.
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import importlib.util
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 
 def members(job: str) -> list[int]:
@@ -106,22 +103,6 @@ def _signal(pids: Collection[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-@contextlib.contextmanager
-def bound_to(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes started inside, by this thread, use these cores only.
-
-    Where that is not allowed, or the cores are gone since the survey, they use all there are.
-    """
-    before = os.sched_getaffinity(0)
-    try:
-        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
-            os.sched_setaffinity(0, cores or before)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-
 def bootstrapped(environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables with which Python runs `bootstrap/sitecustomize.py` before a script.
 
@@ -140,55 +121,34 @@ def start(
     argv: Sequence[str],
     environ: Mapping[str, str],
     job: str,
-    cores: Sequence[int],
+    cores: Collection[int],
     *,
     cwd: str | None = None,
     output: int | None = None,
-    serves: bool = False,
     keeps: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a process of a job, in a session of its own and without input.
-
-    Where setpriv (util-linux) is installed, Linux sends it SIGTERM when the calling thread ends,
-    as when this process is killed; but not one that serves, which ends after those it serves.
-    """
-    command = list(argv)
-    if shutil.which(argv[0]) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    setpriv = shutil.which("setpriv")
-    if setpriv is not None and not serves and _has_pdeathsig(setpriv):
-        command = [setpriv, "--pdeathsig", "TERM", "--", *argv]
-    with bound_to(cores):
-        process = subprocess.Popen(
-            command,
-            env={**bootstrapped(environ), "DTK_JOB": job},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=cwd,
-            start_new_session=True,
-            pass_fds=keeps,
-        )
+    """Start a process of a job, in a session of its own and without input."""
+    process = subprocess.Popen(
+        list(argv),
+        env={**bootstrapped(environ), "DTK_JOB": job},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=cwd,
+        start_new_session=True,
+        pass_fds=keeps,
+    )
+    if cores:
+        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
+            os.sched_setaffinity(process.pid, cores)
     # A moment passes between loading the program, when Popen returns, and being able to read its
     # variables: `members`, and so `end`, would miss it.
-    while process.poll() is None and not _is_loaded(process.pid, setpriv):
+    while process.poll() is None and not _shows_variables(process.pid):
         time.sleep(0.001)
     return process
 
 
-@functools.cache
-def _has_pdeathsig(setpriv: str) -> bool:
-    """Return whether setpriv has --pdeathsig, which came with util-linux 2.33."""
-    tried = subprocess.run([setpriv, "--pdeathsig", "TERM", "--", "true"], capture_output=True)
-    return tried.returncode == 0
-
-
-def _is_loaded(pid: int, setpriv: str | None) -> bool:
-    """Return whether a process runs its own program, and shows its variables."""
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{pid}/cmdline", errors="replace") as program,
-        open(f"/proc/{pid}/environ", "rb") as variables,
-    ):
-        return program.read().partition("\0")[0] not in ("", setpriv) and bool(variables.read(1))
+def _shows_variables(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as variables:
+        return bool(variables.read(1))
     return False

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dtk.cluster import mpi_installs, mpi_server
@@ -28,12 +28,17 @@ class Loss(NamedTuple):
 
 
 class MPIServers:
-    """The servers, and the variables by which each rank joins MPI's world."""
+    """The servers, and the variables by which each rank joins MPI's world; none until `start`."""
 
-    def __init__(self, processes: Sequence[Process], job: str, remote_shell: str) -> None:
-        mpi_installs.required_mpirun()
-        self._job, self._remote_shell = job, remote_shell
+    def __init__(self) -> None:
+        self.env: list[dict[str, str]] = []  # of each rank
         self._servers: dict[str, MPIServer] = {}
+        self._job = ""
+
+    def start(self, processes: Sequence[Process], job: str, remote_shell: str) -> None:
+        """Start a server on each host; raise if one does not start."""
+        mpi_installs.required_mpirun()
+        self._job = job
         machines: dict[str, list[int]] = {}
         for process in processes:
             host = _HERE if ssh.is_local(process.host) else process.host
@@ -52,27 +57,22 @@ class MPIServers:
             "secret": secrets.token_hex(),
             "meeting": processes[0].address.rpartition(":")[0].strip("[]"),
             "ports": mpi_server.some_ports(),
+            "job": job,
         }
-        try:
-            first, *others = machines
-            self._start(first, order, 0)
-            variables, order["ports"] = self._servers[first].answer()
-            for here, host in enumerate(others, 1):
-                self._start(host, order, here)
-            for host in others:
-                variables |= self._servers[host].answer().variables
-        except BaseException:
-            self.close()
-            raise
+        variables: dict[int, dict[str, str]] = {}
+        for here, host in enumerate(machines):
+            command: Sequence[str] = ssh.LOCAL_AGENT
+            silence, name = 0.0, ""
+            if host != _HERE:
+                command = ssh.remote_command(host, remote_shell)
+                silence, name = ssh.SILENCE, host
+            line = ssh.first_line("mpi", **order, here=here, silence=silence)
+            self._servers[host] = MPIServer(command, line, name)
+            if not here:  # the others are to reach it
+                variables, order["ports"] = self._servers[host].answer()
+        for server in [*self._servers.values()][1:]:
+            variables |= server.answer().variables
         self.env = [variables[process.rank] for process in processes]
-
-    def _start(self, host: str, order: Mapping[str, object], here: int) -> None:
-        command, silence, name = [sys.executable, "-I", "-S", "-c", ssh.BOOTSTRAP], 0.0, ""
-        if host != _HERE:
-            command, silence = ssh.remote_command(host, self._remote_shell), ssh.SILENCE
-            name = host
-        line = ssh.first_line("mpi", **order, here=here, job=self._job, silence=silence)
-        self._servers[host] = MPIServer(command, line, name)
 
     def beat(self) -> None:
         """Tell the servers that this process is alive."""
@@ -85,8 +85,7 @@ class MPIServers:
         It reads from one connection after the other, and waits for each.
         """
         server = self._servers.get(_HERE)
-        own = job_processes.members(self._job)
-        others = _strangers(server.pid, own) if server is not None else []
+        others = [] if server is None else _strangers(server.pid, job_processes.members(self._job))
         if not others:
             return ""
         return (
@@ -111,7 +110,7 @@ class MPIServers:
         return None
 
     def close(self) -> None:
-        """Let the servers end."""
+        """Let the servers end; then there are none."""
         for server in self._servers.values():
             server.leave()
         deadline = time.monotonic() + _END
@@ -120,6 +119,7 @@ class MPIServers:
         for server in self._servers.values():
             server.kill()
             server.close()
+        self._servers = {}
 
 
 def _strangers(server: int, own: Collection[int]) -> list[str]:

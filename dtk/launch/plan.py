@@ -342,7 +342,7 @@ def _bound(processes: list[Process], facts: Mapping[str, ssh.HostFacts]) -> list
         begin, end = even_bounds(len(cores), place, count)
         threads = max(_threads(process.env[name]) for name in THREADS)
         free = count == 1 or threads > len(cores) // count
-        bound.append(dataclasses.replace(process, cores=() if free else cores[begin:end]))
+        bound.append(dataclasses.replace(process, cores=() if free else tuple(cores[begin:end])))
     return bound
 
 
@@ -353,7 +353,11 @@ def _threads(value: str) -> int:
 
 
 def _defaults(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return what every rank gets unless the user decided otherwise: its cores, and quiet."""
+    """Return what every rank gets unless the user decided otherwise: its cores, and quiet.
+
+    If it crashes in C++, it prints where in the script.
+    """
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **HUGE_PAGES}
+    defaults["PYTHONFAULTHANDLER"] = "1"
     defaults |= dict.fromkeys(THREADS, str(max(1, cores)))
     return {name: environ.get(name, value) for name, value in defaults.items()}

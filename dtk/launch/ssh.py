@@ -8,7 +8,6 @@ around `ip netns exec`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import ipaddress
 import json
@@ -16,14 +15,13 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from dtk.cluster import line, pmix, report_channel, usage
 from dtk.errors import ClusterError
 from dtk.launch import agent, job_processes
+from dtk.launch.agent import HostFacts as HostFacts
 
 # Runs the agent where dtk is not installed, or not imported: in the order sent, each module finds
 # those before it.
@@ -35,6 +33,7 @@ BOOTSTRAP = (
     "[load(*one) for one in told['modules'].items()];"
     "sys.exit(sys.modules['dtk.launch.agent'].main(told['task'],told['given']))"
 )
+LOCAL_AGENT = (sys.executable, "-I", "-S", "-c", BOOTSTRAP)  # on this machine
 # Without a terminal there is nobody to answer a password prompt. A host that is silent for 45 s is
 # lost.
 DEFAULT_REMOTE_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -52,12 +51,9 @@ _NO_PROGRAM = (126, 127)
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name means "this machine" on every machine."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def is_local(host: str) -> bool:
@@ -82,65 +78,41 @@ def first_line(task: str, **arguments: object) -> str:
     return json.dumps({"modules": modules, "task": task, "given": arguments}) + "\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class HostFacts:
-    """Facts about one host that a plan needs."""
-
-    ports: tuple[int, ...]  # free ports on it
-    cores: tuple[int, ...]  # those a process may use, neighbors side by side; see `agent.cores`
-    interface: str  # network interface that has its address, or ""
-    # of Python and packages on another host, by name, as far as they are installed
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ahead: float = 0.0  # seconds its clock is ahead of this machine's, as far as that could be seen
-    allowed: int | None = None  # cores whose time a process may use there; None: all
-
-    @property
-    def threads(self) -> int:
-        """Threads that can compute on it at the same time."""
-        return min(len(self.cores), self.allowed or len(self.cores))
-
-
 def survey(
     host: str, ports: int, remote_shell: str = DEFAULT_REMOTE_SHELL, python: str = sys.executable
 ) -> HostFacts:
     """Ask a host for free ports, its cores and its interface."""
     if is_local(host):
         try:
-            address = "127.0.0.1" if host == "localhost" else host
-            free, cores, interface, allowed = agent.survey(address, ports)
+            return agent.survey("127.0.0.1" if host == "localhost" else host, ports)
         except OSError as error:
             raise ClusterError(
                 f"host {host}: no free port: {error.strerror}; check its address"
             ) from None
-        return HostFacts(tuple(free), tuple(cores), interface, allowed=allowed)
     command = remote_command(host, remote_shell, python)
+    order = first_line("tell", host=host, ports=ports).encode()
     asked = time.time()
     try:
-        answer = subprocess.run(
-            command,
-            input=first_line("tell", host=host, ports=ports).encode(),
-            capture_output=True,
-            timeout=60,
-        )
-        facts, versions, clock = json.loads(answer.stdout.splitlines()[-1])
-        free, cores, interface, allowed = facts
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        answer = subprocess.run(command, input=order, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
         cause = str(error)
-        if not isinstance(error, OSError | subprocess.TimeoutExpired):
-            said = answer.stderr.decode(errors="replace").strip().splitlines()
-            cause = said[-1] if said else "no answer"
-            if answer.returncode in _NO_PROGRAM:
-                raise ClusterError(
-                    f"host {host} cannot run {python} ({cause}); it must be at the same path on "
-                    "every host: share its folder, or make it there too"
-                ) from None
-        raise ClusterError(
-            f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
-            f"{shlex.quote(python)} --version`"
-        ) from None
-    # It read its clock at some time in between.
-    ahead = min(clock - asked, 0.0) + max(clock - time.time(), 0.0)
-    return HostFacts(tuple(free), tuple(cores), interface, versions, ahead, allowed)
+    else:
+        with contextlib.suppress(ValueError, IndexError, TypeError):
+            facts = HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
+            # It read its clock at some time in between.
+            ahead = min(facts.ahead - asked, 0.0) + max(facts.ahead - time.time(), 0.0)
+            return facts._replace(ahead=ahead)
+        said = answer.stderr.decode(errors="replace").strip().splitlines()
+        cause = said[-1] if said else "no answer"
+        if answer.returncode in _NO_PROGRAM:
+            raise ClusterError(
+                f"host {host} cannot run {python} ({cause}); it must be at the same path on "
+                "every host: share its folder, or make it there too"
+            )
+    raise ClusterError(
+        f"host {host} cannot be reached: {cause}; try `{remote_shell} {host} "
+        f"{shlex.quote(python)} --version`"
+    )
 
 
 def compare(facts: Mapping[str, HostFacts]) -> list[str]:
@@ -150,12 +122,9 @@ def compare(facts: Mapping[str, HostFacts]) -> list[str]:
         # Hosts without versions are this machine: add its versions.
         versions = {host: known or agent.versions() for host, known in versions.items()}
     for name in ("Python", "dtk", "tensorflow", "keras"):
-        hosts_of: dict[str, list[str]] = {}
-        for host, known in versions.items():
-            if name in known:
-                hosts_of.setdefault(known[name], []).append(host)
-        if len(hosts_of) > 1:
-            listed = ", ".join(f"{one} on {' and '.join(at)}" for one, at in hosts_of.items())
+        found = {host: known[name] for host, known in versions.items() if name in known}
+        if len({*found.values()}) > 1:
+            listed = ", ".join(f"{version} on {host}" for host, version in found.items())
             raise ClusterError(
                 f"hosts differ in {name}: {listed}; ranks must compute alike: install the same "
                 "everywhere, or share one environment"
@@ -181,43 +150,52 @@ def remote_command(host: str, remote_shell: str, python: str = sys.executable) -
     return [*words, host, shlex.join([python, "-c", BOOTSTRAP])]
 
 
+def start_agent(
+    command: Sequence[str], task: str, output: int, **arguments: object
+) -> subprocess.Popen[bytes]:
+    """Start an agent, by a command that runs `BOOTSTRAP`, which reads orders as lines."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+    )
+    assert process.stdin is not None
+    # Where the remote shell has failed already, its exit code and output say why.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(first_line(task, **arguments).encode())
+        process.stdin.flush()
+    return process
+
+
+def tell(agent: subprocess.Popen[bytes], line: str) -> None:
+    """Tell an agent something, unless it is gone, or stopped, and reads nothing any more."""
+    pipe = agent.stdin
+    with contextlib.suppress(OSError, ValueError):
+        if pipe is not None and report_channel.takes_more(pipe):
+            pipe.write(f"{line}\n".encode())
+            pipe.flush()
+
+
+def hang_up(agent: subprocess.Popen[bytes]) -> None:
+    """Close the line to an agent, which then ends what it has started."""
+    if agent.stdin is not None:
+        with contextlib.suppress(OSError):
+            agent.stdin.close()
+
+
 class Guard:
-    """A process that ends the job if this one is killed before it can."""
+    """A process that ends the job, and removes a folder, if this one is killed before it can."""
 
-    def __init__(self, job: str, grace: float, save_grace: float = 0.0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self._lock = threading.Lock()
-        self._say(first_line("guard", job=job, grace=grace, save_grace=save_grace))
+    def __init__(self, job: str, grace: float, save_grace: float = 0.0, folder: str = "") -> None:
+        orders = {"job": job, "grace": grace, "save_grace": save_grace, "folder": folder}
+        self._process = start_agent(LOCAL_AGENT, "guard", subprocess.DEVNULL, **orders)
 
-    def remove(self, folder: Path) -> None:
-        """Have a folder removed if this process is killed before it can."""
-        self._say(f"remove {folder}\n")
-
-    def note_saving(self, order: str, pid: int) -> None:
-        """Tell whether a rank here would save a checkpoint if it were asked to end, and how."""
-        with contextlib.suppress(OSError, ValueError):  # it is gone, or this job is over
-            self._say(f"{order} {pid}\n")
-
-    def _say(self, line: str) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with self._lock:
-            if report_channel.takes_more(pipe):  # one that is stopped reads nothing
-                pipe.write(line)
-                pipe.flush()
+    def note_saving(self, saving: str, pid: int) -> None:
+        """Tell what a rank here says of saving."""
+        tell(self._process, f"{saving} {pid}")
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave, or end it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            self._say("done\n")
-            self._process.stdin.close()
+        tell(self._process, "done")
+        hang_up(self._process)
         try:
             self._process.wait(_LEAVES)
         except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -22,18 +21,8 @@ from dtk.launch.reader import Reader
 from dtk.launch.task import JobState, Task
 
 # Settings of the user's that ranks on other hosts need as well.
-FORWARDED = (
-    "TF_",
-    "KERAS_",
-    "DTK_",
-    "HOROVOD_",
-    "OMP_",
-    "NCCL_",
-    "XLA_",
-    "CUDA_",
-    "GRPC_",
-    "PYTHON",
-)
+_LIBRARIES = ("TF_", "KERAS_", "HOROVOD_", "OMP_", "NCCL_", "XLA_", "CUDA_", "GRPC_")
+FORWARDED = (*_LIBRARIES, "DTK_", "PYTHON")
 _ENDS = 1.0  # seconds that a process has to end after it has closed everything
 _WATCH = 2.0  # seconds between two looks at a rank from outside
 # A process, or the remote shell that leads to it, and where its reports are read: None behind a
@@ -50,16 +39,17 @@ class Starter:
 
     It also holds what outlives them: the guard process, Horovod's rendezvous server, MPI's and
     ports.
+
+    Attributes:
+        mpi: MPI's servers, where there are some; all ranks need them.
     """
 
     def __init__(self, state: JobState, output: JobOutput) -> None:
         self._state, self._output = state, output
         self._served = any(process.role == "ps" for process in state.spec.processes)
         self._held = contextlib.ExitStack()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "dtk starter")
         self._shared: dict[str, str] = {}
-        self._variables: list[dict[str, str]] = []  # of each rank, by which it joins MPI's world
-        self._mpi: mpi_servers.MPIServers | None = None
+        self.mpi = mpi_servers.MPIServers()
         self._local_hosts: set[str] = set()
         self._reader = Reader("dtk ranks", state.stop)
 
@@ -84,29 +74,40 @@ class Starter:
             self._shared = _start_rendezvous(spec.processes, self._held)
         self._start_mpi()
 
-    def lost(self) -> mpi_servers.Loss | None:
-        """Return how MPI's server, which all ranks need, has ended; None while it runs."""
-        return None if self._mpi is None else self._mpi.lost()
-
-    def held_up(self) -> str:
-        """Return what may keep the ranks from starting together, for a sentence; "" if nothing."""
-        return "" if self._mpi is None else self._mpi.held_up()
+    def _start_mpi(self) -> None:
+        """Start MPI's servers where the plan asks for them, or would like them."""
+        spec = self._state.spec
+        asked = {process.env.get(COMMUNICATOR) for process in spec.processes}
+        must = "mpi" in asked
+        if not must and ("auto" not in asked or mpi_installs.unasked() is None):
+            return
+        self._held.callback(self.mpi.close)
+        try:
+            self.mpi.start(spec.processes, self._state.job_id, spec.remote_shell)
+        except CommunicatorError as error:
+            if must:
+                raise
+            self.mpi.close()
+            self._output.say(f"going on over TensorFlow's collectives: {error}")
 
     def beat(self) -> None:
-        """Tell MPI's servers that this process is alive."""
-        if self._mpi is not None:
-            self._mpi.beat()
+        """Tell other hosts that this process is alive."""
+        self.mpi.beat()
+        for rank in self._state.tasks:
+            if rank.remote and rank.code is None:
+                ssh.tell(rank.popen, "")
 
     def close(self) -> None:
-        """Let go of the guard, the rendezvous server and the ports."""
+        """Let go of the guard, the servers and the ports."""
         self._reader.close()
         self._held.close()
-        self._thread.shutdown()
 
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
-        of_mpi = self._variables[process.rank] if self._variables else {}
-        env = {**process.env, **self._shared, **of_mpi}
+        env = process.env | self._shared
+        env[progress.VARIABLE] = f"{self._state.spec.stall_timeout:g}"  # those watched report
+        if self.mpi.env:
+            env |= {**self.mpi.env[process.rank], COMMUNICATOR: "mpi"}
         popen, reports = self._popen(process, env)
         remote = process.host not in self._local_hosts
         rank = Task(process, env, remote, popen, self._guard, self._state.events)
@@ -123,61 +124,43 @@ class Starter:
 
     def _attend(self, rank: Task, reports: socket.socket | None) -> None:
         """Read what a process writes and reports, and note its end."""
-        popen = rank.popen
         self._output.relay(rank)
         if reports is not None:
-            self._held.enter_context(reports)
             rank.reports = reports
-            self._reader.add(reports.fileno(), functools.partial(self._hear, rank, popen, reports))
-        try:
-            end = os.pidfd_open(popen.pid)
-        except (AttributeError, OSError):  # this Python or kernel has none, or it has ended already
-            over = threading.Event()
-            rank.open.append(over)
-            threading.Thread(target=self._await_end, args=(rank, popen, over), daemon=True).start()
-        else:
-            reap = functools.partial(self._reap, rank, popen, end)
-            rank.open.append(self._reader.add(end, reap))
+            self._reader.add(reports.fileno(), functools.partial(self._hear, rank, reports))
+        over = threading.Event()
+        rank.open.append(over)
+        threading.Thread(target=self._await_end, args=(rank, over), daemon=True).start()
 
-    def _hear(self, rank: Task, popen: subprocess.Popen[bytes], reports: socket.socket) -> bool:
+    def _hear(self, rank: Task, reports: socket.socket) -> bool:
         if message := report_channel.receive(reports):
             rank.hear(message)
             return True
         reports.close()
-        self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, popen))
+        self._reader.call_later(_ENDS, functools.partial(self._note_silence, rank, reports))
         return False
 
-    def _note_silence(self, rank: Task, popen: subprocess.Popen[bytes]) -> None:
+    def _note_silence(self, rank: Task, reports: socket.socket) -> None:
         """Say that a process runs on, and reports nothing any more."""
-        if rank.popen is popen and rank.code is None and progress.VARIABLE in rank.env:
+        is_watched = bool(self._state.spec.stall_timeout)
+        if is_watched and rank.reports is reports and rank.code is None:
             rank.status = rank.new_status()
             self._output.say(
                 f"{rank.process.name} has closed the descriptor of its reports "
                 f"({report_channel.VARIABLE}): if it is stuck, that is not noticed any more"
             )
 
-    def _reap(self, rank: Task, popen: subprocess.Popen[bytes], end: int) -> bool:
-        os.close(end)
-        self._note_end(rank, popen.wait())
-        return False
-
-    def _await_end(
-        self, rank: Task, popen: subprocess.Popen[bytes], over: threading.Event
-    ) -> None:
-        self._note_end(rank, popen.wait())
-        over.set()
-
-    def _note_end(self, rank: Task, code: int) -> None:
+    def _await_end(self, rank: Task, over: threading.Event) -> None:
+        code = rank.popen.wait()
         with self._state.changed:
             rank.ended(code)
             self._state.changed.notify_all()
+        over.set()
 
     def _popen(self, process: Process, env: Mapping[str, str]) -> _Started:
-        # A rank is asked to end when the thread that started it does. This one ends with the job.
         here = process.host in self._local_hosts
-        start = self._start_here if here else self._start_there
         try:
-            return self._thread.submit(start, process, env).result()
+            return (self._start_here if here else self._start_there)(process, env)
         except OSError as error:
             program = process.argv[0] if here else self._state.spec.remote_shell.split()[0]
             raise ClusterError(
@@ -188,20 +171,16 @@ class Starter:
         """Start a rank in a session of its own: a terminal's Ctrl-C reaches the launcher alone."""
         own = {name: value for name, value in os.environ.items() if not is_foreign(name)}
         reports, end = report_channel.pair()
-        try:
-            with end:
-                popen = job_processes.start(
-                    process.argv,
-                    {**own, **env, **report_channel.variables(end)},
-                    self._state.mark(process),
-                    process.cores,
-                    output=subprocess.PIPE,
-                    serves=self._served and process.role != "chief",
-                    keeps=[end.fileno()],
-                )
-        except OSError:
-            reports.close()
-            raise
+        self._held.enter_context(reports)
+        with end:
+            popen = job_processes.start(
+                process.argv,
+                {**own, **env, **report_channel.variables(end)},
+                self._state.mark(process),
+                process.cores,
+                output=subprocess.PIPE,
+                keeps=[end.fileno()],
+            )
         return popen, reports
 
     def _start_there(self, process: Process, env: Mapping[str, str]) -> _Started:
@@ -217,54 +196,24 @@ class Starter:
             for name, value in os.environ.items()
             if name.startswith(FORWARDED) and not is_foreign(name)
         }
-        order = ssh.first_line(
+        spec = self._state.spec
+        popen = ssh.start_agent(
+            ssh.remote_command(process.host, spec.remote_shell),
             "rank",
+            subprocess.PIPE,
             argv=process.argv,
             env={**forwarded, **env},
             cwd=os.getcwd(),
             job=self._state.mark(process),
-            grace=self._state.spec.grace,
-            save_grace=self._state.spec.save_grace,
+            grace=spec.grace,
+            save_grace=spec.save_grace,
             serves=self._served and process.role != "chief",
-            watch_every=min(_WATCH, float(env.get(progress.VARIABLE) or 0) / 10),
+            watch_every=min(_WATCH, spec.stall_timeout / 10),
             reserved=process.address,
             cores=list(process.cores),
             silence=ssh.SILENCE,
         )
-        popen = subprocess.Popen(
-            ssh.remote_command(process.host, self._state.spec.remote_shell),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert popen.stdin is not None
-        # Where the remote shell has failed already, its exit code and output say why.
-        with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(order.encode())
-            popen.stdin.flush()
         return popen, None
-
-    def _start_mpi(self) -> None:
-        """Start MPI's server where the plan asks for it, or would like it."""
-        asked = {process.env.get(COMMUNICATOR) for process in self._state.spec.processes}
-        must = "mpi" in asked
-        if not must and ("auto" not in asked or mpi_installs.unasked() is None):
-            return
-        try:
-            servers = mpi_servers.MPIServers(
-                self._state.spec.processes,
-                self._state.job_id,
-                self._state.spec.remote_shell,
-            )
-        except CommunicatorError as error:
-            if must:
-                raise
-            self._output.say(f"going on over TensorFlow's collectives: {error}")
-            return
-        self._held.callback(servers.close)
-        self._mpi = servers
-        self._variables = [{**env, COMMUNICATOR: "mpi"} for env in servers.env]
 
 
 def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) -> dict[str, str]:
@@ -281,18 +230,14 @@ def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     server.daemon_threads = True
     numbers = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
-    envs = [process.env for process in processes]
-    server.init(
-        [
-            SlotInfo(env["HOROVOD_HOSTNAME"], *(int(env[f"HOROVOD_{name}"]) for name in numbers))
-            for env in envs
-        ]
-    )
+    slots = []
+    for env in (process.env for process in processes):
+        own = [int(env[f"HOROVOD_{name}"]) for name in numbers]
+        slots.append(SlotInfo(env["HOROVOD_HOSTNAME"], *own))
+    server.init(slots)
     held.callback(server.server_close)
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
-    held.callback(thread.join)
-    held.callback(server.shutdown)
-    thread.start()
+    held.callback(server.shutdown)  # which waits for the thread
+    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
     return {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
@@ -301,11 +246,11 @@ def _start_rendezvous(processes: Sequence[Process], held: contextlib.ExitStack) 
 
 def own_address(hosts: Sequence[str]) -> str:
     """Return the address of this machine that all hosts can reach."""
+    if all(map(ssh.is_loopback, hosts)):
+        return "127.0.0.1"
     remote = [host for host in hosts if not ssh.is_local(host)]
     if not remote:
-        return (
-            "127.0.0.1" if all(map(ssh.is_loopback, hosts)) else socket.gethostbyname(hosts[0])
-        )
+        return socket.gethostbyname(hosts[0])
     # Connecting a UDP socket sends nothing; it asks the routing table which address would be used.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((remote[0], 9))

@@ -14,17 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import failures, report_channel, usage
+from dtk.cluster import failures, usage
 from dtk.cluster.failures import Failure
-from dtk.cluster.report_channel import takes_more
 from dtk.cluster.stall import RankStatus, report_of
 from dtk.errors import PEER_LOST
-from dtk.launch import agent, job_processes
+from dtk.launch import agent, ssh
 from dtk.launch.agent import Order
 from dtk.launch.events import EventLog
 from dtk.launch.plan import JobSpec, Process
 from dtk.launch.screen import Sink
-from dtk.launch.ssh import Guard
 
 # Errors raised for lines that another program wrote in our format.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -37,6 +35,7 @@ _RECENT = 10.0  # seconds between the begin of a crash, or an exception, and the
 # when a peer is gone.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _NO_MEMORY = ", probably by the kernel's out-of-memory killer"
+_OF_SAVING = ("ready", "waits", "begun", "over")  # see `dtk.cluster.progress`
 # Exit code of ssh where it could not connect, or has lost the connection.
 SSH_FAILED = 255
 
@@ -85,7 +84,7 @@ class Task:
         env: Mapping[str, str],
         remote: bool,
         popen: subprocess.Popen[bytes],
-        guard: Guard | None = None,
+        guard: ssh.Guard | None = None,
         events: EventLog | None = None,
     ) -> None:
         self.process, self.env, self.remote, self.guard = process, env, remote, guard
@@ -112,7 +111,7 @@ class Task:
         self.stuck = ""
         self.was_short_of_memory = False
         self._kills = usage.MemoryKills(popen.pid)
-        self.saving = "over"  # see `dtk.cluster.progress`
+        self.saving = "over"
         self._waits = False  # for a request, as no SIGTERM would have it save
         self.reports: socket.socket | None = None
         # Seconds that its clock is behind this process's, and a message was under way: the least.
@@ -160,55 +159,34 @@ class Task:
 
     def ask_to_save(self) -> None:
         """Ask it to save a checkpoint and end, in the way that it has named; not its children."""
-        if self.remote:
-            self._tell_agent(Order.ASK if self._waits else Order.END)
-        elif self._waits and self.reports is not None:
-            report_channel.ask(self.reports)
-        else:
-            self.popen.terminate()
+        self._order(Order.ASK if self._waits else Order.END)
 
     def end_with_stack(self) -> None:
         """End it such that it writes its stack first, also if it is stopped."""
+        self._order(Order.STACK)
+
+    def _order(self, order: Order) -> None:
         if self.remote:
-            self._tell_agent(Order.STACK)
-        else:
-            job_processes.abort(self.popen.pid)
+            ssh.tell(self.popen, order)
+        elif self.reports is not None:
+            agent.obey(order, self.popen, self.reports)
 
     def _note_saving(self, saving: str) -> None:
         """Take what it says of saving, and have its agent, or the guard, know it too."""
-        if self.saving == saving:
+        if saving == self.saving or saving not in _OF_SAVING:
             return
         self.saving = saving
-        self._waits = saving == Order.WAITS or (self._waits and saving != Order.READY)
-        order = Order.OVER
-        if self.would_save:
-            order = Order.WAITS if self._waits else Order.READY
+        self._waits = saving == "waits" or (self._waits and saving != "ready")
         if self.remote:
-            self._tell_agent(order)
+            ssh.tell(self.popen, saving)
         elif self.guard is not None:
-            self.guard.note_saving(order, self.popen.pid)
-
-    def beat(self) -> None:
-        """Tell its agent, if it has one, that the launcher is alive."""
-        if self.remote and self.code is None:
-            self._tell_agent("")
-
-    def _tell_agent(self, line: str) -> None:
-        pipe = self.popen.stdin
-        # If the connection is lost, the remote shell ends; if it takes nothing any more, the agent
-        # falls silent.
-        with contextlib.suppress(OSError, ValueError):
-            if pipe is not None and takes_more(pipe):
-                pipe.write(f"{line}\n".encode())
-                pipe.flush()
+            self.guard.note_saving(saving, self.popen.pid)
 
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
         if self.remote:
-            self._tell_agent(Order.OVER)
-            if self.popen.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self.popen.stdin.close()
+            ssh.tell(self.popen, "over")
+            ssh.hang_up(self.popen)
 
     def await_agent(self, seconds: float) -> None:
         """Give the agent on another host time to end, then end the connection to it."""
@@ -236,7 +214,7 @@ class Task:
     @property
     def would_save(self) -> bool:
         """Whether it runs, and would save a checkpoint when it is asked to end."""
-        return self.code is None and self.saving in ("ready", "waits", "begun")
+        return self.code is None and self.saving != "over"
 
     @property
     def is_saving(self) -> bool:

@@ -22,6 +22,8 @@ from dtk.cluster import Host
 from dtk.errors import ClusterError
 from dtk.launch import Process, job_processes, ssh
 
+from support.launched import pids
+
 pytestmark = pytest.mark.command
 
 FACTS = {
@@ -91,7 +93,7 @@ def make(found):
 def states(job):
     """What the children that measure are doing."""
     members = map(psutil.Process, job_processes.members(job.job.job_id))
-    return [one.status() for one in members if one.parent().pid in job.job.pids.values()]
+    return [one.status() for one in members if one.parent().pid in pids(job.job).values()]
 
 
 def test_all_ranks_answer_in_their_order_and_whoever_does_not_know_the_key_is_turned_away(make):
@@ -110,7 +112,7 @@ def test_all_ranks_answer_in_their_order_and_whoever_does_not_know_the_key_is_tu
         assert all(0.01 <= reading.seconds < reading.fit for reading in readings)
     assert psutil.STATUS_STOPPED not in states(job)
     job.close()
-    assert set(job.job.returncodes.values()) == {0}
+    assert {rank.code for rank in job.job._state.tasks} == {0}
 
 
 def test_a_busy_job_is_stopped_while_nothing_is_asked_and_ends_by_itself_all_the_same(make):
@@ -123,7 +125,7 @@ def test_a_busy_job_is_stopped_while_nothing_is_asked_and_ends_by_itself_all_the
     job.measure("wait")
     assert states(job) == [psutil.STATUS_STOPPED] * 2
     job.close()
-    assert set(job.job.returncodes.values()) == {0}
+    assert {rank.code for rank in job.job._state.tasks} == {0}
 
 
 def test_a_peer_sees_what_is_beside_it_and_not_what_is_beside_dtks_and_the_cores_it_is_given(

@@ -17,7 +17,7 @@ import dtk as dtk_package
 from dtk.cli import run
 from dtk.cli.main import main
 from dtk.errors import ClusterError
-from dtk.launch import assign, attempts, job_options, job_run
+from dtk.launch import assign, job_options, job_run
 
 pytestmark = pytest.mark.command
 
@@ -309,7 +309,7 @@ def test_a_port_that_was_taken_meanwhile_is_planned_anew(script, monkeypatch):
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert (done.exit_code, done.output, len(planned)) == (0, "", 3)
         planned.clear()
-        monkeypatch.setattr(attempts, "_PLANS", 1)
+        monkeypatch.setattr(job_run, "_PLANS", 1)
         done = CliRunner().invoke(main, ["run", "-n", "2", str(script("pass"))])
         assert done.exit_code == 2 and "is taken" in done.output
 

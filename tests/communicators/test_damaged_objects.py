@@ -209,7 +209,7 @@ def test_the_constructors_of_records_keep_or_refuse():
         "bench/results.py", "cluster/tf_config.py", "communicators/costs.py",
         "communicators/shard.py", "exchange/delayed.py", "exchange/dense.py",
         "exchange/downpour.py", "exchange/local_steps.py", "exchange/quantized.py",
-        "exchange/warm_start.py", "launch/attempts.py", "parameter_server/consistency_models.py",
+        "exchange/warm_start.py", "launch/job_run.py", "parameter_server/consistency_models.py",
         "parameter_server/job_context.py",
         "search/study.py", "trainer/tracing/traced_step.py",
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from dtk.launch import job_processes
 
-from support.launched import a_job
+from support.launched import a_job, pids
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run(alive):
     yield run
     for job in jobs:
         assert job_processes.members(job.job_id) == []
-        assert not any(alive(pid) for pid in job.pids.values())
+        assert not any(alive(pid) for pid in pids(job).values())
 
 
 @pytest.fixture

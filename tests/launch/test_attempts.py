@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dtk.cluster import Host
 from dtk.errors import ClusterError
-from dtk.launch import assign, job_processes
-from dtk.launch.attempts import LONGEST_WAIT, PATIENCE, Attempt, Attempts
+from dtk.launch import assign, job_processes, job_run, screen
+from dtk.launch.job_run import LONGEST_WAIT, PATIENCE, Attempt, JobRun
 from dtk.launch.plan import JobSpec, Process
 
 from support.launched import a_job, dtk_run
@@ -60,7 +60,7 @@ def test_any_history_keeps_the_bounds(slots, most, ends, data):
         return FakeJob(*ends[len(started) - 1])
 
     spec = JobSpec(hosts=hosts, workers=wanted, min_workers=fewest, max_restarts=most)
-    attempts = Attempts(spec, make, None, said.append)
+    running = JobRun(spec)
 
     def answering(names):
         names = list(names)
@@ -69,10 +69,11 @@ def test_any_history_keeps_the_bounds(slots, most, ends, data):
         looked.append(looks[min(len(looked), len(looks) - 1)])
         return {host.name for host in looked[-1]}
 
-    attempts._answering = answering
+    running._made, running._answering = make, answering
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", slept.append)
-        code = attempts.run()
+        patch.setattr(screen, "say", said.append)
+        code = running.wait()
     last, how = ends[len(started) - 1]
     assert started[0] == Attempt(hosts, wanted, 0)
     assert [one.number for one in started] == list(range(len(started)))
@@ -92,10 +93,13 @@ def test_any_history_keeps_the_bounds(slots, most, ends, data):
     assert said or code == 0 or not most or how == "stopped"
 
 
-def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, most=1, **options):
+def supervised(
+    tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, most=1, answers=lambda host: True
+):
     """Run ranks of plain Python, each told the attempt; returns code, stdout and what was said."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     out, err, said = io.StringIO(), io.StringIO(), []
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(screen, "say", said.append)
 
     def make(attempt):
         names = [host.name for host in attempt.hosts for _ in range(host.slots)] or ["localhost"]
@@ -115,11 +119,11 @@ def supervised(tmp_path, code, monkeypatch, hosts=(), workers=1, fewest=None, mo
 
     (tmp_path / "shell").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     (tmp_path / "shell").chmod(0o755)
-    answers = options.pop("answers", lambda host: True)
     spec = JobSpec(hosts=hosts, workers=workers, min_workers=fewest, max_restarts=most)
-    attempts = Attempts(spec, make, answers, said.append, **options)
-    given = attempts.run()
-    assert all(job_processes.members(job.job_id) == [] for job in attempts.jobs)
+    running = JobRun(spec)
+    running._made, running._answers = make, answers
+    given = running.wait()
+    assert all(job_processes.members(job.job_id) == [] for job in running.jobs)
     return given, out.getvalue(), said
 
 
@@ -155,9 +159,8 @@ def test_a_job_is_whole_again_when_its_host_answers(tmp_path, monkeypatch):
         "if a == 1: threading.Event().wait()\n"
         "os._exit(3 if a == 0 else 0)"
     )
-    code, out, said = supervised(
-        tmp_path, serves, monkeypatch, HOSTS, 2, 1, 1, answers=answers, probe_every=0.5
-    )
+    monkeypatch.setattr(job_run, "_PROBE_EVERY", 0.5)
+    code, out, said = supervised(tmp_path, serves, monkeypatch, HOSTS, 2, 1, 1, answers=answers)
     assert code == 0
     assert [out.count(f"attempt {a}") for a in range(3)][1:] == [1, 2] and "saved" in out
     assert said[1] == "going on with 1 workers, without node1.invalid, until it answers again"
@@ -178,10 +181,11 @@ def test_a_first_attempt_that_cannot_start_is_an_error():
     def make(attempt):
         return a_job([Process("rank 0", "worker", 0, "localhost", ("/no/such",), {})])
 
-    attempts = Attempts(JobSpec(workers=1, max_restarts=3), make, lambda host: True, print)
+    running = JobRun(JobSpec(workers=1, max_restarts=3))
+    running._made = make
     with pytest.raises(ClusterError, match="cannot start /no/such"):
-        attempts.run()
-    assert len(attempts.jobs) == 1
+        running.wait()
+    assert len(running.jobs) == 1
 
 
 @pytest.mark.parametrize(("timeout", "wanted"), [(5.0, True), (0.0, False)])

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from dtk.errors import ClusterError
-from dtk.launch import agent, assign, job_options, job_processes, ssh, watch
+from dtk.launch import agent, assign, job_options, job_processes, ssh, supervisor
 from dtk.launch.plan import Process
 from dtk.launch.starter import Starter
 
-from support.launched import a_job, dtk_run, until
+from support.launched import a_job, dtk_run, pids, until
 
 pytestmark = pytest.mark.command
 
@@ -149,7 +149,7 @@ ENDINGS = {
 @pytest.mark.parametrize(("code", "ends", "said", "last"), ENDINGS.values(), ids=ENDINGS)
 def test_the_first_failure_is_seen_last_and_all_end(run, monkeypatch, code, ends, said, last):
     if last == LEFT:
-        monkeypatch.setattr(watch, "LATE", 1.0)  # no other rank comes late
+        monkeypatch.setattr(supervisor, "LATE", 1.0)  # no other rank comes late
     given, _, err, seconds = run(python(code), max_restarts=3)
     assert given == ends
     assert seconds < 10
@@ -215,7 +215,7 @@ def test_a_guard_that_is_stopped_keeps_no_job_from_ending(monkeypatch):
     before = set(psutil.Process().children())  # a world's guard may be among them
     with a_job(python("time.sleep(1)")) as job:
         started = set(psutil.Process().children()) - before
-        (guard,) = [one for one in started if one.pid not in job.pids.values()]
+        (guard,) = [one for one in started if one.pid not in pids(job).values()]
         guard.suspend()
         assert job.wait(30) == 0
     assert not guard.is_running()
@@ -246,7 +246,7 @@ def test_children_of_a_rank_end_too(run, alive, tmp_path, code):
 def test_stop_ends_ranks_that_are_deaf_to_sigterm(run):
     job = a_job(python(DEAF + "print('ready')\ntime.sleep(600)"), grace=0.5, stdout=io.StringIO())
     threading.Thread(target=job.start).start()  # any thread will do
-    until(lambda: job.pids.get("rank 1"))
+    until(lambda: pids(job).get("rank 1"))
     with pytest.raises(TimeoutError, match="still running: rank 0, rank 1"):
         job.wait(timeout=0.5)
     began = time.monotonic()
@@ -345,7 +345,7 @@ def test_two_interrupts_while_a_job_starts_leave_nothing_running():
     job._starter.start, job._state.stop = interrupted, interrupted_once
     with pytest.raises(KeyboardInterrupt):
         job.start()
-    assert not job_processes.members(job.job_id) and len(job.pids) == 2
+    assert not job_processes.members(job.job_id) and len(pids(job)) == 2
     job.stop()
 
 
@@ -360,10 +360,8 @@ def test_a_process_is_found_as_soon_as_it_was_started():
     assert not missed
 
 
-@pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
-def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
-    deaf = "" if guard_too else DEAF  # nobody is left to insist
-    command = [sys.executable, "-c", RANK + deaf + "time.sleep(600)"]
+def test_a_launcher_that_is_killed_leaves_nothing_running():
+    command = [sys.executable, "-c", RANK + DEAF + "time.sleep(600)"]
     code = (
         "import sys, time\nfrom dtk.launch import Job, JobSpec, assign\n"
         f"spec = JobSpec(processes=tuple(assign({command!r}, 2)), grace=0.5)\n"
@@ -375,11 +373,8 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(guard_too):
     ) as launcher:
         assert launcher.stdout is not None
         job_id = launcher.stdout.readline().strip()
-        ranks = job_processes.members(job_id)
-        assert len(ranks) == 2
-        others = {child.pid for child in psutil.Process(launcher.pid).children()} - set(ranks)
-        for pid in [launcher.pid, *(others if guard_too else ())]:
-            os.kill(pid, signal.SIGKILL)
+        assert len(job_processes.members(job_id)) == 2
+        launcher.kill()
     until(lambda: job_processes.members(job_id) == [], 10)
 
 
@@ -426,21 +421,8 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
     assert while_working
 
 
-def test_a_setpriv_without_the_option_is_left_out(run, tmp_path, monkeypatch):
-    """Breaks as a job that does not start where util-linux is older than 2.33."""
-    old = tmp_path / "setpriv"
-    old.write_text("#!/bin/sh\necho unrecognized option >&2\nexit 1\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    given, out, err, _ = run(python("print('ran')", 1))
-    assert (given, out.strip(), err) == (0, "[0] ran", "")
-
-
-@pytest.mark.parametrize("has_pidfd", [True, False])
-def test_a_process_that_ends_at_once_is_noted(monkeypatch, has_pidfd):
-    """It may be over before the launcher looks, and some builds of Python have no `pidfd_open`."""
-    if not has_pidfd:
-        monkeypatch.delattr("os.pidfd_open")
+def test_a_process_that_ends_at_once_is_noted():
+    """It may be over before the launcher looks."""
     for _ in range(5):
         err = io.StringIO()
         with a_job(assign(["/bin/false"], 1), stdout=err, stderr=err) as job:

@@ -20,9 +20,9 @@ from dtk.cluster import Host, mpi_installs, mpi_join, mpi_server, pmix
 from dtk.cluster.stall import STUCK
 from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError
-from dtk.launch import assign, job_processes, mpi_servers, ssh, watch
+from dtk.launch import assign, job_processes, mpi_servers, ssh, supervisor
 
-from support.launched import a_job, until
+from support.launched import a_job, pids, until
 
 pytestmark = pytest.mark.command
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(run, places):
 @needs_mpi
 def test_mpis_server_that_is_killed_is_named_and_no_rank(places, monkeypatch):
     """Each rank said that it had failed by itself, with exit code 195."""
-    monkeypatch.setattr(watch, "LATE", 1.0)  # a rank that fails of it does so at once
+    monkeypatch.setattr(supervisor, "LATE", 1.0)  # a rank that fails of it does so at once
     code = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport time; time.sleep(600)"
     out, err = io.StringIO(), io.StringIO()
     number = signal.SIGRTMIN + 6
@@ -199,7 +199,7 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
     ]
     job = a_job(processes, stdout=out, stderr=err, grace=0.5, stall_timeout=5.0)
     with job.start():
-        rank = psutil.Process(job.pids["rank 0"])
+        rank = psutil.Process(pids(job)["rank 0"])
         port = rank.environ()["PMIX_SERVER_URI41"].rpartition(":")[2]
         code = (
             f"import socket, time\nend = socket.create_connection(('127.0.0.1', {port}))\n"
@@ -215,10 +215,8 @@ def test_who_keeps_mpi_from_starting_by_a_silent_connection_is_named(tmp_path):
     assert "start with `dtk run --isolate`" in line
 
 
-@pytest.mark.full_but("alone")
 @needs_mpi
-@pytest.mark.parametrize("guard_too", [False, True], ids=["alone", "with its guard"])
-def test_mpis_server_ends_with_the_last_rank_of_a_launcher_that_is_killed(guard_too, tmp_path):
+def test_mpis_server_ends_with_the_last_rank_of_a_launcher_that_is_killed(tmp_path):
     code = (
         "import sys, time\nfrom dtk.cluster import mpi_server\n"
         "from dtk.launch import Job, JobSpec, assign\n"
@@ -234,10 +232,7 @@ def test_mpis_server_ends_with_the_last_rank_of_a_launcher_that_is_killed(guard_
         (server,) = servers_of(launcher.pid)
         assert len(list(tmp_path.iterdir())) == 1
         ranks = [psutil.Process(pid) for pid in job_processes.members(job)]
-        for child in psutil.Process(launcher.pid).children() if guard_too else ():
-            if child not in (server, *ranks):
-                child.kill()
-        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.kill()
     gone, still = psutil.wait_procs([server, *ranks], 20)
     assert not still
     assert list(tmp_path.iterdir()) == []
@@ -302,7 +297,8 @@ def test_a_job_in_a_job_and_what_a_host_says_of_itself(run, places, tmp_path, mo
     monkeypatch.setattr(ssh, "remote_command", lambda host, shell: [*greets, ssh.BOOTSTRAP])
     processes = make("", communicator="mpi")
     monkeypatch.setattr(ssh, "is_local", lambda host: False)
-    servers = mpi_servers.MPIServers(processes, "job", "ssh")
+    servers = mpi_servers.MPIServers()
+    servers.start(processes, "job", "ssh")
     servers.close()
     assert [env["PMIX_RANK"] for env in servers.env] == ["0", "1"]
 

@@ -18,7 +18,8 @@ import pytest
 from dtk.cluster import progress
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import assign, job_processes
+from dtk.launch import agent, assign, job_processes
+from dtk.launch.output import JobOutput
 from dtk.launch.plan import Process
 
 from support.launched import a_job
@@ -126,6 +127,26 @@ def test_it_says_that_nothing_was_saved(tmp_path, steps, writes):
     what = "no step ended within 1 s, so nothing was" if steps else "the checkpoint was not written"
     assert what in said and "give --save-grace more seconds" in said
     assert seconds >= 1.0
+
+
+def test_nothing_is_said_under_the_lock_that_other_threads_need(tmp_path, monkeypatch):
+    """Breaks as a launcher that hangs, where the reader of its output goes at this moment."""
+    say, was_free = JobOutput.say, []
+
+    def try_lock(lock):
+        was_free.append(lock.acquire(timeout=2))
+        if was_free[-1]:
+            lock.release()
+
+    def checked(output, text):
+        thread = threading.Thread(target=try_lock, args=(output._state.changed,))
+        thread.start()
+        thread.join()
+        say(output, text)
+
+    monkeypatch.setattr(JobOutput, "say", checked)
+    stopped(tmp_path, 600, save_grace=1.0)
+    assert was_free == [True, True]
 
 
 def test_who_would_save_nothing_is_not_waited_for(tmp_path):
@@ -260,6 +281,19 @@ def test_training_of_slow_steps_is_saved(tmp_path, servers, ending):
     if ending == signal.SIGTERM:
         assert launcher.returncode == 143, said
         assert "SIGTERM: saved" in out and "waiting up to 60 s for a checkpoint of rank 0" in said
+
+
+def test_the_pipes_of_a_rank_are_kept_open_once():
+    """Each word of the rank's opened them again."""
+    count = len(os.listdir("/proc/self/fd"))
+    saver = agent.Saver("no-job", 1.0)
+    with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        kept = []
+        for word in ("ready", "begun", "ready", "over"):
+            saver.note(word, rank.pid)
+            kept.append(len(os.listdir("/proc/self/fd")) - count - 2)
+        rank.kill()
+    assert kept == [2, 2, 2, 0]
 
 
 def test_the_guard_ends_a_rank_that_does_not_save(tmp_path):

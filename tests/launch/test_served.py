@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dtk.cluster import usage
-from dtk.launch import assign, job_processes, watch
+from dtk.launch import assign, job_processes, supervisor
 
 from support.launched import a_job, until
 
@@ -221,7 +221,7 @@ def test_a_chief_without_a_traceback_still_lends_its_exit_code(play, run):
 
 
 def test_a_chief_that_does_not_notice_the_loss_is_ended(play, run, monkeypatch):
-    monkeypatch.setattr(watch, "_FAREWELL", 0.5)
+    monkeypatch.setattr(supervisor, "_FAREWELL", 0.5)
     chief = DEAF + "time.sleep(600)"
     given, _, err, seconds = run(play(chief=chief, ps="raise ValueError('no such layer')"))
     assert given == 1

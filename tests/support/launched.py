@@ -21,6 +21,11 @@ def a_job(processes, *, append=False, events=None, stdout=None, stderr=None, **s
     return Job(spec, append=append, events=events, stdout=stdout, stderr=stderr)
 
 
+def pids(job):
+    """Process id by name (the remote shell's for a process on another host)."""
+    return {rank.process.name: rank.popen.pid for rank in job._state.tasks}
+
+
 def ranks(code, count=2, host="localhost", **env):
     """Ranks that run some code, each with its number as the argument."""
     command = (sys.executable, "-u", "-c", code)

@@ -1,4 +1,4 @@
-"""Waiting for what ends a job, telling which process failed first, replacing what can be.
+"""One start of a job, seen to its end: what ends it, who failed first, and what can be replaced.
 
   ┌──────────────────────────────────────────────────────────────────────┐
   v                                                                      │
@@ -7,6 +7,11 @@ wait ──┬── a worker is lost, or stuck, that servers can spare ──> 
        ├── nothing moves for the timeout ───────────────────────> who is missing; code 124
        ├── MPI's server is gone ──> 5 s for failures ───────────> whose failure, or the server
        └── all have ended well, or stop() ──────────────────────> nobody
+
+Then all that still runs is ended, and the first failure's words come last. "Ended" is SIGTERM,
+then, `grace` seconds later, SIGKILL for whatever still carries the job's mark: a rank may be stuck
+inside TensorFlow, where it cannot act on SIGTERM. Of a job that is stopped, ranks that would save a
+checkpoint are asked first, while all that they need still runs. `outcome` says what counts as what.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from dtk.launch.output import JobOutput
 from dtk.launch.starter import Starter
 from dtk.launch.task import JobState, Task
 
+_TOLD = 60  # lines of a failure's report that its event has
 _START = 60.0  # seconds that ranks may wait for an MPI whose server somebody holds up
 LATE = 5.0  # seconds for a rank to end, where all failures so far are of its loss
 _STACK = 3.0  # seconds that a rank gets to say where it is
@@ -33,20 +39,51 @@ _STACK = 3.0  # seconds that a rank gets to say where it is
 _FAREWELL = 30.0
 
 
-class Watch:
-    """Watches a job's processes until it is over."""
+class Supervisor:
+    """Sees a job's processes to their end.
+
+    Attributes:
+        culprit: The process that failed first, once that is known.
+    """
 
     def __init__(
         self, state: JobState, outcome: JobOutcome, output: JobOutput, starter: Starter
     ) -> None:
-        self.gone: Loss | None = None
+        self.culprit: Task | None = None
+        self._gone: Loss | None = None
         self._stall: Stall | None = None
         self._state, self._outcome, self._output, self._starter = state, outcome, output, starter
         self._looked = 0.0
         self._told_alone = False
         self._notice = ""
 
-    def culprit(self) -> Task | None:
+    def see_to_the_end(self) -> int:
+        """Wait for what ends the job, end the rest, and say why; return the job's exit code."""
+        state, outcome = self._state, self._outcome
+        culprit = self._find_culprit()
+        # Decided now: ending the others gives them exit codes too.
+        code = self._gone.code if self._gone else outcome.exit_code(culprit)
+        self.culprit = None if culprit is None or culprit.code is None else culprit
+        report, why = self._report(culprit)
+        if culprit is None and not self._gone:
+            self._let_save()
+        # What served the chief gets time to notice that it has ended.
+        state.wait_for(
+            lambda: state.stopping or all(rank.code is not None for rank in outcome.serving),
+            state.spec.grace,
+        )
+        self.end_all()
+        if culprit is not None and not report:
+            may_restart = state.spec.max_restarts > 0
+            report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
+        if report:
+            self._record_failure(culprit, report)
+            self._output.write_error(report)
+        if state.error is not None:
+            raise state.error
+        return 128 + signal.SIGPIPE if state.broken_pipe and not report else code
+
+    def _find_culprit(self) -> Task | None:
         """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
         state, outcome, ranks = self._state, self._outcome, self._state.tasks
         culprit = None
@@ -56,20 +93,18 @@ class Watch:
                 concerned = [ranks[i] for i in self._stall.missing + self._stall.waiting]
                 # The missing one may have left with 0.
                 return next((rank for rank in concerned if rank.code is None), concerned[0])
-            if self._starter.lost():
+            if self._starter.mpi.lost():
                 # Ranks get time to fail: a loss may be the cause of failures, or follow from one.
                 state.wait_for(lambda: state.stopping or outcome.over, LATE)
                 if not outcome.over:
-                    self.gone = self._starter.lost()
-            if state.stopping or not (outcome.failures() or self.gone):
+                    self._gone = self._starter.mpi.lost()
+            if state.stopping or self._gone or not outcome.failures():
                 return None
-            if self.gone:
-                return ranks[0]
             self._settle()
             culprit = outcome.culprit()
             if culprit is not None and culprit.is_victim and not state.stopping:
-                self.gone = self._starter.lost()
-                if state.spec.stall_timeout and not (self.gone or outcome.served):
+                self._gone = self._starter.mpi.lost()
+                if state.spec.stall_timeout and not (self._gone or outcome.served):
                     # Others may have lost a rank that still runs, and is only cut off.
                     now = time.monotonic()
                     self._stall = stall.find_cut_off(self._tasks(), now, state.spec.stall_timeout)
@@ -79,7 +114,44 @@ class Watch:
             self._hear_chief(culprit)
         return None if state.stopping else culprit
 
-    def report(self, culprit: Task | None) -> tuple[str, str]:
+    def _record_failure(self, culprit: Task | None, report: str) -> None:
+        facts: dict[str, object] = {"text": "\n".join(report.strip().splitlines()[-_TOLD:])}
+        moment, who = time.monotonic(), None
+        if culprit is not None and not self._gone:
+            moment, who = culprit.failed_at or moment, culprit.process.rank_name
+            if (failure := culprit.failure) is not None:
+                facts |= {"error": failure.error, "message": failure.message}
+                facts |= {"file": failure.file, "line": failure.line}
+        self._state.events.record_at(moment, "failure", who, facts)
+
+    def end_all(self) -> None:
+        """End everything, wait for it, and let go of what the job held."""
+        state, ranks = self._state, self._state.tasks
+        if self._outcome.served:
+            # The chief and an evaluator end while what serves them is there. Else the chief could
+            # not save any more, and would say that a server is gone.
+            for rank in self._outcome.essential:
+                if not rank.remote and rank.code is None:
+                    mark, pids = state.mark(rank.process), [rank.popen.pid]
+                    job_processes.end(mark, state.spec.grace, lambda: state.hurry, pids)
+        for rank in ranks:
+            rank.hang_up()
+        own = [rank.popen.pid for rank in ranks]
+        job_processes.end(state.job_id, state.spec.grace, lambda: state.hurry, own)
+        # Other hosts have the same grace, and some time to answer.
+        deadline = time.monotonic() + (0.5 if state.hurry else state.spec.grace + 2.0)
+        for rank in ranks:
+            rank.await_agent(deadline - time.monotonic())
+            rank.popen.wait()
+        for rank in ranks:
+            rank.read_out(2.0)
+        self._output.close()
+        for rank in ranks:
+            if rank.file is not None:
+                rank.file.close()
+        self._starter.close()
+
+    def _report(self, culprit: Task | None) -> tuple[str, str]:
         """Return why the job is ended where that is nobody's failure, and what caused a failure.
 
         Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
@@ -92,8 +164,8 @@ class Watch:
         if shown := self._stall or short:
             missing = [ranks[i] for i in shown.missing]
             self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
-        if self.gone:
-            return f"\ndtk: {self.gone.how}; every rank needs it. The job was ended.\n", ""
+        if self._gone:
+            return f"\ndtk: {self._gone.how}; every rank needs it. The job was ended.\n", ""
         if self._stall:
             words = stall.describe(self._stall, statuses)
             self._state.events.record("stall", text=words.strip())
@@ -119,7 +191,7 @@ class Watch:
             rank.read_out(_STACK)
             rank.status.stack = progress.stack_of_main_thread(rank.dump or [])
 
-    def let_save(self) -> None:
+    def _let_save(self) -> None:
         """Ask the ranks that would save a checkpoint to end, and wait until they have.
 
         A rank that fails, or an interrupt, cuts it short.
@@ -142,16 +214,19 @@ class Watch:
                 if not is_writing and any(rank.saving == "begun" for rank in saving):
                     is_writing, until = True, time.monotonic() + grace
                 if time.monotonic() > until:
-                    what = f"no step ended within {grace:g} s, so nothing was saved"
-                    if is_writing:
-                        what = f"the checkpoint was not written within {grace:g} s"
-                        what += "; the one before it is the newest"
-                    self._output.say(f"{what}: give --save-grace more seconds")
-                    return
+                    break
                 failed = any(one.failed and one.code != sigterm for one in state.tasks)
                 if failed and not is_writing:
                     return
                 state.changed.wait(0.1)
+            else:
+                return
+        # Not with the lock: who writes may find that nobody reads any more, and then needs it.
+        what = f"no step ended within {grace:g} s, so nothing was saved"
+        if is_writing:
+            what = f"the checkpoint was not written within {grace:g} s; the one before it is the "
+            what += "newest"
+        self._output.say(f"{what}: give --save-grace more seconds")
 
     # --- until something ends the job ---
 
@@ -186,7 +261,7 @@ class Watch:
 
     def _is_over(self) -> bool:
         over = self._state.stopping or self._outcome.over or self._is_stuck()
-        return bool(over or self._starter.lost())
+        return bool(over or self._starter.mpi.lost())
 
     def _is_stuck(self) -> bool:
         """Look whether a job has stopped moving, and why; none of its processes has failed."""
@@ -238,7 +313,7 @@ class Watch:
         """Return who else keeps ranks from starting that have all waited for that for a while."""
         since = now - min(_START, self._state.spec.stall_timeout)
         if all(one.last and one.last.joining and one.moved < since for one in statuses):
-            why = self._starter.held_up()
+            why = self._starter.mpi.held_up()
             return Stall((), why, tuple(range(len(statuses)))) if why else None
         return None
 
@@ -320,7 +395,7 @@ class Watch:
                 if any(rank.in_trouble for rank in state.tasks):
                     until = began + SETTLE
                 elif all(one.is_victim for one in self._outcome.failures()) and not (
-                    self._starter.lost()
+                    self._starter.mpi.lost()
                 ):
                     until = began + LATE
                 else:
