@@ -104,7 +104,7 @@ class Starter:
 
     def start(self, process: Process) -> None:
         """Start a process of the plan, and add it to the ranks."""
-        env = process.env | self._shared
+        env = {**process.env, **self._shared}
         env[progress.VARIABLE] = f"{self._state.spec.stall_timeout:g}"  # those watched report
         if self.mpi.env:
             env |= {**self.mpi.env[process.rank], COMMUNICATOR: "mpi"}
