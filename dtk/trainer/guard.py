@@ -43,7 +43,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.patches import temporarily
 from dtk.placement import outside_graph
-from dtk.trainer import distributed_model, fit, model_files, model_scope, undistributed_jobs
+from dtk.trainer import distributed_model, fit, model_files, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import reducing_optimizer, self_test, step_metrics
@@ -118,10 +118,10 @@ def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None
     if owner is None and is_undistributed():
         return None
     asked = model.jit_compile if model.compiled else "auto"
-    settled = model_scope.check_and_own(model, asked, strategy)
+    settled = distributed_model.check_and_own(model, asked, strategy)
     if not model.compiled:
         model.jit_compile = settled
-    return model_scope.distribute(model, strategy)
+    return distributed_model.distribute(model, strategy)
 
 
 def joining_strategy() -> Strategy | None:
