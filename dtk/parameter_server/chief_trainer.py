@@ -189,13 +189,11 @@ class ParameterServerTrainer(JobTrainer):
         checks, step_function = self.checks_of(job.name), getattr(self.model, f"{job.name}_step")
         if len(batch.parts) == 1:  # nothing is added up
             self.build_by(step_function, batch)
-        elif checks.is_due():
-            job.drain()  # steps in flight move the weights that are compared
-            with self._joining(job):
-                self.audit(job.name, step_function, batch)
         else:
+            if checks.is_due():
+                job.drain()  # steps in flight move the weights that are compared
             with self._joining(job):
-                self.try_step(job.name, step_function, batch)
+                self.check_step(job.name, step_function, batch)
         checks.steps += 1
 
     @contextlib.contextmanager
