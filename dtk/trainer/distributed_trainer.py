@@ -295,10 +295,8 @@ class DistributedTrainer(ModelState):
         unread = self._unread  # whether `fit`, which may be around it, has yet to read
         try:
             if name == "predict" and self.strategy.world.size > 1:
-                check = rank_checks.ReadingCheck(self.strategy)
-                with self.strategy.extended.observing_batches(check.read):
+                with rank_checks.comparing_batches(self.strategy):
                     yield
-                check.end()
             else:
                 yield
                 self.check_same_reading("test", "after evaluate")  # if there are other ranks

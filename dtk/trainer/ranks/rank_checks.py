@@ -228,26 +228,22 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
         raise DisagreementError(at_rank(communicator.rank, message))
 
 
-class ReadingCheck:
-    """Comparison of the batches that ranks read: the first at once, all of them at the end."""
+@contextlib.contextmanager
+def comparing_batches(strategy: Strategy) -> Iterator[None]:
+    """Return a context in which ranks compare what they read: the first batch, at the end all."""
+    batches, total = 0, tf.constant(0, tf.int64)
 
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        self._digest = tf.constant(0, tf.int64)
-        self._batches = 0
+    def read(digest: tf.Tensor) -> None:
+        nonlocal batches, total
+        batches, total = batches + 1, digests.add(total, digest)
+        if batches == 1:
+            check_same_digest(strategy, int(digest), "at the first batch")
 
-    def read(self, digest: tf.Tensor) -> None:
-        """Count a batch that is read."""
-        self._batches += 1
-        self._digest = digests.add(self._digest, digest)
-        if self._batches == 1:
-            check_same_digest(self._strategy, int(digest), "at the first batch")
-
-    def end(self) -> None:
-        """Compare all batches, after the last one was read."""
-        progress.end_of_data()
-        if self._batches:
-            check_same_digest(self._strategy, int(self._digest), "at the end of the data")
+    with strategy.extended.observing_batches(read):
+        yield
+    progress.end_of_data()
+    if batches:
+        check_same_digest(strategy, int(total), "at the end of the data")
 
 
 def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
