@@ -189,13 +189,11 @@ class ParameterServerTrainer(JobTrainer):
         checks, step_function = self.checks_of(job.name), getattr(self.model, f"{job.name}_step")
         if len(batch.parts) == 1:  # nothing is added up
             self.build_by(step_function, batch)
-        elif checks.is_due():
-            job.drain()  # steps in flight move the weights that are compared
-            with self._joining(job):
-                self.audit(job.name, step_function, batch)
         else:
+            if checks.is_due():
+                job.drain()  # steps in flight move the weights that are compared
             with self._joining(job):
-                self.try_step(job.name, step_function, batch)
+                self.check_step(job.name, step_function, batch)
         checks.steps += 1
 
     @contextlib.contextmanager
@@ -302,10 +300,11 @@ class ChiefTrial(step_trial.Trial):
             with super()._global_numbers():
                 return super()._trace_whole(assigned, whole, parts)
         rows = self._bounds[-1]
-        with self._calls.noted():
+        with step_trial.noting_counts(self.model):
             traced = self._traced(whole, (rows, 0, rows), 1, {})
         self.doubtful = step_trial.doubtful_in(traced.step)
-        return self._added_up([traced]) | {"calls": self._calls.tensors()}
+        self.uncounted = step_trial.uncounted_in(traced.step)
+        return self._added_up([traced])
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
         def trace(

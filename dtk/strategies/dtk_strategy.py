@@ -15,7 +15,7 @@ from dtk.errors import at_rank
 from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
-from dtk.trainer import distributed_trainer, guard, model_scope, undistributed_jobs
+from dtk.trainer import distributed_model, distributed_trainer, guard, undistributed_jobs
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import Strategy, trace_context
 from dtk.trainer.tracing import lookups, own_loops
@@ -80,7 +80,7 @@ class DtkStrategy(Strategy):
         options: tf.distribute.RunOptions | None = None,
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
-        model_scope.check_distributed(fn, self)
+        distributed_model.check_distributed(fn, self)
         with trace_context(fn, otherwise=self._of_own_loops):
             return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
 
@@ -124,7 +124,7 @@ class DtkStrategy(Strategy):
             >>> strategy.check_weights(model)
             4
         """
-        return model_scope.check_weights(model, self)
+        return distributed_model.check_weights(model, self)
 
     def make_trainer(self, model: keras.Model) -> distributed_trainer.DistributedTrainer:
         """Make the trainer of a model compiled in this strategy's scope.
@@ -139,5 +139,5 @@ class DtkStrategy(Strategy):
 def _scope(
     scope: contextlib.AbstractContextManager[object], strategy: DtkStrategy
 ) -> Iterator[object]:
-    with scope as entered, model_scope.distributing(strategy), tf_replicas.scope_kept():
+    with scope as entered, distributed_model.distributing(strategy), tf_replicas.scope_kept():
         yield entered

@@ -94,9 +94,7 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Mirror variables that were created outside the scope, keeping their values."""
-        with self.scope():
-            for variable in variables:
-                keras_variables.move_variable(variable)
+        self.take_metric_state(variables)
 
 
 def _warn_of_others() -> None:

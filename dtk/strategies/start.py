@@ -43,7 +43,8 @@ def agree(
     """
     if communicator.size == 1:
         return None
-    end_together(communicator)
+    host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
+    end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
     with startup.at_most(startup.limit()):
         _watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
@@ -131,12 +132,6 @@ def share_seed(communicator: Communicator) -> int | None:
     for rank, seed in enumerate(seeds):
         rank_checks.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
     return None
-
-
-def end_together(communicator: Communicator) -> None:
-    """On an uncaught exception, name this rank and end the process at once."""
-    host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
-    end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
 
 
 def end_at_once(name: str, rank: int = 0) -> None:

@@ -190,33 +190,28 @@ class DistributedTrainer(ModelState):
                 return function(iterator)
 
         def run(iterator: tf.data.Iterator | Iterable[Tree]) -> Tree:
+            is_new = self._unread or name in self._untried
             if not isinstance(iterator, tf.data.Iterator):
                 slices = self.cut_batches(iterator)
-                self.try_step(name, step_function, slices[0])
-                self.audit(name, step_function, slices[0])
+                self.check_step(name, step_function, slices[0])
                 iterator = iter(slices)
-            elif self._unread or name in self._untried:
+            elif is_new or self.checks_of(name).is_due():
                 try:
                     first, iterator = digests.first_of(iterator, model.steps_per_execution)
                 except StopIteration:
                     # A resumed epoch has no step left, so the next one has the first batch. The
                     # optimizer counts Keras's attempt to read beyond the end, as without the
-                    # interruption; the step that it traces has not been tried, and is dropped.
-                    return call(iterator, keras_models.make_function(model, step))
+                    # interruption; a step that it traces has not been tried, and is dropped.
+                    unread = keras_models.make_function(model, step) if is_new else function
+                    return call(iterator, unread)
                 if self._unread:
                     read.assign(0)
                     rank_checks.check_same_batch(strategy, first)
                 self._unread = False
                 self._untried.discard(name)
-                self.try_step(name, step_function, first)
-                if name == "train":
+                self.check_step(name, step_function, first)
+                if is_new and name == "train":
                     step_times.before_training(call, first, model, strategy)
-            elif self.checks_of(name).is_due():
-                try:
-                    first, iterator = digests.first_of(iterator, model.steps_per_execution)
-                except StopIteration:
-                    return call(iterator)
-                self.audit(name, step_function, first)
             self.checks_of(name).steps += model.steps_per_execution
             return call(iterator)
 
@@ -235,30 +230,25 @@ class DistributedTrainer(ModelState):
         """
         return self.checks_of(name).kinds or self.checks_of("train").kinds or {}
 
-    def try_step(self, name: str, step_function: StepFunction, first: slicing.Slices) -> None:
-        """Check before the first step of a kind that the replicas' parts add up to the step."""
+    def check_step(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
+        """Check that parts of a step add up: before the first of a kind, and where it is due."""
         strategy, model = self.strategy, self.model
-        known = int(first.rows) if slicing.is_known(first.rows) else None
+        known = int(batch.rows) if slicing.is_known(batch.rows) else None
         self_test.check_stateful(model, known, strategy)
         asked = self_test.is_wanted(strategy.self_test)
-        self.build_by(step_function, first)
+        self.build_by(step_function, batch)
         if name not in ("train", "test"):
             return  # a callback's step, which sums nothing over replicas
-        if self.checks_of(name).kinds is not None or not asked or strategy.world.name == "null":
+        checks = self.checks_of(name)
+        if checks.is_due():
+            checks.audit(batch)
+        if checks.kinds is not None or not asked or strategy.world.name == "null":
             return
         # A test step of Keras's own computes nothing that the train step has not.
         covered = name == "test" and self.checks_of("train").kinds is not None
         covered = covered and keras_models.is_from_keras(type(model).test_step)
         reasons = [] if covered else trial_reasons.of_step(model, f"{name}_step")
-        self.checks_of(name).try_step(step_function, first, reasons)
-
-    def audit(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
-        """Compare the next step's parts with the whole again, if it is due."""
-        checks = self.checks_of(name)
-        if checks.is_due():
-            checks.audit(batch)
-            if checks.kinds is None:
-                self.try_step(name, step_function, batch)
+        checks.try_step(step_function, batch, reasons)
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
         """Let one replica build the variables that only a step of the script can build.
@@ -305,10 +295,8 @@ class DistributedTrainer(ModelState):
         unread = self._unread  # whether `fit`, which may be around it, has yet to read
         try:
             if name == "predict" and self.strategy.world.size > 1:
-                check = rank_checks.ReadingCheck(self.strategy)
-                with self.strategy.extended.observing_batches(check.read):
+                with rank_checks.comparing_batches(self.strategy):
                     yield
-                check.end()
             else:
                 yield
                 self.check_same_reading("test", "after evaluate")  # if there are other ranks

@@ -22,7 +22,6 @@ from typing import SupportsIndex, cast
 import keras
 import tensorflow as tf
 
-from dtk.compat import keras_data
 from dtk.errors import at_rank, check_number
 from dtk.even_division import even_sizes
 from dtk.nests import Args, Function, Kwargs, Logs
@@ -55,18 +54,10 @@ _COUNTS = (
 )
 
 
-@keras_data.closing_iterators()
 def call(
     trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
 ) -> object:
     """Call one of Keras's own methods with the checks between ranks around it."""
-    with trainer.explaining_losses():
-        return _call(trainer, name, method, args, kwargs)
-
-
-def _call(
-    trainer: DistributedTrainer, name: str, method: Function[object], args: Args, kwargs: Kwargs
-) -> object:
     trainer.strategy.world.keep_to_thread()
     if trainer.is_local_call(name):
         with trainer.strategy.extended.undistributed():
@@ -392,7 +383,8 @@ class RankChecks(keras.callbacks.Callback):
         if not self._alone:
             rank_checks.check_same_run(trainer, self.params)
             shared_weights.start_from(0, trainer, trainer.agreed_variables())
-            shared_weights.start_from_epoch_of_rank_0(trainer)
+            epoch = trainer.strategy.world.broadcast_object(trainer.initial_epoch())
+            trainer.set_initial_epoch(epoch)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._wishes_to_stop = False

@@ -31,6 +31,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import (
+    keras_data,
     keras_models,
     keras_optimizers,
     keras_steps,
@@ -43,7 +44,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.nests import Args, Function, Kwargs
 from dtk.patches import temporarily
 from dtk.placement import outside_graph
-from dtk.trainer import distributed_model, fit, model_files, model_scope, undistributed_jobs
+from dtk.trainer import distributed_model, fit, model_files, undistributed_jobs
 from dtk.trainer.distributed_trainer import DistributedTrainer
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import reducing_optimizer, self_test, step_metrics
@@ -78,11 +79,6 @@ def undistributed() -> Iterator[None]:
         yield
 
 
-def is_undistributed() -> bool:
-    """Return whether this thread is inside `undistributed()`."""
-    return tf_replicas.running.undistributed
-
-
 class _Guard:
     """Decides for the calls of all models; holds the strategy that joins the processes."""
 
@@ -94,10 +90,11 @@ class _Guard:
     ) -> object:
         trainer = distributed_model.trainer_of(model) or _distributed_now(model, name)
         if trainer is not None:
-            return fit.call(trainer, name, method, args, kwargs)
+            with keras_data.closing_iterators(), trainer.explaining_losses():
+                return fit.call(trainer, name, method, args, kwargs)
         strategy = self.strategy
         trains = name in ("fit", "train_on_batch")
-        if not trains or is_undistributed() or strategy.processes == 1:
+        if not trains or tf_replicas.running.undistributed or strategy.processes == 1:
             return method(*args, **kwargs)
         message = (
             f"{name} of model {model.name!r}, which was compiled outside strategy.scope(): "
@@ -115,13 +112,13 @@ def _distributed_now(model: keras.Model, name: str) -> DistributedTrainer | None
     compiled_enough = model.compiled or name.startswith("predict")
     if not hasattr(strategy, "make_trainer") or not compiled_enough:
         return None
-    if owner is None and is_undistributed():
+    if owner is None and tf_replicas.running.undistributed:
         return None
     asked = model.jit_compile if model.compiled else "auto"
-    settled = model_scope.check_and_own(model, asked, strategy)
+    settled = distributed_model.check_and_own(model, asked, strategy)
     if not model.compiled:
         model.jit_compile = settled
-    return model_scope.distribute(model, strategy)
+    return distributed_model.distribute(model, strategy)
 
 
 def joining_strategy() -> Strategy | None:
@@ -164,7 +161,7 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
         taken_over = isinstance(optimizer, shared_optimizer.SharedOptimizer)
         return None if taken_over else _taken_over_now(optimizer, current)
     owner = keras_optimizers.optimizer_owner(optimizer)
-    alone = is_undistributed() or strategy.loop_sums
+    alone = tf_replicas.running.undistributed or strategy.loop_sums
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
             optimizer,

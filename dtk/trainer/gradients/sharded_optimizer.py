@@ -38,13 +38,7 @@ from dtk.communicators.aligned_slices import once
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
 from dtk.compat import keras_models, keras_optimizers
-from dtk.compat.keras_variables import (
-    VariablePart,
-    flat_shard_of,
-    is_of_all,
-    set_shard,
-    stored,
-)
+from dtk.compat.keras_variables import VariablePart, flat_shard_of, is_of_all, set_shard, stored
 from dtk.errors import at_rank
 from dtk.exchange import Dense
 from dtk.exchange.contract import ExchangeState, Gradient, run_if

@@ -6,8 +6,10 @@ all batches read so far. If they differ, every rank raises an error that names t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import pickle
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ import tensorflow as tf
 from dtk.cluster import progress
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_variables, tf_datasets, tf_replicas
-from dtk.errors import DisagreementError, at_rank
+from dtk.errors import DisagreementError, at_rank, is_of_library
 from dtk.input import digests, slicing
 from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
@@ -151,33 +153,27 @@ def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
 
 
 def _codes_of(callback: keras.callbacks.Callback) -> Iterator[types.CodeType]:
-    """Yield the code of a callback, and of what it refers to of its module."""
-    plain, module = keras.callbacks.Callback.__mro__, type(callback).__module__
+    """Yield the code of a callback's functions, and of those that a script's own refer to."""
+    plain = keras.callbacks.Callback.__mro__
     classes = [one for one in type(callback).__mro__ if one not in plain]
     waiting = [*vars(callback).values(), *(v for one in classes for v in vars(one).values())]
-    seen = set(map(id, classes))
+    seen: set[int] = set()
     while waiting:
         one = waiting.pop()
+        one = one.func if isinstance(one, functools.partial) else one
         if isinstance(one, types.MethodType | staticmethod | classmethod):
             one = one.__func__
-        elif isinstance(one, functools.partial | property):
-            one = one.func if isinstance(one, functools.partial) else one.fget
-        elif not isinstance(one, types.FunctionType | type) and type(one).__module__ == module:
-            one = type(one)
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, types.FunctionType):
-            codes = list(_nested(one.__code__))
-            yield from codes
-            cells = [cell for cell in one.__closure__ or () if cell != types.CellType()]
-            waiting += [cell.cell_contents for cell in cells]
-            names = {name for code in codes for name in code.co_names}
-            known = [one.__globals__[name] for name in names & one.__globals__.keys()]
-            functions = [value for value in known if isinstance(value, types.FunctionType)]
-            waiting += [called for called in functions if called.__module__ == one.__module__]
-        elif isinstance(one, type) and one.__module__ == module:
-            waiting += vars(one).values()
+            yield from _nested(one.__code__)
+            if not is_of_library(one.__code__.co_filename):
+                with contextlib.suppress(ValueError):  # of a variable without a value
+                    near = inspect.getclosurevars(one)
+                    waiting += [*near.nonlocals.values(), *near.globals.values()]
+        elif type(one).__module__ == type(callback).__module__:  # such as a helper
+            waiting += vars(type(one)).values()
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -232,26 +228,22 @@ def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
         raise DisagreementError(at_rank(communicator.rank, message))
 
 
-class ReadingCheck:
-    """Comparison of the batches that ranks read: the first at once, all of them at the end."""
+@contextlib.contextmanager
+def comparing_batches(strategy: Strategy) -> Iterator[None]:
+    """Return a context in which ranks compare what they read: the first batch, at the end all."""
+    batches, total = 0, tf.constant(0, tf.int64)
 
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-        self._digest = tf.constant(0, tf.int64)
-        self._batches = 0
+    def read(digest: tf.Tensor) -> None:
+        nonlocal batches, total
+        batches, total = batches + 1, digests.add(total, digest)
+        if batches == 1:
+            check_same_digest(strategy, int(digest), "at the first batch")
 
-    def read(self, digest: tf.Tensor) -> None:
-        """Count a batch that is read."""
-        self._batches += 1
-        self._digest = digests.add(self._digest, digest)
-        if self._batches == 1:
-            check_same_digest(self._strategy, int(digest), "at the first batch")
-
-    def end(self) -> None:
-        """Compare all batches, after the last one was read."""
-        progress.end_of_data()
-        if self._batches:
-            check_same_digest(self._strategy, int(self._digest), "at the end of the data")
+    with strategy.extended.observing_batches(read):
+        yield
+    progress.end_of_data()
+    if batches:
+        check_same_digest(strategy, int(total), "at the end of the data")
 
 
 def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:

@@ -186,11 +186,6 @@ def average(
         variable.assign(mean)
 
 
-def start_from_epoch_of_rank_0(trainer: ModelState) -> None:
-    """Make every rank start at rank 0's epoch."""
-    trainer.set_initial_epoch(trainer.strategy.world.broadcast_object(trainer.initial_epoch()))
-
-
 def agree_on_weights(trainer: ModelState) -> None:
     """Start from rank 0's weights before steps outside `fit`, as `fit` does itself."""
     if trainer.strategy.world.size > 1:

@@ -50,7 +50,7 @@ def settle(asked: bool | str | None, model: keras.Model, strategy: Strategy) -> 
     keras_models.note_auto_jit(model, auto and bool(asked))
     why = asked and _why_not(model, strategy)
     if why:
-        _say_or_refuse(model, strategy, why, why)
+        _say_or_refuse(model, strategy, why)
     return asked and not why
 
 
@@ -58,22 +58,20 @@ def recheck_jit(model: keras.Model, strategy: Strategy) -> None:
     """Decide again once a model is built: it may have new layers or another `jit_compile`."""
     why = model.jit_compile and _why_not(model, strategy)
     if why:
-        fall_back_to_graph(model, strategy, why, why)
+        fall_back_to_graph(model, strategy, why)
 
 
-def fall_back_to_graph(
-    model: keras.Model, strategy: Strategy, why: str, refused: str | None = None
-) -> None:
+def fall_back_to_graph(model: keras.Model, strategy: Strategy, why: str) -> None:
     """Run a model uncompiled, since XLA cannot compile one of its steps; refuse if it must."""
-    of_step = f"XLA cannot compile model {model.name!r} under several replicas: {why}; leave "
-    _say_or_refuse(model, strategy, why, refused or of_step + "jit_compile out")
+    _say_or_refuse(model, strategy, why)
     model.jit_compile = False
 
 
-def _say_or_refuse(model: keras.Model, strategy: Strategy, why: str, refused: str) -> None:
+def _say_or_refuse(model: keras.Model, strategy: Strategy, why: str) -> None:
     """Print why a model is not compiled, if Keras has chosen that; else raise."""
     if not keras_models.is_auto_jit(model):
-        raise ValueError(at_rank(strategy.rank, f"jit_compile=True: {refused}"))
+        message = f"jit_compile=True: {why}; leave jit_compile out of compile of {model.name!r}"
+        raise ValueError(at_rank(strategy.rank, message))
     tell(strategy, f"model {model.name!r} is not compiled by XLA (jit_compile='auto'): {why}")
 
 
@@ -87,24 +85,21 @@ def compile_updates(model: keras.Model, wished: bool) -> None:
 def _why_not(model: keras.Model, strategy: Strategy) -> str | None:
     """Return why XLA cannot compile a model's steps under a strategy; None if it may."""
     if not strategy.supports_jit:
-        return (
-            f"{type(strategy).__name__} sends steps to workers, which dtk does not compile with "
-            "XLA; leave jit_compile out"
-        )
+        name = type(strategy).__name__
+        return f"{name} sends steps to workers, which dtk does not compile with XLA"
     if strategy.num_replicas_in_sync == 1 and strategy.world.size == 1:
         return None
     for layer in keras_models.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             return (
                 f"layer {layer.name!r} has synchronized=True, so it adds up moments over all "
-                "replicas within the forward pass, and XLA can compile no communication; leave "
-                "jit_compile out, or make the layer with synchronized=False"
+                "replicas within the forward pass, and XLA can compile no communication, only a "
+                "layer with synchronized=False"
             )
         if getattr(layer, "communicates", False):
             return (
                 f"layer {layer.name!r} ({type(layer).__name__}) is one part of a layer and "
-                "communicates within the forward pass, and XLA can compile no communication; "
-                "leave jit_compile out"
+                "communicates within the forward pass, and XLA can compile no communication"
             )
     return None
 

@@ -17,13 +17,7 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.cluster import progress
-from dtk.compat import (
-    keras_data,
-    keras_models,
-    keras_steps,
-    keras_variables,
-    tf_replicas,
-)
+from dtk.compat import keras_data, keras_models, keras_steps, keras_variables, tf_replicas
 from dtk.errors import NotDistributedError, UncompilableError, at_rank
 from dtk.input import slicing
 from dtk.nests import Leaf, Tree
