@@ -24,6 +24,7 @@ from typing import TypeAlias, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils
@@ -181,7 +182,7 @@ def patch_calls(handle: Handler) -> None:
         return handle(model, name, functools.partial(original, model), args, kwargs)
 
     for name in _CALLS:
-        patch_for_good(keras.Model, name, functools.partial(call, name))
+        patch_for_good(TensorFlowTrainer, name, functools.partial(call, name))
     keras.Model.fit._dtk_handler = handle
 
 
@@ -310,8 +311,11 @@ def set_trainer(model: keras.Model, trainer: object) -> None:
     model._dtk_trainer = trainer
 
 
-class AdoptedModel(keras.Model):
-    """A model of which a strategy replaces methods; see `made_classes`."""
+class AdoptedModel(TensorFlowTrainer):
+    """A model of which a strategy replaces methods; see `made_classes`.
+
+    No `keras.Model`, as layers with Keras's trainer are none: Keras's own tests train such.
+    """
 
     def _dtk_begin(self, iterator: Iterator[Tree] | None, data_batch: Tree) -> None:
         """Take the iterator of an epoch, or a single batch, and build the model by it."""

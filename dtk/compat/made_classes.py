@@ -11,20 +11,21 @@ from dtk.nests import Function
 from dtk.patches import definer
 
 
-def make_subclass(instance: keras.Model, kind: type[keras.Model], base: type[keras.Model]) -> None:
+def make_subclass(instance: keras.Model, kind: type[keras.Model]) -> None:
     """Give an object of Keras's a class made for it: a subclass of a kind, and of its own class.
 
     `instance.__class__` stays the class that the script made it of, under whose name Keras saves
     it; so files, copies and pickles are of that class, and need no dtk. `type(instance)` differs.
 
     Args:
-        instance: An object of a subclass of `base`.
-        kind: A subclass of `base`, whose methods come before the object's own.
-        base: Keras's class, such as `keras.Model`.
+        instance: An object of Keras's.
+        kind: A class of dtk, whose methods come before the object's own. Of Keras's classes it may
+            only have those before it that the object has.
     """
     original, current = instance.__class__, type(instance)
     # What a script has set on the object would hide the kind's methods, which call it instead.
-    replaced = {name for one in kind.__mro__ if one not in base.__mro__ for name in vars(one)}
+    own_classes = [one for one in kind.__mro__ if one.__module__.startswith("dtk.")]
+    replaced = {name for one in own_classes for name in vars(one)}
     own = {n: staticmethod(vars(instance).pop(n)) for n in replaced & vars(instance).keys()}
     if own:
         current = _class(original.__name__, (current,), own)

@@ -133,6 +133,7 @@ models:
 what `fit` reads:
     keras.Model  _loss_tracker _eval_epoch_iterator
     keras.src.trainers.epoch_iterator  EpochIterator
+    keras.src.backend.tensorflow.trainer  TensorFlowTrainer
     keras.src.backend.tensorflow.trainer.TFEpochIterator  _num_batches _current_iterator
         _epoch_iterator _steps_seen _get_iterator _enumerate_iterator
         _interrupted_warning catch_stop_iteration

@@ -96,7 +96,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     if before is not None:
         return before
     keras_models.set_trainer(model, trainer)
-    make_subclass(model, DistributedModel, keras.Model)
+    make_subclass(model, DistributedModel)
     return trainer
 
 

@@ -124,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802
         inner.gradient_accumulation_steps = passes  # Keras applies the mean of a window
         factor *= 1 if average_aggregated_gradients else passes
     if factor != 1:
-        make_subclass(optimizer, MultipliedGradients, keras.Optimizer)
+        make_subclass(optimizer, MultipliedGradients)
         vars(optimizer)["_dtk_factor"] = float(factor)
     job.mark(optimizer, check_compression(compression))
     return optimizer

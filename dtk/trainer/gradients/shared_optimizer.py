@@ -159,7 +159,7 @@ def take_over(optimizer: keras.Optimizer, strategy: Strategy, kind: type[SharedO
     for member in keras_optimizers.members(optimizer):
         if not isinstance(member, kind):
             keras_optimizers.set_owner(member, strategy)
-            make_subclass(member, kind, keras.Optimizer)
+            make_subclass(member, kind)
             if strategy.supports_jit:  # servers run Keras's own updates
                 optimizer_updates.fuse_updates(member, strategy.num_replicas_in_sync)
 
