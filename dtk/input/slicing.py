@@ -50,7 +50,7 @@ def is_known(number: tf.Tensor | tuple[()]) -> bool:
 
 
 def _has_rows(leaf: Leaf | tf.TypeSpec | None) -> bool:
-    return leaf is not None and not isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
+    return hasattr(leaf, "shape")  # not None, nor what a dataset has for None, nor an Optional
 
 
 def check_rows(batch: Tree | Specs) -> list[Leaf | tf.TypeSpec]:

@@ -125,6 +125,15 @@ def test_sparse_slices_know_the_sizes_that_layers_are_built_from():
     np.testing.assert_array_equal(cut(), np.eye(5, 7))
 
 
+def test_inputs_that_are_left_out_have_no_rows():
+    """Keras's `Input(optional=True)` takes None, of which a dataset has a spec without a shape."""
+    batches = tf.data.Dataset.from_tensors((tf.ones([3, 2]), None))
+    assert len(slicing.check_rows(batches.element_spec)) == 1
+    (batch,) = slicing.cut_dataset(batches, (1,), 2)
+    rows, left_out = batch.parts[0]
+    assert len(rows) == 1 and left_out is None
+
+
 def test_a_batch_without_rows_is_refused():
     with pytest.raises(ValueError, match="call .batch"):
         slicing.count_rows({"x": tf.constant(1.0)})

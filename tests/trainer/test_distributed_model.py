@@ -12,6 +12,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from dtk.strategies import AllReduceStrategy
 from dtk.trainer.distributed_model import DistributedModel, trainer_of
@@ -59,6 +60,14 @@ class Told(keras.Sequential, metaclass=Registered):
 
     def __reduce__(self):
         return super().__reduce__()
+
+
+class Layer(TensorFlowTrainer, keras.layers.Dense):
+    """No `keras.Model`, as in Keras's own tests: the made class lost its call."""
+
+    def __init__(self):
+        keras.layers.Dense.__init__(self, 3)
+        TensorFlowTrainer.__init__(self)
 
 
 def functional():
@@ -110,6 +119,11 @@ def test_files_name_no_class_of_dtk_s_and_are_read_without_it(tmp_path):
         "assert not any(name.partition('.')[0] == 'dtk' for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100)
+
+
+def test_a_layer_with_the_trainer_of_keras_trains():
+    model = trained(Layer)
+    assert trainer_of(model) is not None and model.predict(X, verbose=0).shape == (8, 3)
 
 
 def test_what_the_script_overrides_is_called_once():
