@@ -182,7 +182,7 @@ def patch_calls(handle: Handler) -> None:
         return handle(model, name, functools.partial(original, model), args, kwargs)
 
     for name in _CALLS:
-        patch_for_good(TensorFlowTrainer, name, functools.partial(call, name))
+        patch_for_good(definer(keras.Model, name), name, functools.partial(call, name))
     keras.Model.fit._dtk_handler = handle
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dtk.cluster.variables import JOB_SECRET, is_foreign
 
@@ -10,9 +10,15 @@ from dtk.cluster.variables import JOB_SECRET, is_foreign
 _OF_STARTERS = ("DTK_RUN", "MV2_COMM_WORLD_", "SLURM_PROCID", "SLURM_STEP_ID", "TORCHELASTIC_")
 
 
-def tells_other_place(name: str) -> bool:
-    """Return whether a variable tells the place of an engine's process, and not that of a rank."""
-    return is_foreign(name) or name.startswith(_OF_STARTERS)
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an engine's process that do not tell what place it has itself."""
+    by_mpirun = "OMPI_COMM_WORLD_RANK" in environ  # and not by the user
+    others = (*_OF_STARTERS, "OMPI_MCA_") if by_mpirun else _OF_STARTERS
+    return {
+        name: value
+        for name, value in environ.items()
+        if not is_foreign(name) and not name.startswith(others)
+    }
 
 
 def variables_of(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dtk.cluster import failures, stop_requests
-from dtk.engines import tells_other_place, variables_of
+from dtk.engines import variables_of, without_place
 from dtk.nests import Function
 from dtk.version import pip_install
 
@@ -198,7 +198,7 @@ def _find_place() -> _Place:
 
 def _take_place(variables: Mapping[str, str]) -> None:
     # Of whoever started Ray's nodes, as `srun ray start`: they tell of other ranks.
-    for name in filter(tells_other_place, [*os.environ]):
+    for name in os.environ.keys() - without_place(os.environ).keys():
         del os.environ[name]
     os.environ.update(variables)
     with contextlib.suppress(ValueError):  # no main thread: then SIGTERM ends the worker at once

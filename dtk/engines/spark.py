@@ -34,7 +34,7 @@ from dtk import importing, quiet
 from dtk.cluster import detect, failures
 from dtk.cluster.place import THREADS
 from dtk.cluster.stall import STUCK
-from dtk.engines import tells_other_place, variables_of
+from dtk.engines import variables_of, without_place
 from dtk.errors import ClusterError, RankError, at_rank
 from dtk.launch import job_processes
 from dtk.launch.agent import reserve
@@ -185,8 +185,7 @@ def _variables(context: BarrierTaskContext, port: str, secret: str) -> dict[str,
     }
     if gpus := context.resources().get("gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
-    kept = {name: value for name, value in os.environ.items() if not tells_other_place(name)}
-    return HUGE_PAGES | kept | variables
+    return HUGE_PAGES | without_place(os.environ) | variables
 
 
 def _see_to_its_end(

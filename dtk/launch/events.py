@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from dtk.launch.screen import Sink
 
@@ -218,11 +218,13 @@ class EventLog:
         facts, zero = dict(told), self._zero + lag
         kind = str(facts.pop("kind"))
         if kind == "messages":
-            sent = Messages._make(facts[name] for name in ("begin", "step", "spans"))
-            self._hear_messages(rank, sent._replace(time=round(zero + sent.time, 4)))
+            told_spans = cast("list[tuple[object, object, object]]", facts["spans"])
+            spans = [(str(name), _number(begin), _number(took)) for name, begin, took in told_spans]
+            begun = round(zero + _number(facts["begin"]), 4)
+            self._hear_messages(rank, Messages(begun, int(_number(facts["step"])), spans))
         elif kind == "steps":
             values = {**Steps._field_defaults, **facts}
-            steps = Steps._make(values[name] for name in Steps._fields)
+            steps = Steps._make(_numbers(values[name]) for name in Steps._fields)
             since, until = round(zero + steps.since, 4), round(zero + steps.until, 4)
             self._hear_steps(rank, steps._replace(since=since, until=until))
         else:
@@ -293,3 +295,14 @@ def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(name): _finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: object) -> float:
+    return float(str(value))
+
+
+def _numbers(value: object) -> float | list[float] | None:
+    """Return what a rank has told as numbers; fails of anything else."""
+    if isinstance(value, list | tuple):
+        return list(map(_number, value))
+    return None if value is None else _number(value)

@@ -17,7 +17,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 
 def members(job: str) -> list[int]:
@@ -117,6 +117,22 @@ def bootstrapped(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ}
 
 
+@contextlib.contextmanager
+def _bound_to(cores: Collection[int]) -> Iterator[None]:
+    """Let processes started inside, by this thread, use these cores only.
+
+    Where that is not allowed, or the cores are gone since the survey, they use all there are.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
+            os.sched_setaffinity(0, cores or before)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
 def start(
     argv: Sequence[str],
     environ: Mapping[str, str],
@@ -128,19 +144,17 @@ def start(
     keeps: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process of a job, in a session of its own and without input."""
-    process = subprocess.Popen(
-        list(argv),
-        env={**bootstrapped(environ), "DTK_JOB": job},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        cwd=cwd,
-        start_new_session=True,
-        pass_fds=keeps,
-    )
-    if cores:
-        with contextlib.suppress(OSError):  # a rank that is not bound is only slower
-            os.sched_setaffinity(process.pid, cores)
+    with _bound_to(cores):
+        process = subprocess.Popen(
+            list(argv),
+            env={**bootstrapped(environ), "DTK_JOB": job},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            start_new_session=True,
+            pass_fds=keeps,
+        )
     # A moment passes between loading the program, when Popen returns, and being able to read its
     # variables: `members`, and so `end`, would miss it.
     while process.poll() is None and not _shows_variables(process.pid):

@@ -41,6 +41,7 @@ _LINE = 5.0  # seconds between two lines of one, where it cannot be drawn anew
 _HOLD = 0.5  # seconds that a line waits for those of others
 _EQUAL = 10.0  # seconds in which an equal line of another process is the same event
 _MOST = 10_000  # lines that are known afterwards
+_MOST_READS = 20  # of 64 KiB, by which a pipe is empty
 _WAITS = 1.0  # seconds without a reader, after which output counts as unread
 
 
@@ -236,11 +237,15 @@ class JobOutput:
         for reader in self._readers:
             reader.close()
         for source in list(self._sources):
-            # While a slow reader was waited for, a pipe has kept what it holds.
+            # While a slow reader was waited for, a pipe has kept what it holds. Whoever has it
+            # open still may have left the job, and write for ever.
             os.set_blocking(source.pipe.fileno(), False)
             with contextlib.suppress(BlockingIOError):
-                if self._state.error or self._read(source):
-                    self._end(source)
+                for _ in range(_MOST_READS):
+                    if self._state.error or not self._read(source):
+                        break
+            if source in self._sources:
+                self._end(source)
         self._write_equal()
         if self._equal.late:
             what = "lines of standard error were not shown again, as another rank had written them"

@@ -48,6 +48,8 @@ class Reader:
 
     def close(self) -> None:
         """Read no more."""
+        if self._is_closed:
+            return
         self._is_closed = True
         os.eventfd_write(self._woken, 1)
         self._thread.join()

@@ -32,7 +32,7 @@ _ERASED = "\r\x1b[2K"
 _DRAWN = "\x1b[?7l{}\x1b[m\x1b[?7h"  # cut off at the terminal's edge, and not wrapped
 _LONGEST = 1 << 20  # characters after which a line is broken
 # Progress bars write their row again and again, after a carriage return or backspaces.
-_PAST = re.compile(r"(?s).*[\r\b](?=[^\r\b])")
+_PAST = re.compile(r"(?s).*\r(?=[^\r\b])")
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
@@ -49,7 +49,9 @@ class Sink:
     ) -> None:
         self.name = name
         # Whether somebody looks at it, and lines can be drawn anew.
-        self.is_terminal = stream is not None and not stream.closed and stream.isatty()
+        self.is_terminal = False
+        with contextlib.suppress(ValueError, AttributeError):  # closed, or no more than a `write`
+            self.is_terminal = stream is not None and stream.isatty()
         self._stream, self._descriptor = stream, _descriptor(stream)
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._on_error, self._on_gone = on_error, on_gone
@@ -186,16 +188,23 @@ class WrittenText:
     def feed(self, data: bytes, final: bool = False) -> list[str]:
         """Take what was written, and return the lines that are over."""
         *lines, row = (self._open + self._decoder.decode(data, final)).split("\n")
-        if row and (final or len(row) > _LONGEST):
+        if len(row) > _LONGEST or (final and _shown(row).strip()):
             lines.append(row)
             row = ""
-        past = _PAST.match(row)
-        was_there = past is not None and bool(past[0].strip("\r\b"))
-        self.is_redrawn = was_there or (self.is_redrawn and not lines)
-        self._open = row[past.end() :] if past else row
+        self._open = "" if final else _rewritten(row)
+        is_over_another = self._open != row.lstrip("\r\b")
+        self.is_redrawn = is_over_another or (self.is_redrawn and not lines)
         return [_shown(line) for line in lines]
 
 
+def _rewritten(row: str) -> str:
+    """Return a row without what it has written over; what ends it has written over nothing yet."""
+    past = _PAST.match(row)
+    text, *rest = re.split("(\b+)", row[past.end() :] if past else row)
+    for back, more in zip(rest[::2], rest[1::2], strict=True):
+        text = text[: -len(back)] + more if more else text + back
+    return text
+
+
 def _shown(line: str) -> str:
-    past = _PAST.match(line)
-    return _MOVES.sub("", line[past.end() :] if past else line).rstrip("\r\b")
+    return _MOVES.sub("", _rewritten(line)).rstrip("\r\b")

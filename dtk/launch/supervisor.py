@@ -96,7 +96,7 @@ class Supervisor:
             if self._starter.mpi.lost():
                 # Ranks get time to fail: a loss may be the cause of failures, or follow from one.
                 state.wait_for(lambda: state.stopping or outcome.over, LATE)
-                if not outcome.over:
+                if not (outcome.over or state.stopping):
                     self._gone = self._starter.mpi.lost()
             if state.stopping or self._gone or not outcome.failures():
                 return None
@@ -145,11 +145,13 @@ class Supervisor:
             rank.popen.wait()
         for rank in ranks:
             rank.read_out(2.0)
-        self._output.close()
-        for rank in ranks:
-            if rank.file is not None:
-                rank.file.close()
-        self._starter.close()
+        try:
+            self._output.close()
+        finally:
+            for rank in ranks:
+                if rank.file is not None:
+                    rank.file.close()
+            self._starter.close()
 
     def _report(self, culprit: Task | None) -> tuple[str, str]:
         """Return why the job is ended where that is nobody's failure, and what caused a failure.

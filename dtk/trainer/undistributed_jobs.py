@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dtk.cluster.detect import detect
 from dtk.errors import ClusterError, NotDistributedError, at_rank
 from dtk.nests import Function
-from dtk.patches import patch_for_good
+from dtk.patches import definer, patch_for_good
 
 if TYPE_CHECKING:
     import keras
@@ -48,7 +48,7 @@ def training_refused() -> Iterator[None]:
     # Without Model, a file of the script has this name; strategies report that.
     if hasattr(keras, "Model") and _trains_with_others():
         for name in ("fit", "train_on_batch"):
-            patch_for_good(keras.Model, name, _refuse)
+            patch_for_good(definer(keras.Model, name), name, _refuse)
 
 
 def _trains_with_others() -> bool:

@@ -145,6 +145,9 @@ def shown(*written):
         # Keras's
         (["\r1/3 loss: 4", "\b" * 12 + "\r3/3", "\n"], ["3/3"], ""),
         (["|", "\b/", "\b-"], [], "-"),
+        # backspaces take back as many characters, and not the row
+        (["Loading: 50%", "\b\b\b60%\b\b", "\b70%\n"], ["Loading: 70%"], ""),
+        (["N\bNA\bA\n"], ["NA"], ""),
         (["a\r\n", "b\r\r\n"], ["a", "b"], ""),
         (["\x1b[?25l\r\x1b[2K", "50%", "\r\x1b", "[2K60%"], [], "60%"),
         (["bar\r   \r", "next\n"], ["next"], ""),
@@ -153,6 +156,34 @@ def shown(*written):
 )
 def test_what_a_terminal_would_show(written, lines, row):
     assert shown(*written) == (lines, row)
+
+
+def test_a_bar_that_was_erased_leaves_no_line_at_the_end():
+    text = WrittenText()
+    assert text.feed(b"90%\r   \r") == [] == text.feed(b"", final=True)
+
+
+def test_last_words_are_shown_though_a_process_that_has_left_holds_the_pipe(run):
+    code = (
+        "import subprocess\n"
+        "subprocess.Popen(['setsid', '-f', 'sleep', '5'], env={'PATH': os.environ['PATH']})\n"
+        "os.write(1, b'whole line\\nlast words')\n"
+    )
+    given, out, _, _ = run(python(code, 1))
+    assert (given, out) == (0, "[0] whole line\n[0] last words\n")
+
+
+def test_a_stream_may_be_no_more_than_a_write(run):
+    class Tee:
+        def write(self, text):
+            written.append(text)
+
+        def flush(self):
+            """Have nothing to write."""
+
+    written = []
+    run(python("print('hello')", 1), stdout=Tee())
+    assert "".join(written) == "[0] hello\n"
 
 
 def test_a_file_gets_a_bars_line_now_and_then(run, tmp_path, monkeypatch):
