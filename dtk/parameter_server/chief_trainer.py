@@ -300,11 +300,10 @@ class ChiefTrial(step_trial.Trial):
             with super()._global_numbers():
                 return super()._trace_whole(assigned, whole, parts)
         rows = self._bounds[-1]
-        with step_trial.noting_counts(self.model):
+        with self._calls.noted():
             traced = self._traced(whole, (rows, 0, rows), 1, {})
         self.doubtful = step_trial.doubtful_in(traced.step)
-        self.uncounted = step_trial.uncounted_in(traced.step)
-        return self._added_up([traced])
+        return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
         def trace(

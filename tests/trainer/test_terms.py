@@ -183,7 +183,6 @@ def shown_to_add_up():
     yield "a quotient or zero", lambda y, p: tf.math.divide_no_nan(focal(y, p), tf.reduce_sum(y))
     yield "several", lambda y, p: 0.5 * focal(y, p) + 2.0 * tf.reduce_mean(tf.abs(p)) - 1.0
     yield "a sum of chosen", lambda y, p: tf.reduce_sum(tf.boolean_mask(p, y > 0))
-    yield "of each row", lambda y, p: tf.reduce_mean(tf.cumsum(tf.abs(y - p), 1))
     yield "row by row", lambda y, p: tf.reduce_mean(tf.reduce_max(p, -1) / tf.norm(y, axis=-1))
 
 
@@ -200,7 +199,6 @@ def not_shown():
     yield "a largest", lambda y, p: tf.reduce_max(tf.abs(y - p))
     yield "by the size of chosen", lambda y, p: mean_of_chosen(p, y > 0)
     yield "pairs of rows", lambda y, p: tf.reduce_mean(tf.nn.relu(p @ tf.transpose(y)), -1)
-    yield "sums of those before", lambda y, p: tf.reduce_mean(tf.cumsum(tf.abs(y - p), 0))
     yield "centred", lambda y, p: tf.reduce_mean(tf.square(p - tf.reduce_mean(p, 0)))
 
 

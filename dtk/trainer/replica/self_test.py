@@ -13,7 +13,6 @@ back.
                  square one by one, the sums of their squares must agree, too
     state        that a step assigns must agree, or NotDistributedError
     logs         metric results, other numbers, and tensors that do not agree give a warning
-    metrics      whose graph does not show sums over rows are counted on the rows of all replicas
 
 Later steps are compared again, see `audit`. During the test random numbers belong to rows
 (`compat.random_draws`), and batch normalization uses all rows, synchronized or not: neither is a
@@ -37,8 +36,12 @@ import numpy as np
 import tensorflow as tf
 
 from dtk.cluster.variables import SELF_TEST, TIME_STEPS
-from dtk.compat import keras_models, random_draws
+from dtk.compat import (
+    keras_models,
+    random_draws,
+)
 from dtk.errors import NotDistributedError, at_rank
+from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.comparing import Difference, compare, kinds_of, notes_of, tolerance_of
 from dtk.trainer.replica.step_trial import Outcome, Trial
 from dtk.trainer.replica.trial_reasons import ALONG
@@ -46,8 +49,8 @@ from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import BATCH, SUM
 
-# Seeds of the other weights at which a step is tried before it is refused.
-_OTHER_WEIGHTS = (1, 2, 3)
+# Number of other weights at which a step is tried before it is refused.
+_OTHER_WEIGHTS = 3
 # Up to this number of draws, every combination of layouts is tried.
 _DRAWS = 4
 _LARGE = 1e6
@@ -68,10 +71,6 @@ _MOVING = (
     "The step itself moves weights, by gradients of a replica's own rows; average them first, with "
     "sums = dtk.layers.sum_over_batch and rows = tf.cast(tf.shape(x)[0], tf.float32), for data x: "
     "gradients = [sums(g * rows) / sums(rows) for g in gradients]"
-)
-_SUMS = (
-    "its update_state must add to variables what is a sum over rows: "
-    "self.total.assign_add(ops.sum(values)), where values has one number for each row"
 )
 _CLIPPING = (
     "Does the step clip gradients before an optimizer takes them? Give the optimizer clipnorm=, "
@@ -127,14 +126,32 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial, _compute)
     if verdict.difference.wrong:
+        if trial.moves_weights:
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=_MOVING))
+        if any(reason.endswith(ALONG) for reason in reasons):
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=_ALONG_BATCH))
+        large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
+        if large:
+            sizes = ", ".join(f"{name}: {_amount(trial.losses[name])}" for name in large)
+            too_large = (
+                f"Outputs and targets are gathered up to {_amount(MOST_GATHERED)} a step ({sizes})"
+            )
+            cure = f"{too_large}. {verdict.difference.cure}"
+            verdict = verdict._replace(difference=verdict.difference._replace(cure=cure))
         mistake = (
-            f"the {name} of model {model.name!r} (tried because of {', '.join(reasons)}) does not "
-            f"add up over {len(trial.parts)} replicas: {_found(trial, verdict)}"
+            f"the {name} of model {model.name!r} (tried because of "
+            f"{', '.join(reasons)}) does not add up over {len(trial.parts)} "
+            f"replicas: {trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
+            f"{verdict.difference.wrong}"
         )
         if trial.may_join:
             tell(strategy, f"warning: {mistake}. {JOINED}")
             return verdict._replace(joined=True)
-        raise _refusal(trial, f"{mistake}. {_cure(trial, verdict, reasons)}. Nothing was updated")
+        message = (
+            f"{mistake}. {verdict.difference.cure}. Nothing was updated. "
+            "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
+        )
+        raise NotDistributedError(at_rank(strategy.rank, message))
     verdict = _with_counts(trial, verdict)
     for note in verdict.notes:
         tell(strategy, f"warning: model {model.name!r}: {note}")
@@ -179,37 +196,17 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
         verdict = _at_other_weights(trial, verdict, compute)
     if verdict.difference.wrong:
         since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
-        raise _refusal(
-            trial,
+        message = (
             f"step {step} of the {name} of model {model.name!r} does not add up over "
             f"{len(trial.parts)} replicas, and {f'step {before}' if before else 'fewer rows'} did: "
-            f"{_found(trial, verdict)}. {verdict.difference.cure}. The step was not applied{since}",
+            f"{trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows: "
+            f"{verdict.difference.wrong}. {verdict.difference.cure}. "
+            f"The step was not applied{since}. "
+            "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
         )
+        raise NotDistributedError(at_rank(trial.strategy.rank, message))
     for note in verdict.notes:
         tell(trial.strategy, f"warning: step {step} of model {model.name!r}: {note}")
-
-
-def _found(trial: Trial, verdict: Verdict) -> str:
-    rows = f"{trial.rows} rows computed by one, and as parts of {[*trial.parts]} rows"
-    return f"{rows}: {verdict.difference.wrong}"
-
-
-def _cure(trial: Trial, verdict: Verdict, reasons: Sequence[str]) -> str:
-    """Return what to change in a step that does not add up."""
-    cure = verdict.difference.cure
-    if any(reason.endswith(ALONG) for reason in reasons):
-        cure = _ALONG_BATCH
-    elif trial.moves_weights:
-        cure = _MOVING
-    large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
-    sizes = ", ".join(f"{name}: {_amount(trial.losses[name])}" for name in large)
-    most = f"Outputs and targets are gathered up to {_amount(MOST_GATHERED)} a step ({sizes}). "
-    return most + cure if large else cure
-
-
-def _refusal(trial: Trial, message: str) -> NotDistributedError:
-    untested = "self_test=False (or DTK_SELF_TEST=0) trains on what the replicas' parts add up to"
-    return NotDistributedError(at_rank(trial.strategy.rank, f"{message}. {untested}"))
 
 
 def _confirm(trial: Trial, kinds: dict[str, str]) -> Verdict:
@@ -246,34 +243,14 @@ def _judge(trial: Trial, compute: Callable[[Trial], Verdict]) -> Verdict:
 def _at_other_weights(
     trial: Trial, verdict: Verdict, compute: Callable[[Trial], Verdict]
 ) -> Verdict:
-    """Compute both ways at other weights until they agree; else tell rounding from a mistake.
-
-    If the difference may be rounding, at these weights and at most others, warn instead.
-    """
+    """Compute both ways at other weights until they agree; else tell rounding from a mistake."""
     far: list[Verdict] = []
-    for seed in _OTHER_WEIGHTS:
+    for seed in range(1, 1 + _OTHER_WEIGHTS):
         with trial.moved(seed):
             far.append(trial.strategy.world.broadcast_object(compute(trial)))
         if not far[-1].difference.wrong:
             return far[-1]
-    spread = _spread(trial)
-    if not _may_be_rounding(trial, verdict, spread):
-        return verdict
-    # Rounding may hide a mistake at some weights, and a kink may stand out at others.
-    explained = 0
-    for seed, other in zip(_OTHER_WEIGHTS, far, strict=True):
-        with trial.moved(seed):
-            explained += _may_be_rounding(trial, other, _spread(trial))
-    if 2 * explained < len(far):
-        return verdict
-    note = (
-        f"the self-test cannot tell rounding from a mistake: {verdict.difference.wrong} between "
-        f"all rows and the parts, and by {100 * spread:.3g} % if weights change by "
-        f"{tolerance_of(trial.model) / 100:.0e} of their size. If the losses are means or sums "
-        "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
-        "this test"
-    )
-    return verdict._replace(difference=Difference(verdict.difference.size), notes=[note])
+    return _undecided(trial, verdict, far)
 
 
 def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
@@ -283,6 +260,29 @@ def _layouts(draws: Sequence[int]) -> Iterator[dict[int, str]]:
         return
     for one in itertools.product(random_draws.LAYOUTS, repeat=len(draws)):
         yield dict(zip(draws, one, strict=True))
+
+
+def _undecided(trial: Trial, verdict: Verdict, far: Sequence[Verdict]) -> Verdict:
+    """Warn instead, if the difference may be rounding at these weights and at most others."""
+    spread = _spread(trial)
+    if not _may_be_rounding(trial, verdict, spread):
+        return verdict
+    # Rounding may hide a mistake at some weights, and a kink may stand out at others.
+    explained, needed = 0, len(far) // 2 + 1
+    for seed, other in enumerate(far, 1):
+        if explained < needed:
+            with trial.moved(seed):
+                explained += _may_be_rounding(trial, other, _spread(trial))
+    if explained < needed:
+        return verdict
+    note = (
+        f"the self-test cannot tell rounding from a mistake: {verdict.difference.wrong} between "
+        f"all rows and the parts, and by {100 * spread:.3g} % if weights change by "
+        f"{tolerance_of(trial.model) / 100:.0e} of their size. If the losses are means or sums "
+        "over rows, the difference is rounding; self_test=False (or DTK_SELF_TEST=0) then skips "
+        "this test"
+    )
+    return verdict._replace(difference=Difference(verdict.difference.size), notes=[note])
 
 
 def _spread(trial: Trial) -> float:
@@ -310,12 +310,11 @@ def _compute(trial: Trial) -> Verdict:
         return Verdict({}, Difference(np.nan, wrong), [])
     # If the graph leaves a doubt, or the parts differ. A script's loss may read more than its
     # arguments; then it is what it adds up to.
-    verdicts = []
-    for way in dict.fromkeys(map(tuple, (doubtful, agreed(fitting), ()))):
-        verdicts.append(_compute_parts(trial, whole, dict.fromkeys(way, BATCH)))
-        if not verdicts[-1].difference.wrong:
-            return verdicts[-1]
-    return verdicts[0]
+    ways = [*dict.fromkeys(map(tuple, (doubtful, agreed(fitting), ())))]
+    first = verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
+    while verdict.difference.wrong and ways:
+        verdict = _compute_parts(trial, whole, dict.fromkeys(ways.pop(0), BATCH))
+    return first if verdict.difference.wrong else verdict
 
 
 def _compute_parts(trial: Trial, whole: Outcome, batch: dict[str, str]) -> Verdict:
@@ -373,38 +372,21 @@ def _amount(size: float) -> str:
 
 
 def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
-    """Add notes on metrics that may not add up, and those to count on gathered rows."""
-    may = trial.uncounted if trial.gathers else []
-    gathered = [m for m in may if all(v.aggregation == "sum" for v in m.variables)]
+    """Add notes on metrics that do not add up, and the metrics to count on gathered rows."""
+    strategy, model = trial.strategy, trial.model
+    doubts: list[metric_trial.Doubt] = []
+    if strategy.is_chief:  # one rank decides, since rounding may differ by rank
+        tolerance = tolerance_of(model)
+        doubts = metric_trial.doubts_of(trial.counted, trial.rows, model, verdict.kinds, tolerance)
+    cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
+    names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
+    gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
     # Logs name a metric so, or by its output before.
-    outputs = ["", *(f"{name}_" for name in getattr(trial.model, "output_names", None) or ())]
-    named = tuple(repr(before + m.name) for m in trial.uncounted for before in outputs)
-    notes = [note for note in verdict.notes if not note.startswith(named)]
-    eager = bool(trial.model.run_eagerly)
-    notes += [_told_of(metric, metric in gathered, eager) for metric in trial.uncounted]
+    outputs = ["", *(f"{name}_" for name in getattr(model, "output_names", None) or ())]
+    said_better = tuple(repr(before + d.metric.name) for d in doubts for before in outputs)
+    notes = [note for note in verdict.notes if not note.startswith(said_better)]
+    notes += [doubt.told(doubt in cured) for doubt in doubts]
     return verdict._replace(notes=notes, gathered=gathered)
-
-
-def _told_of(metric: keras.Metric, is_gathered: bool, eager: bool = False) -> str:
-    """Return what is done about a metric that may not add up, and what would help."""
-    must = _SUMS
-    if any(v.aggregation != "sum" for v in metric.variables):
-        must = f'its variables must have aggregation="sum", and {must}'
-    if isinstance(metric, keras.metrics.MeanMetricWrapper):
-        must = "the function must return one number for each row"
-    if eager:
-        must = "train with run_eagerly=False, since its graph may show that it does"
-    why = f"nothing shows that {metric.name!r} adds up over rows"
-    if is_gathered:
-        return (
-            f"{why}: the rows of all workers are gathered in each step, and one worker counts "
-            f"them, as one process does. To avoid this cost, {must}"
-        )
-    return (
-        f"{why}, so the logged value may differ from one process's; weights are not affected. To "
-        f"fix this, {must}; or compute the metric from model.predict(x), which returns the rows of "
-        "all workers"
-    )
 
 
 # Models made for a fixed number of rows: a worker has only its share of the rows.

@@ -23,12 +23,12 @@ from dtk.compat import (
     tf_replicas,
 )
 from dtk.input import slicing
-from dtk.nests import Array, Function, Specs, Tree
+from dtk.nests import Array, Specs, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.model_state import ModelState
-from dtk.trainer.replica import replica_step, step_metrics, whole_batch
+from dtk.trainer.replica import metric_trial, replica_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction
-from dtk.trainer.tracing import lookups, row_dependence, traced_step
+from dtk.trainer.tracing import lookups, traced_step
 from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Few rows of each replica; the first takes one more, so that shares differ.
@@ -121,11 +121,11 @@ class Trial:
         self.draws: list[int] = []
         self.sums: frozenset[str] = frozenset()  # names of terms that the graph shows to be sums
         self.moves_weights = False  # whether the step assigns them besides its optimizer
-        # metrics of which the graph does not show that they add up
-        self.uncounted: list[keras.Metric] = []
+        self.counted: list[metric_trial.Call] = []
         # losses that may be computed on the rows of all replicas, and the bytes of these in a step
         self.losses: dict[str, int] = {}
         self.doubtful: list[str] = []  # those of which the graph does not show that they add up
+        self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
         self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
         # how it is computed -> the traced step, and what it assigns; for any number of rows
@@ -258,9 +258,10 @@ class Trial:
         before.restore()
         made.restore()
         arrays = keras.tree.map_structure(np.asarray, outputs)
-        if "sizes" in arrays:
+        if "calls" in arrays:
+            self.counted = self._calls.arrays(arrays.pop("calls"))
             times = self.batch_rows / self.rows
-            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes").items()}
+            self.losses = {k: int(n * times) for k, n in arrays.pop("sizes", {}).items()}
         return Outcome(**arrays)
 
     @contextlib.contextmanager
@@ -331,7 +332,7 @@ class Trial:
                 notes_losses=True,
                 times=self._factor,
             )
-            with traced_step.tracing(step), noting_counts(self.model):
+            with traced_step.tracing(step), self._calls.noted():
                 logs = self.step_function(slicing.forget_rows(whole))
                 observed = self._observed(step, logs, assigned)
                 self.sums = shown_sums(step)
@@ -339,9 +340,8 @@ class Trial:
                 self.moves_weights = not weights.isdisjoint(step.assigned)
                 losses = {name: c for name, c in step.losses.items() if c.has_rows and self.gathers}
                 self.doubtful = [name for name in doubtful_in(step) if name in losses]
-                self.uncounted = uncounted_in(step)
                 sizes = {name: _bytes_of(call.tensors) for name, call in losses.items()}
-                return observed | {"sizes": sizes}
+                return observed | {"calls": self._calls.tensors(), "sizes": sizes}
 
     def _trace_replicas(self, kinds: Mapping[str, str]) -> Trace:
         strategy, model = self.strategy, self.model
@@ -437,41 +437,6 @@ def _sum_over_replicas(values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 def doubtful_in(step: traced_step.Step) -> list[str]:
     """Return the losses of a step of which its graph does not show that they add up."""
     return [name for name, one in step.losses.items() if one.has_rows and not one.adds_up]
-
-
-def noting_counts(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a traced step notes what metrics of a script are given."""
-
-    def note(
-        metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
-    ) -> object:
-        step = traced_step.current()
-        # Tensors of a branch or loop cannot leave it.
-        if step is not None and tf.compat.v1.get_default_graph() is step.graph:
-            given = [leaf for leaf in tf.nest.flatten((args, kwargs)) if tf.is_tensor(leaf)]
-            step.counts.setdefault(id(metric), (metric, []))[1].extend(given)
-        return original(*args, **kwargs)
-
-    return keras_steps.patch_metrics(keras_models.foreign_metrics(model), "update_state", note)
-
-
-def uncounted_in(step: traced_step.Step) -> list[keras.Metric]:
-    """Return the metrics of which a step's graph does not show that they add sums over rows."""
-    return [
-        metric
-        for metric, given in step.counts.values()
-        if row_dependence.have_rows(given, step.graph)
-        and not all(_adds_up(v, given, step) for v in metric.variables)
-    ]
-
-
-def _adds_up(v: keras.Variable, given: Sequence[tf.Tensor], step: traced_step.Step) -> bool:
-    if tf.executing_eagerly() or v.aggregation != "sum":
-        return False
-    if means := step.means.get(id(v)):  # each is counted with the share of the rows
-        return all(row_dependence.adds_up(one, given, step.graph) for one in means)
-    values = step.values.get(id(v), ())
-    return all(row_dependence.counts_rows(one, given, step.graph) for one in values)
 
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:

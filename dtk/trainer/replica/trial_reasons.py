@@ -18,8 +18,7 @@ def of_step(model: keras.Model, step_name: str) -> list[str]:
     if not keras_models.computes_own_loss(model):
         parts.append(f"compute_loss of {type(model).__name__}")
     parts += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
-    metrics = map(keras_models.unwrapped, keras_models.foreign_metrics(model))
-    parts += [f"metric {_called(metric)}" for metric in metrics]
+    parts += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
     return parts + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
@@ -29,8 +28,7 @@ def of_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]
     parts = [f"{step_name} of {type(model).__name__}"] if own_step else []
     layers = {type(layer).__name__ for layer in keras_models.layers_of(model) if _is_foreign(layer)}
     parts += [f"layer {name}" for name in sorted(layers)]
-    of_keras = [x for x in keras_models.layers_of(model) if keras_models.is_from_keras(type(x))]
-    along = filter(keras_models.is_along_batch, of_keras)
+    along = filter(_is_along_batch, keras_models.layers_of(model))
     parts += [f"layer {layer.name} {ALONG}" for layer in along]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
     parts += [f"activation {name}" for name in sorted({*map(_called, own)})]
@@ -59,6 +57,10 @@ def _is_foreign(layer: keras.Layer) -> bool:
         return False
     call = getattr(type(layer), "call", None)
     return call is not None and not keras_models.is_from_keras(call)
+
+
+def _is_along_batch(layer: keras.Layer) -> bool:
+    return keras_models.is_from_keras(type(layer)) and keras_models.is_along_batch(layer)
 
 
 def _own_activations(layer: keras.Layer) -> Iterator[object]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from dtk.trainer.tracing.loss_terms import computed_from, depends_on_data, linear_terms
@@ -34,12 +33,6 @@ _NOT_MADE = (AssertionError, LookupError, TypeError, ValueError, tf.errors.OpErr
 # Ops whose outputs have some entries for each row, if their first inputs have; how many, the values
 # decide.
 _CHOOSING = ("DynamicPartition", "StringSplitV2", "Where")
-# Ops along axes, and the input that tells which; None: the last one.
-_ALONG = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "Roll": 2, "TopKV2": None}
-# Ops whose outputs are sums over rows if their first inputs are.
-_LINEAR = ("Cast", "Cumsum", "Identity", "Neg", "Reshape", "ReverseV2", "Squeeze", "Transpose")
-# Ops that add each row up in a place of its own.
-_ADDING = ("Bincount", "DenseBincount", "ScatterNd", "UnsortedSegmentSum")
 
 
 class RowDependence:
@@ -110,11 +103,6 @@ class RowDependence:
         one, other = (inferred.of(tensor).shape for inferred in self._inferred)
         return None if one.rank is None else list(map(_kind_of_size, one, other))
 
-    def is_number_of_rows(self, number: tf.Tensor) -> bool:
-        """Return whether a graph shows that a number is twice as large with twice as many rows."""
-        one, other = (inferred.entries_of(number) for inferred in self._inferred)
-        return one is not None and other == [2 * entries for entries in one]
-
 
 def _kind_of_size(one: int | None, other: int | None) -> str:
     if one is None or other is None:
@@ -165,8 +153,6 @@ def _is_sum(
     op = scalar.op
     if known.is_equal(scalar):
         return not strictly
-    if op.type in _ADDING:
-        return all(_is_by_row(one, ends, known) for one in op.inputs if one.shape.rank != 0)
     if op.type in ("Sum", "Mean"):
         rows = op.inputs[0]
         if op.type == "Mean" and strictly:
@@ -177,7 +163,7 @@ def _is_sum(
         if set(sizes) <= {EQUAL}:
             return _is_sum(rows, ends, known, strictly)
         return _is_by_row(rows, ends, known)
-    if op.type in _LINEAR:
+    if op.type in ("Identity", "Cast", "Reshape", "Squeeze", "Neg"):
         return _is_sum(op.inputs[0], ends, known, strictly)
     if op.type in ("Mul", "RealDiv", "DivNoNan"):
         one, other = op.inputs
@@ -189,41 +175,6 @@ def _is_sum(
         of_scalars = one.shape.rank == other.shape.rank == 0 and not strictly
         return of_scalars and all(_is_sum(part, ends, known, True) for part in (one, other))
     return False
-
-
-def counts_rows(value: object, inputs: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
-    """Return whether a graph shows that a variable is assigned its value and sums over rows."""
-    if not tf.is_symbolic_tensor(value):
-        return False
-    known, ends = RowDependence(inside, exact=True), {one.ref() for one in inputs}
-
-    def is_sum(tensor: tf.Tensor) -> bool:
-        of_rows = known.is_number_of_rows(tensor)
-        return of_rows or _is_sum(tensor, ends, known, strictly=True)
-
-    added, values = [value], 0
-    while added:
-        one = _uncast(added.pop())
-        if one.op.type in ("Add", "AddV2"):
-            added += one.op.inputs
-        elif one.op.type == "Sub" and is_sum(_uncast(one.op.inputs[1])):
-            added.append(one.op.inputs[0])
-        elif one.op.type == "ReadVariableOp" or _is_zero(one):
-            values += 1  # that of the variable, or 0 in its place
-        elif not is_sum(one):
-            return False
-    return values == 1
-
-
-def _is_zero(tensor: tf.Tensor) -> bool:
-    value = tf.get_static_value(tensor)
-    return value is not None and not value.any()
-
-
-def _uncast(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _is_factor(scalar: tf.Tensor, known: RowDependence) -> bool:
@@ -240,23 +191,13 @@ def _is_by_row(rows: tf.Tensor, ends: set[Hashable], known: RowDependence) -> bo
     """Return whether rows are computed without a number of the whole batch, or pairs of rows."""
     for one in computed_from([rows], ("Shape", "Size", "Rank"), ends):
         sizes = None if one.dtype in (tf.resource, tf.variant) else known.sizes(one)
-        if sizes is not None and sizes.count(OF_ROWS) > 1 or _is_along_rows(one, known):
+        if sizes is not None and sizes.count(OF_ROWS) > 1:
             return False
         if sizes is None or not set(sizes) <= {EQUAL} or known.is_equal(one):
             continue
         if depends_on_data(one, by_shape=False):
             return False
     return True
-
-
-def _is_along_rows(tensor: tf.Tensor, known: RowDependence) -> bool:
-    """Return whether an op computes rows from others, as a sum of all before does."""
-    op = tensor.op
-    if op.type not in _ALONG:
-        return False
-    place, sizes = _ALONG[op.type], known.sizes(op.inputs[0])
-    axes = -1 if place is None else tf.get_static_value(op.inputs[place])
-    return sizes is None or axes is None or any(sizes[axis] != EQUAL for axis in np.ravel(axes))
 
 
 class _Inferred:

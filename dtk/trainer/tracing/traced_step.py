@@ -99,11 +99,6 @@ class Step:
         self.inside_loss = self.weighed_later = False
         self.loss = "loss"  # the name of the one being computed
         self.losses: dict[str, LossCall] = {}
-        # metrics of the script, by id, and what they were given; by id of a variable, what it was
-        # assigned, and the numbers of all rows of which it has the mean
-        self.counts: dict[int, tuple[keras.Metric, list[tf.Tensor]]] = {}
-        self.means: dict[int, list[tf.Tensor]] = {}
-        self.values: dict[int, list[object]] = {}
 
     def take(self, inside: Step) -> None:
         """Take over the assignments and reductions of a part that has weighed its gradients."""
@@ -328,8 +323,6 @@ def _update_mean(
     if values.shape.rank == 0:
         if not values.dtype.is_floating:
             values = tf.cast(values, self.dtype)
-        for variable in self.variables:
-            step.means.setdefault(id(variable), []).append(values)
         values = step.terms.to_mean(f"metric {self.name!r}", values)
     elif tf.executing_eagerly() or values.shape.rank is None or values.shape[0] is None:
         return original(self, values, sample_weight)  # one number for each row
@@ -363,7 +356,6 @@ def assign(
         step.assigned[id(variable)] = variable
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
-        step.values.setdefault(id(variable), []).append(value)
     elif is_in_loop() and _may_move(variable):
         running.assigned_in_loop[id(variable)] = variable
     return original(variable, value)
