@@ -298,7 +298,7 @@ def _finite(value: object) -> object:
 
 
 def _number(value: object) -> float:
-    return float(str(value))
+    return value if isinstance(value, int) else float(str(value))
 
 
 def _numbers(value: object) -> float | list[float] | None:

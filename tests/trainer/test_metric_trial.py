@@ -66,6 +66,9 @@ WRONG = {
     "the last row": lambda: Counter(lambda total, y, p: p[-1, 0] + 1),
     "a median": lambda: Counter(lambda total, y, p: total + ops.median(p)),
     "batches": lambda: Counter(lambda total, y, p: total + 1),
+    "what was counted before": lambda: Counter(
+        lambda total, y, p: total + ops.sum(ops.abs(ops.max(p, 1) - total))
+    ),
     "not a sum": lambda: Counter(lambda total, y, p: total + ops.sum(p), aggregation="mean"),
     "a function of the batch": lambda: keras.metrics.MeanMetricWrapper(
         lambda y, p: hits(y, p) * ops.mean(hits(y, p)), name="counter"
@@ -123,6 +126,19 @@ def test_pairs_of_rows_are_named_where_one_argument_has_fewer_axes():
 def test_what_never_moves_cannot_be_told():
     never = Counter(lambda total, y, p: total + ops.sum(ops.cast(p > 9, "float32")))
     assert "stays 0 on all rows of a trial, which shows nothing" in note_of(never)
+
+
+def test_a_quotient_that_stays_0_cannot_be_told_either():
+    """It was 0 / 0 before, which is no other number."""
+
+    class Rate(Counter):
+        def result(self):
+            return self.total[0] / self.total[1]
+
+    def counts(total, y, p):
+        return total + ops.stack([ops.sum(ops.cast(p > 9, "float32")), ops.cast(len(p), "float32")])
+
+    assert "shows nothing" in note_of(Rate(counts, shape=(2,)))
 
 
 def test_one_that_fails_is_told_and_ends_nothing():

@@ -4,7 +4,7 @@ The counts of replicas are summed, so a metric must add sums over rows to its va
 of an untrained model may not show whether it does: true positives are 0 however they are counted.
 So the rows of a trial, each repeated four times, are counted as a whole and in two parts: with the
 model's predictions, with these in another order, with the targets as predictions, and with a
-mixture of both.
+mixture of both. They are counted twice, as what is added may depend on what was counted before.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
 
 _TIMES = 4
+_CALLS = 2  # so that what a call reads of its own counts is seen
 _ROWS = (
     "its update_state must add to variables what is a sum over rows: "
     "self.total.assign_add(ops.sum(values)), where values has one number for each row"
@@ -152,8 +153,10 @@ def _doubt_of(
             return Doubt(call.metric, f"{name} could not be tried on other rows ({said})")
         for one, other in zip(whole, parts, strict=True):
             if not np.allclose(one, other, tolerance, 1e-6, equal_nan=True):
-                return _differing(call, one, other, rows)
-        moved = moved or not all(map(np.array_equal, whole, untouched))
+                return _differing(call, one, other, rows * _CALLS)
+        # A quotient of sums is 0 / 0 before, and 0 / rows is no more than that.
+        pairs = zip(map(np.nan_to_num, whole), map(np.nan_to_num, untouched), strict=True)
+        moved = moved or not all(np.array_equal(*pair) for pair in pairs)
     if moved:
         return None
     stays = f"{name} stays {np.ravel(untouched[0])[0]:.5g} on all rows of a trial"
@@ -219,7 +222,8 @@ def _result(
         step = traced_step.Step(tf.constant(share, tf.float32), model, tf.identity, kinds=kinds)
         piece = _mapped(piece, tf.convert_to_tensor)
         with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
-            metric.update_state(*piece.args, **piece.kwargs)
+            for _ in range(_CALLS):
+                metric.update_state(*piece.args, **piece.kwargs)
         states.append([scope.get_current_value(v) for v, _ in start])
     totals = [
         (v, tf.add_n([zero, *column]) if v.aggregation == "sum" else (column or [zero])[0])

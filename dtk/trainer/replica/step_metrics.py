@@ -58,7 +58,8 @@ class WorldState:
 
         def restore() -> bool:
             for variable in metric_variables(self._step.model):
-                variable.assign(self._before_of(variable))
+                if id(variable) not in self._step.counted_once:
+                    variable.assign(self._before_of(variable))
             return True
 
         tf.cond(self._step.present, lambda: False, restore)
@@ -92,7 +93,9 @@ class WorldState:
     def _reduce(self, summed: list[keras.Variable]) -> None:
         step, averaged = self._step, self._unaveraged()
         counts = [
-            tf.where(step.present, tf.convert_to_tensor(v), self._before_of(v)) for v in summed
+            value if id(v) in step.counted_once else tf.where(step.present, value, before)
+            for v in summed
+            for value, before in [(tf.convert_to_tensor(v), self._before_of(v))]
         ]
         reduced = _sum_state([*counts, *(step.weighed(v) for v in averaged)])
         self._totals = list(zip(summed, reduced, strict=False))

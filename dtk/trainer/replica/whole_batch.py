@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_steps, tf_replicas
 from dtk.errors import UncompilableError
-from dtk.nests import Args, Function, Kwargs, Tree
+from dtk.nests import Args, Function, Kwargs, Leaf, Tree
 from dtk.patches import temporarily
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import BATCH
@@ -94,8 +94,7 @@ def loss_of_batch(
 ) -> tf.Tensor | None:
     """Compute a loss; where it is of kind BATCH, on the rows of all replicas."""
     arguments = args, kwargs or {}
-    leaves = [*tf.nest.flatten(arguments), *map(keras_steps.mask_of, tf.nest.flatten(arguments))]
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+    tensors = [leaf for leaf in _with_masks(arguments) if tf.is_tensor(leaf)]
     # No communication in a branch or loop: perhaps not all replicas enter it.
     inside = tf.compat.v1.get_default_graph() is step.graph
     if step.kinds.get(name) != BATCH or not inside:
@@ -105,10 +104,7 @@ def loss_of_batch(
             return compute(*args, **arguments[1])
     if step.present is None:
         raise UncompilableError(f"{name} is computed on the rows of all workers")
-    rows = iter(_rows_of_all(tensors, functools.partial(_joined, step))[0])
-    leaves = [next(rows) if tf.is_tensor(leaf) else leaf for leaf in leaves]
-    masks = leaves[len(leaves) // 2 :]
-    masked = map(keras_steps.with_mask, leaves, masks)
+    args, kwargs = _on_all_rows(arguments, functools.partial(_joined, step))
     whole = traced_step.Step(
         tf.ones([]), step.model, tf.identity, step.rows, weighs_loss=step.weighs_loss
     )
@@ -116,7 +112,6 @@ def loss_of_batch(
         keras_models.metrics_of(step.model), "update_state", _count_once
     )
     with traced_step.tracing(whole), tf_replicas.as_only_replica(), counted_once:
-        args, kwargs = tf.nest.pack_sequence_as(arguments, [*masked])
         value = compute(*args, **kwargs)
     step.take_assignments(whole)
     return value if value is None else step.terms.mark_mean(tf.convert_to_tensor(value))
@@ -168,16 +163,39 @@ def _count_all_rows(
         return original(*args, **kwargs)
     if step.present is None:
         raise UncompilableError(f"metric {metric.name!r} counts rows of all workers")
-    # The first replica counts as one process would; the others' counts stay zero.
-    leaves = tf.nest.flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    whole = iter(_rows_of_all(tensors)[0])
-    leaves = [next(whole) if tf.is_tensor(leaf) else leaf for leaf in leaves]
-    if tf_replicas.replica_index():
-        return None
-    args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
-    with traced_step.tracing(None), tf_replicas.as_only_replica():
-        return original(*args, **kwargs)
+    args, kwargs = _on_all_rows((args, kwargs), sum_over_replicas)
+    # The first replica counts as one process would, from what all have: a reset to other numbers
+    # than zero gives each a part. The others have zero from then on.
+    variables = metric.variables
+    step.counted_once |= {id(variable) for variable in variables}
+    with tf_replicas.counted_if(None):
+        counts = sum_over_replicas([tf.convert_to_tensor(v) for v in variables])
+    is_first = not tf_replicas.replica_index()
+    with traced_step.tracing(None):
+        for variable, count in zip(variables, counts, strict=True):
+            variable.assign(count if is_first else tf.zeros_like(count))
+        if not is_first:
+            return None
+        with tf_replicas.as_only_replica():
+            return original(*args, **kwargs)
+
+
+def _with_masks(arguments: Tree) -> list[Leaf]:
+    """Return the leaves of arguments, and then their masks."""
+    leaves = tf.nest.flatten(arguments)
+    return [*leaves, *map(keras_steps.mask_of, leaves)]
+
+
+def _on_all_rows(
+    arguments: tuple[Args, Kwargs], join: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+) -> tuple[Args, Kwargs]:
+    """Return arguments and their masks with the rows of all replicas."""
+    leaves = _with_masks(arguments)
+    rows = iter(_rows_of_all([leaf for leaf in leaves if tf.is_tensor(leaf)], join)[0])
+    leaves = [next(rows) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+    masked = map(keras_steps.with_mask, leaves, leaves[len(leaves) // 2 :])
+    whole: tuple[Args, Kwargs] = tf.nest.pack_sequence_as(arguments, [*masked])
+    return whole
 
 
 def _rows_of_all(

@@ -94,6 +94,7 @@ class Step:
         self.reductions = self.assignments = 0
         self.assigned: dict[int, keras.Variable] = {}
         self.assigned_at: dict[int, int] = {}
+        self.counted_once: set[int] = set()  # variables of metrics that one replica counts
         self.results: dict[Hashable, tuple[keras.Metric, Path]] = {}
         self.origins: dict[Hashable, tuple[str, bool]] = {}
         self.inside_loss = self.weighed_later = False
