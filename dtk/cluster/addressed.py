@@ -158,7 +158,8 @@ def _place(row: _Row, environ: Mapping[str, str]) -> Place:
             f"PET_NPROC_PER_NODE={each}, but python starts one process on each node: start the "
             "script with torchrun there, or set numProcPerNode: 1"
         )
-    here = place_by(environ, "address", (row.rank, row.size), *row.local)
+    local = [pair for pair in row.local if set(pair) <= environ.keys()]  # else it does without
+    here = place_by(environ, "address", (row.rank, row.size), *local)
     where = row.address if row.port not in environ else f"{row.address} and {row.port}"
     reason = f"{by}; ranks meet at {at}, by {where}"
     if row is _TORCH and environ.get(_STORE) == "True":

@@ -16,7 +16,8 @@
 10. One process on its own, unless something says that there are others (`alone`).
 
 TF_CONFIG beside 2 to 7 and 9 is not ignored: it must describe the same world, and then adds its
-addresses. Of 9 beside 3 to 7, rank and size must be the same, and rank 0's address is taken.
+addresses. Of 9 beside 3 to 7, rank and size must be the same, and rank 0's address is taken,
+unless the launcher tells it.
 
 | launcher | rank, size | on the same host |
 |---|---|---|

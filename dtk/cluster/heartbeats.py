@@ -31,7 +31,7 @@ from typing import NamedTuple, NoReturn
 from dtk.cluster import failures, progress, slurm, stall
 from dtk.cluster.detect import detect
 from dtk.cluster.failures import Failure
-from dtk.cluster.line import Line, accept, reach
+from dtk.cluster.line import Line, reach, welcome
 from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
 from dtk.errors import TRY_AGAIN, ClusterError
 
@@ -46,6 +46,7 @@ _SETTLE, _LATE = 0.3, 3.0
 # Seconds of a network's silence after which a rank is taken for gone, where nobody else tells: less
 # than MPI's server waits, which then ends all ranks without a word of dtk's.
 _CUT_OFF = 60.0
+_PAUSE = 5.0  # seconds in which this process would have looked, if it had not been stopped
 _GONE = "was gone first, and told of no exception: it was killed, or its script was over"
 _GONE_AT_END = "is gone, and this rank waited for it at its end"
 
@@ -65,7 +66,8 @@ class Listener:
         with self._listener:
             while len(clients) < size - 1 and (left := deadline - time.monotonic()) > 0:
                 ready = multiprocessing.connection.wait([self._listener], left)
-                if ready and (come := accept(self._listener, self.secret)) is not None:
+                come = welcome(self._listener.accept()[0], self.secret) if ready else None
+                if come is not None and 0 < come[0] < size:
                     clients.update([come])
         return clients
 
@@ -94,8 +96,9 @@ class _Watcher:
 
     def __init__(self, job: Watched) -> None:
         self._job, self._lines = job, dict(job.lines)
-        for line in job.lines.values() if job.ends_at_loss else ():
-            line.end_at_silence(_CUT_OFF)
+        for line in job.lines.values():
+            line.probe()
+        self._awake_since = self._looked = time.monotonic()
         self._statuses = [
             RankStatus(f"rank {rank}", host, started=True, moved=time.monotonic())
             for rank, host in enumerate(job.hosts)
@@ -120,21 +123,30 @@ class _Watcher:
 
     def fail(self, failure: Failure) -> str:
         """Tell of what ends this rank; return who failed first, where that is known in time."""
-        self._failure = failure
-        self._tell({"failure": True, **vars(failure)})
+        self._failed_at, self._failure = time.monotonic(), failure
         self._is_known.wait(_LATE + _PERIOD)
         return self._first
 
     def _say_over(self) -> None:
-        if os.getpid() == self._process:  # not of a child by os.fork
-            self._left = time.monotonic()
-            self._tell({"over": True})
+        self._left = time.monotonic()
+        self._tell({"over": True})
 
     def _tell(self, message: Mapping[str, object]) -> None:
+        if os.getpid() != self._process:  # a child by os.fork, which has the same connections
+            return
         with self._lock:
             for line in list(self._lines.values()):
                 with contextlib.suppress(OSError):
-                    line.send({**message, "sent": time.monotonic()})
+                    line.offer({**message, "sent": time.monotonic()})
+
+    def _is_cut_off(self, line: Line) -> bool:
+        """Return whether the network has been silent, and it is not this process that was."""
+        now = time.monotonic()
+        if now - self._looked > _PAUSE:
+            self._awake_since = now
+        self._looked = now
+        is_awake = now - self._awake_since > _CUT_OFF
+        return self._job.ends_at_loss and is_awake and line.silence() > _CUT_OFF
 
     def _say_first_is(self, rank: int, how: str) -> None:
         """Say who failed first, as the last thing that is said."""
@@ -158,7 +170,7 @@ class Table(_Watcher):
         while True:
             self._hear(max(0.0, min(period, self._known_at() - time.monotonic())))
             if self._failure is not None:
-                self._note(0, self._failure)
+                self._note(0, self._failure, self._failed_at)
             now = time.monotonic()
             if now - said_at > min(_HERE, timeout / 10):
                 said_at = now
@@ -193,6 +205,9 @@ class Table(_Watcher):
                     self._take(rank, message, time.monotonic())
             except (OSError, ValueError, KeyError, TypeError):
                 self._lose(rank)
+        for rank, line in list(self._lines.items()):
+            if self._is_cut_off(line):
+                self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         """Note that the connection to a rank has ended."""
@@ -206,15 +221,15 @@ class Table(_Watcher):
         if "over" in message:
             self._over.add(rank)
         elif "failure" in message:
-            self._note(rank, failures.read(message, lag))
+            self._note(rank, failures.read(message, lag), now)
         else:
             self._statuses[rank].take(report_of(message), now)
 
     # --- who failed first ---
 
-    def _note(self, rank: int, failure: Failure) -> None:
+    def _note(self, rank: int, failure: Failure, since: float) -> None:
         self._failures.setdefault(rank, failure)
-        self._failed_since = min(self._failed_since, time.monotonic())
+        self._failed_since = min(self._failed_since, since)
 
     def _gone(self) -> list[int]:
         """Return the ranks that have left, and told of no exception; last those at their end."""
@@ -253,6 +268,7 @@ class Client(_Watcher):
 
     def fail(self, failure: Failure) -> str:
         """Tell rank 0 what ends this rank; return who failed first, or that rank 0 is gone."""
+        self._tell({"failure": True, **vars(failure)})
         if not super().fail(failure) and self._is_known.is_set() and failure.lost_peer:
             self._say_first_is(0, _GONE)
         return self._first
@@ -278,6 +294,8 @@ class Client(_Watcher):
                     if "first" in message:
                         self._first = str(message["first"])
                         self._is_known.set()
+            if self._is_cut_off(line):
+                break
             if time.monotonic() - heard > patience:
                 self._end(f"reported nothing for {timeout:g} s, last")
         self._is_known.set()

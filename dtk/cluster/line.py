@@ -12,13 +12,14 @@ import hmac
 import json
 import multiprocessing.connection
 import os
+import select
 import socket
+import struct
 import time
 from collections.abc import Mapping
 
 HANDSHAKE = 5.0  # seconds for one message of it
-# Seconds for one message of who has come, and may be a stranger: less, since others wait meanwhile.
-_STRANGER = 2.0
+_LAST_CAME = 52  # where tcp(7)'s tcp_info has it for data, and then for acknowledgements
 _CODE = 32  # hexadecimal digits
 _LONGEST = 1 << 26  # bytes of a message
 
@@ -33,12 +34,31 @@ class Line:
         self._sent = self._received = 0
         self._rest = b""
         self._unread: list[Mapping[str, object]] = []
+        self._unsent = b""
 
     def send(self, payload: object) -> None:
         """Send a message; of one thread at a time."""
+        rest, self._unsent = self._unsent, b""
+        self.end.sendall(rest + self._next(payload))
+
+    def offer(self, payload: object) -> None:
+        """Send a message without waiting; not if the other end does not take those before it."""
+        self._send_rest()
+        if not self._unsent:
+            self._unsent = self._next(payload)
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        room = select.poll()
+        room.register(self.end, select.POLLOUT)
+        while self._unsent and room.poll(0):
+            self._unsent = self._unsent[self.end.send(self._unsent) :]
+
+    def _next(self, payload: object) -> bytes:
         text = json.dumps(payload).encode()
-        self.end.sendall(_code(self._mine, self._sent, text) + text + b"\n")
+        code = _code(self._mine, self._sent, text)
         self._sent += 1
+        return code + text + b"\n"
 
     def receive(self) -> list[Mapping[str, object]]:
         """Return the messages that have come; wait for some."""
@@ -76,19 +96,26 @@ class Line:
             self._unread = self.receive()
         return self._unread.pop(0)
 
-    def end_at_silence(self, seconds: float) -> None:
-        """Have the connection end once the other host's system has been silent for so long.
+    def probe(self) -> None:
+        """Ask the other host's system now and then whether it is there; see `silence`."""
+        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5}.items():
+            self.end.setsockopt(socket.IPPROTO_TCP, option, seconds)
+
+    def silence(self) -> float:
+        """Return the seconds since the other host's system was heard of.
 
         That answers for a process that is busy, or stopped, too.
         """
-        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in {
-            socket.TCP_KEEPIDLE: 15,
-            socket.TCP_KEEPINTVL: 5,
-            # milliseconds: of probes, and of what has been sent and was not acknowledged
-            socket.TCP_USER_TIMEOUT: int(1000 * seconds),
-        }.items():
-            self.end.setsockopt(socket.IPPROTO_TCP, option, value)
+        info = self.end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_CAME + 8)
+        data, acknowledgement = struct.unpack_from("II", info, _LAST_CAME)  # milliseconds ago
+        return min(data, acknowledgement) / 1000
+
+    def end_at_silence(self, seconds: float) -> None:
+        """Have the connection end if the other end takes nothing for so long, or is not there."""
+        self.probe()
+        milliseconds = int(1000 * seconds)
+        self.end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _code(key: bytes, number: int, text: bytes) -> bytes:
@@ -108,12 +135,13 @@ def introduce(
     return Line(end, secret, mine + theirs if is_listener else theirs + mine, is_listener)
 
 
-def accept(listener: socket.socket, secret: bytes) -> tuple[int, Line] | None:
+def welcome(end: socket.socket, secret: bytes) -> tuple[int, Line] | None:
     """Return who has come, by its number; None of a stranger."""
-    with contextlib.suppress(OSError, ValueError, KeyError), contextlib.ExitStack() as undo:
-        end = undo.enter_context(listener.accept()[0])
-        line = introduce(end, secret, is_listener=True, patience=_STRANGER)
-        number = int(str(line.receive_one(_STRANGER)["number"]))
+    strange = (OSError, ValueError, KeyError, TypeError)
+    with contextlib.suppress(*strange), contextlib.ExitStack() as undo:
+        undo.enter_context(end)
+        line = introduce(end, secret, is_listener=True)
+        number = int(str(line.receive_one(HANDSHAKE)["number"]))
         line.send({})
         undo.pop_all()
         return number, line

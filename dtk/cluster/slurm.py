@@ -70,17 +70,19 @@ def read(environ: Mapping[str, str]) -> Place | None:
             tells_local_rank="SLURM_LOCALID" in told or size == 1,
         )
     tasks, nodes = expand_tasks_per_node(tasks_text), expand_nodelist(nodes_text)
+    # Rank 0 is on the first node, but where the user has placed each rank.
+    is_placed = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and len(nodes) > 1
+    is_elsewhere = rank == 0 and told["SLURM_NODEID"] > 0 and not is_placed
     there = tasks[told["SLURM_NODEID"] : told["SLURM_NODEID"] + 1]
-    if len(tasks) != len(nodes) or sum(tasks) != size or local_rank >= max(there, default=0):
+    is_there = 0 <= local_rank < max(there, default=0) and not is_elsewhere
+    if len(tasks) != len(nodes) or sum(tasks) != size or not is_there:
         places = " and ".join(f"{name}={value}" for name, value in told.items())
         raise ClusterError(
             f"{len(nodes)} nodes ({nodes_text}) with {tasks_text} tasks per node, {size_name}="
             f"{size}, {places} do not fit together; start again with `srun -n N python train.py`, "
             "without exporting SLURM_ variables"
         )
-    # Rank 0 is on the first node, but where the user has placed each rank.
-    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
-    meeting = f"{nodes[0]}:{port_base(environ)}" if size > 1 and not is_arbitrary else ""
+    meeting = f"{nodes[0]}:{port_base(environ)}" if size > 1 and not is_placed else ""
     return dataclasses.replace(here, local_size=there[0], reason=reason, meeting=meeting)
 
 
@@ -93,6 +95,11 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
     return 0 <= integer(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def step_name(environ: Mapping[str, str]) -> str:
+    """Return by what a step differs from all others; "" outside a step."""
+    return f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}" if in_step(environ) else ""
 
 
 def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:

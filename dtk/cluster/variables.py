@@ -104,7 +104,7 @@ def place_by(
     False
     """
     rank, size = place(environ, *names)
-    there = next((pair for pair in local if set(pair) <= environ.keys()), None)
+    there = next((pair for pair in local if environ.keys() & set(pair)), None)
     local_rank, local_size = (0, 1) if there is None else place(environ, *there)
     is_told = there is not None or size == 1
     return Place(kind, rank, size, local_rank, local_size, tells_local_rank=is_told)

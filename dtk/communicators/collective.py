@@ -87,7 +87,9 @@ def start(
         world = Communicator(transport, ("",) * size)
         hosts = place.hosts
         # The first collective also proves that every peer has started, within the time limit.
-        names = world.allgather_object(hosts[rank] if hosts else socket.gethostname())
+        # Containers may all have one name; Slurm's nodes have not.
+        own = os.environ.get("SLURMD_NODENAME") if place.kind == "slurm" else None
+        names = world.allgather_object(hosts[rank] if hosts else own or socket.gethostname())
     world.set_hosts(names)
     world.place = dataclasses.replace(place, addresses=addresses)
     _STARTED[place] = world

@@ -133,7 +133,10 @@ def exchange_addresses(rank: int, size: int, meeting: str, timeout: float, offer
         _check_free(rank, meeting, others)
     with _reserved() as port:
         names = [f"rank {r}" for r in range(size)]
-        hello = {"rank": rank, "world": size, "port": port, "mpi": offer}
+        # Slurm's ports repeat: another step's rank must not be taken for one of this.
+        step = slurm.step_name(os.environ)
+        world = f"{size} of Slurm's step {step}" if step else size
+        hello = {"rank": rank, "world": world, "port": port, "mpi": offer}
         return _gather(hello, names, meeting, timeout, others)
 
 

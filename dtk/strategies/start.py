@@ -211,12 +211,13 @@ def _watch(communicator: Communicator, timeout: float) -> None:
         line = heartbeats.connect(rank, addresses, port, secret)
         lines = {} if line is None else {0: line}
     # A rank that reached another listener by mistake is not among rank 0's clients.
-    there = communicator.allgather_object(sorted(lines))[0]
-    if len(there) < communicator.size - 1:
+    there, *others = communicator.allgather_object(sorted(lines))
+    if len(there) < communicator.size - 1 or not all(others):
         for line in lines.values():
             line.end.close()
         if rank == 0:
-            missing = [str(one) for one in range(1, communicator.size) if one not in there]
+            reached = [one for one, own in enumerate(others, 1) if own and one in there]
+            missing = [str(one) for one in range(1, communicator.size) if one not in reached]
             print(
                 f"dtk: stalls{' and lost ranks' * ends_at_loss} will not be detected: rank "
                 f"{', '.join(missing)} cannot reach port "

@@ -1,13 +1,17 @@
 """Ranks of plain Python that watch each other without a launcher; see strategies/test_watching."""
 
+import multiprocessing.connection
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from dtk.cluster import line
+from dtk.cluster import line, pmix
 
 pytestmark = pytest.mark.command
 
@@ -190,3 +194,45 @@ def test_a_connection_ends_once_a_host_is_silent_and_not_while_a_process_is_stop
             with pytest.raises(OSError, match="Connection timed out|No route to host"):
                 to_it.receive()
         os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_stopped_process_that_takes_no_more_is_not_silent_and_keeps_nobody():
+    """Rank 0 in a debugger, to which the others report for hours, was taken for gone."""
+    with subprocess.Popen([sys.executable, "-c", ACCEPTS], stdout=subprocess.PIPE, text=True) as it:
+        port, secret, *_ = it.stdout.readline().split()
+        to_it = line.reach(("127.0.0.1", int(port)), bytes.fromhex(secret), 1)
+        with to_it.end:
+            to_it.probe()
+            it.send_signal(signal.SIGSTOP)
+            begun = time.monotonic()
+            for _ in range(2000):
+                to_it.offer({"stack": "x" * 10_000})
+            assert time.monotonic() - begun < 5.0
+            time.sleep(3.0)
+            assert to_it.silence() < 2.5
+        it.kill()
+
+
+def test_a_stranger_that_says_nothing_keeps_no_machine_from_the_first_one():
+    first, here = pmix.OtherMachines(2, 0, "secret"), pmix.OtherMachines(2, 1, "secret")
+    first.listen([0])
+    address = ("127.0.0.1", first.ends()[0].getsockname()[1])
+    strangers = [socket.create_connection(address) for _ in range(6)]
+    serving = threading.Event()
+
+    def serve():
+        while not serving.is_set():
+            first.hear(multiprocessing.connection.wait(first.ends(), 0.1))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        begun = time.monotonic()
+        here.connect(*address)
+        assert time.monotonic() - begun < 3.0
+    finally:
+        serving.set()
+        thread.join()
+        for end in [*strangers, *first.ends(), *here.ends()]:
+            if isinstance(end, socket.socket):
+                end.close()
