@@ -2,7 +2,7 @@
 
 A thread supervises it, so a failure is acted upon even while the caller does not wait; that thread
 alone starts and ends processes once the job runs. If this process itself is killed, a guard process
-does the ending.
+does the ending; if both are, nobody does.
 """
 
 from __future__ import annotations
