@@ -37,7 +37,7 @@ from dtk.errors import TRY_AGAIN, ClusterError
 
 _PERIOD = 1.0
 # Seconds between two words of rank 0 that it is there: seldom, since a process that is stopped
-# reads none, and once they fill its buffer, its connection ends as if it were cut off.
+# reads none, and takes none any more once they fill its buffer.
 _HERE = 15.0
 # Each rank leaves the one before it this long to say that rank 0 is silent.
 _IN_TURN = 2.0
