@@ -17,6 +17,7 @@ from dtk.callbacks.checkpointing.contents import Background, TrainingProgress, o
 from dtk.callbacks.checkpointing.directory_lock import DirectoryLock
 from dtk.callbacks.checkpointing.termination import EXIT_CODE, Termination
 from dtk.callbacks.strategy_callback import StrategyCallback, count_rows
+from dtk.compat import keras_models
 from dtk.compat.keras_data import Feed
 from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
@@ -145,7 +146,7 @@ class Checkpoint(StrategyCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Catch SIGTERM."""
-        self._fitting, self._initial_epoch = True, self.trainer.initial_epoch()
+        self._fitting, self._initial_epoch = True, keras_models.initial_epoch(self.model)
         self._epoch = self._resumed_step = 0
         self._frequency.saved()
         self._trained = None
@@ -279,7 +280,7 @@ class Checkpoint(StrategyCallback):
         self._lock.release()
         if self._fitting:
             self._fitting = False
-            self.trainer.set_initial_epoch(self._initial_epoch)
+            keras_models.set_initial_epoch(self.model, self._initial_epoch)
 
     def save(self, progress: TrainingProgress) -> Path | None:
         """Save now; every rank calls it.

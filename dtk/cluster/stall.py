@@ -247,8 +247,8 @@ def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | Non
     recently = now - min(timeout, _LEFT)
     if left and all(one.waits and max(one.moved, one.busy) <= recently for one in there):
         return Stall(left, "has left its script", waiting)
-    if ended := _ended(ranks, now - min(timeout, _ENDED)):
-        return Stall(ended, f"{_SHORT}, and waits", _others(ranks, ended))
+    if short := _short(ranks, now - min(timeout, _ENDED)):
+        return Stall(short, f"{_SHORT}, and waits", _others(ranks, short))
     if any(rank.moved > since for rank in there):
         return None
     if idle := _indices(ranks, lambda rank: not rank.waits and rank.is_idle(since)):
@@ -292,7 +292,7 @@ def _ahead(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     return ahead if len(ahead) < len(ranks) else ()
 
 
-def _ended(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
+def _short(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
     """Return the ranks whose data has ended before a batch that others have, while all wait."""
     if any(not one.waits or max(one.moved, one.busy) > since for one in ranks):
         return ()

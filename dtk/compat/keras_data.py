@@ -51,7 +51,7 @@ Steps: TypeAlias = Iterator[tuple[int, int, Iterator[Tree]]]
 
 def cut_own(dataset: Dataset) -> tf.data.Dataset:
     """Take the batches of a dataset as the rows of this rank alone."""
-    own = tf.autograph.experimental.do_not_convert(lambda number, batch: own_rows(batch))
+    own = tf.autograph.experimental.do_not_convert(lambda number, batch: as_own_slice(batch))
     given = slicing.in_time(tf_datasets.read_alone(dataset))
     return slicing.read_ahead(given.enumerate().map(own))
 
@@ -85,7 +85,7 @@ def _padded(local: tf.data.Dataset, count: int) -> tf.data.Dataset:
     return slicing.read_ahead(batches.concatenate(behind).scan(nothing, own_or_last).take(count))
 
 
-def own_rows(batch: Tree) -> slicing.Slices:
+def as_own_slice(batch: Tree) -> slicing.Slices:
     """Take a batch as the rows of this rank alone."""
     return slicing.Slices((batch,), (slicing.count_rows(batch),), slicing.UNKNOWN)
 

@@ -323,17 +323,6 @@ def is_first_time(model: keras.Model, what: str) -> bool:
     return what not in happened
 
 
-def trainer_of(model: keras.Model, kind: type[_Found]) -> _Found | None:
-    """Return the trainer that `set_trainer` has set on a model, or None."""
-    trainer = getattr(model, "_dtk_trainer", None)
-    return trainer if isinstance(trainer, kind) else None
-
-
-def set_trainer(model: keras.Model, trainer: object) -> None:
-    """Set a model's trainer."""
-    model._dtk_trainer = trainer
-
-
 class AdoptedModel(TensorFlowTrainer):
     """A model of which a strategy replaces methods; see `made_classes`.
 

@@ -176,7 +176,7 @@ def has_batches(dataset: tf.data.Dataset) -> bool:
     return all(one is not None and one.rank != 0 and one[:1] == [None] for one in shapes)
 
 
-def own_rows(cut: PerRankDataset | tf.data.Dataset) -> tf.data.Dataset:
+def own_dataset(cut: PerRankDataset | tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset that a strategy has cut as one that may be mapped and cached further."""
     return mark_of_this_rank(cut.local) if isinstance(cut, PerRankDataset) else cut
 

@@ -237,10 +237,6 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
         gathered = self._communicator.allgather(tf.transpose(value, order))
         return tf.transpose(gathered, back)
 
-    def undistributed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this rank computes, and reads variables, without the others."""
-        return tf_replicas.as_only_replica()
-
     # Data.
 
     def _experimental_distribute_dataset(

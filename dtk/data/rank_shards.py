@@ -97,7 +97,7 @@ def shard(
             raise ValueError(at_rank(rank, f"batch_size=None {_NO_BATCHES}"))
         batches = source if steps is None else source.take(steps)
         with keras_data.calling_data(strategy, ""):
-            return tf_datasets.own_rows(strategy.experimental_distribute_dataset(batches))
+            return tf_datasets.own_dataset(strategy.experimental_distribute_dataset(batches))
     if isinstance(source, keras.utils.PyDataset) or batch_size is None:
         raise ValueError(
             at_rank(

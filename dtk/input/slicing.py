@@ -143,7 +143,9 @@ def _size(leaf: tf.SparseTensor, axis: int) -> tf.Tensor:
 def cut_batch(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
-    # `Strategy.gather_outputs` puts predictions back in this order: each rank's rows are adjacent.
+    # Each rank's rows are adjacent. That is what puts rows back in their order: in predictions
+    # (`replica_step.make_predict_function`, `batch_jobs.PredictJob`), in `gather_over_batch`
+    # (`whole_batch`), and where `dtk.data.describe` says which rows a rank has.
     bounds = [even_bounds(rows, rank, size) for rank in ranks]
     # Ranks without rows come last: they take the last row as a padding row.
     padded = [(tf.minimum(begin, rows - 1), end) for begin, end in bounds]

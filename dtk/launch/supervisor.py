@@ -19,6 +19,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dtk.cluster import progress, stall
 from dtk.cluster.stall import RankStatus, Stall
@@ -39,6 +40,14 @@ _STACK = 3.0  # seconds that a rank gets to say where it is
 _FAREWELL = 30.0
 
 
+class _End(NamedTuple):
+    """What ends a job: a failure, a stall or the loss of MPI's server; nothing, if it is over."""
+
+    culprit: Task | None = None
+    stall: Stall | None = None
+    lost: Loss | None = None
+
+
 class Supervisor:
     """Sees a job's processes to their end.
 
@@ -50,7 +59,6 @@ class Supervisor:
         self, state: JobState, outcome: JobOutcome, output: JobOutput, starter: Starter
     ) -> None:
         self.culprit: Task | None = None
-        self._gone: Loss | None = None
         self._stall: Stall | None = None
         self._state, self._outcome, self._output, self._starter = state, outcome, output, starter
         self._looked = 0.0
@@ -60,12 +68,13 @@ class Supervisor:
     def see_to_the_end(self) -> int:
         """Wait for what ends the job, end the rest, and say why; return the job's exit code."""
         state, outcome = self._state, self._outcome
-        culprit = self._find_culprit()
+        end = self._await_end()
+        culprit = end.culprit
         # Decided now: ending the others gives them exit codes too.
-        code = self._gone.code if self._gone else outcome.exit_code(culprit)
+        code = end.lost.code if end.lost else outcome.exit_code(culprit)
         self.culprit = None if culprit is None or culprit.code is None else culprit
-        report, why = self._report(culprit)
-        if culprit is None and not self._gone:
+        report, why = self._report(end)
+        if culprit is None and not end.lost:
             self._let_save()
         # What served the chief gets time to notice that it has ended.
         state.wait_for(
@@ -77,47 +86,53 @@ class Supervisor:
             may_restart = state.spec.max_restarts > 0
             report = outcome.failure_report(culprit, self._output.suppressed, may_restart) + why
         if report:
-            self._record_failure(culprit, report)
+            self._record_failure(end, report)
             self._output.write_error(report)
         if state.error is not None:
             raise state.error
         return 128 + signal.SIGPIPE if state.broken_pipe and not report else code
 
-    def _find_culprit(self) -> Task | None:
-        """Wait for what ends the job, and return the process whose failure it is, if anyone's."""
-        state, outcome, ranks = self._state, self._outcome, self._state.tasks
-        culprit = None
-        while culprit is None:
+    def _await_end(self) -> _End:
+        """Wait for what ends the job."""
+        state, outcome, mpi = self._state, self._outcome, self._starter.mpi
+        while True:
             self._wait()
             if self._stall is not None:
-                concerned = [ranks[i] for i in self._stall.missing + self._stall.waiting]
+                concerned = [state.tasks[i] for i in self._stall.missing + self._stall.waiting]
                 # The missing one may have left with 0.
-                return next((rank for rank in concerned if rank.code is None), concerned[0])
-            if self._starter.mpi.lost():
+                running = (rank for rank in concerned if rank.code is None)
+                return _End(next(running, concerned[0]), stall=self._stall)
+            if mpi.lost():
                 # Ranks get time to fail: a loss may be the cause of failures, or follow from one.
                 state.wait_for(lambda: state.stopping or outcome.over, LATE)
                 if not (outcome.over or state.stopping):
-                    self._gone = self._starter.mpi.lost()
-            if state.stopping or self._gone or not outcome.failures():
-                return None
+                    return _End(lost=mpi.lost())
+            if state.stopping or not outcome.failures():
+                return _End()
             self._settle()
-            culprit = outcome.culprit()
-            if culprit is not None and culprit.is_victim and not state.stopping:
-                self._gone = self._starter.mpi.lost()
-                if state.spec.stall_timeout and not (self._gone or outcome.served):
-                    # Others may have lost a rank that still runs, and is only cut off.
-                    now = time.monotonic()
-                    self._stall = stall.find_cut_off(self._tasks(), now, state.spec.stall_timeout)
-                if self._stall is not None:
-                    return ranks[self._stall.missing[0]]
+            if (culprit := outcome.culprit()) is not None:
+                return self._end_of_failure(culprit)
+
+    def _end_of_failure(self, culprit: Task) -> _End:
+        """Return what a failure shows: that process, or what it has lost."""
+        state, ranks = self._state, self._state.tasks
+        lost = None
+        if culprit.is_victim and not state.stopping:
+            lost = self._starter.mpi.lost()
+            if state.spec.stall_timeout and not (lost or self._outcome.served):
+                # Others may have lost a rank that still runs, and is only cut off.
+                now = time.monotonic()
+                cut_off = stall.find_cut_off(self._tasks(), now, state.spec.stall_timeout)
+                if cut_off is not None:
+                    return _End(ranks[cut_off.missing[0]], stall=cut_off)
         if culprit.process.role == "ps":
             self._hear_chief(culprit)
-        return None if state.stopping else culprit
+        return _End(None if state.stopping else culprit, lost=lost)
 
-    def _record_failure(self, culprit: Task | None, report: str) -> None:
+    def _record_failure(self, end: _End, report: str) -> None:
         facts: dict[str, object] = {"text": "\n".join(report.strip().splitlines()[-_TOLD:])}
-        moment, who = time.monotonic(), None
-        if culprit is not None and not self._gone:
+        moment, who, culprit = time.monotonic(), None, end.culprit
+        if culprit is not None and not end.lost:
             moment, who = culprit.failed_at or moment, culprit.process.rank_name
             if (failure := culprit.failure) is not None:
                 facts |= {"error": failure.error, "message": failure.message}
@@ -153,23 +168,23 @@ class Supervisor:
                     rank.file.close()
             self._starter.close()
 
-    def _report(self, culprit: Task | None) -> tuple[str, str]:
+    def _report(self, end: _End) -> tuple[str, str]:
         """Return why the job is ended where that is nobody's failure, and what caused a failure.
 
         Missing ranks of a stall say where they are first, if they have not; that ends them. Ask
         before others are asked to end: they may yet move.
         """
-        ranks = self._state.tasks
+        ranks, culprit = self._state.tasks, end.culprit
         statuses = [rank.status for rank in ranks]
         # Whose data has ended before that of others, where a rank has failed of it.
         short = stall.find_short(statuses)
-        if shown := self._stall or short:
+        if shown := end.stall or short:
             missing = [ranks[i] for i in shown.missing]
             self._ask_for_stacks([rank for rank in missing if not rank.status.has_stack])
-        if self._gone:
-            return f"\ndtk: {self._gone.how}; every rank needs it. The job was ended.\n", ""
-        if self._stall:
-            words = stall.describe(self._stall, statuses)
+        if end.lost:
+            return f"\ndtk: {end.lost.how}; every rank needs it. The job was ended.\n", ""
+        if end.stall:
+            words = stall.describe(end.stall, statuses)
             self._state.events.record("stall", text=words.strip())
             return words, ""
         if short:

@@ -17,7 +17,7 @@ from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_model, distributed_trainer, guard, undistributed_jobs
 from dtk.trainer.replica import step_metrics
-from dtk.trainer.strategy import Strategy, trace_context
+from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups, own_loops
 
 _Made = TypeVar("_Made")
@@ -81,7 +81,7 @@ class DtkStrategy(Strategy):
     ) -> _Made:
         """Run a function on every replica of this process, as `tf.distribute.Strategy.run` does."""
         distributed_model.check_distributed(fn, self)
-        with trace_context(fn, otherwise=self._of_own_loops):
+        with getattr(fn, "_dtk_trace_context", self._of_own_loops)():
             return super().run(self._of_replica(fn), args=args, kwargs=kwargs, options=options)
 
     @contextlib.contextmanager

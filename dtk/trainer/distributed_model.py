@@ -31,7 +31,7 @@ _STEPS = ("train_step", "test_step", "predict_step")
 
 def trainer_of(model: keras.Model) -> DistributedTrainer | None:
     """Return the trainer of a model; None if the model was not compiled under a dtk strategy."""
-    return keras_models.trainer_of(model, DistributedTrainer)
+    return getattr(model, "_dtk_trainer", None)
 
 
 class DistributedModel(keras_models.AdoptedModel):
@@ -95,7 +95,7 @@ def distribute(model: keras.Model, strategy: Strategy) -> DistributedTrainer:
     trainer.compiled()
     if before is not None:
         return before
-    keras_models.set_trainer(model, trainer)
+    vars(model)["_dtk_trainer"] = trainer
     make_subclass(model, DistributedModel)
     return trainer
 

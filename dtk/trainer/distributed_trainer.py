@@ -47,7 +47,7 @@ from dtk.trainer.replica import (
     trial_reasons,
 )
 from dtk.trainer.step_recorder import StepRecorder
-from dtk.trainer.strategy import Loop, StepFunction, Strategy, set_trace_context, tell
+from dtk.trainer.strategy import Loop, StepFunction, Strategy, tell
 
 
 class DistributedTrainer(ModelState):
@@ -180,9 +180,10 @@ class DistributedTrainer(ModelState):
                 self._note_reads()
             return logs
 
-        # Keras is patched where replicas trace the step, whenever that is: patches for each step
-        # took a fifth of a small model's.
-        set_trace_context(step, lambda: replica_step.patched(model, self.metrics_of_all_rows))
+        # `strategy.run` patches Keras where replicas trace the step, whenever that is: patches for
+        # each step took a fifth of a small model's.
+        patched = functools.partial(replica_step.patched, model, self.metrics_of_all_rows)
+        vars(step)["_dtk_trace_context"] = patched
         function = keras_models.make_function(model, step)
 
         def call(iterator: tf.data.Iterator, function: Loop = function) -> Tree:

@@ -22,6 +22,7 @@ from typing import SupportsIndex, cast
 import keras
 import tensorflow as tf
 
+from dtk.compat import keras_models, tf_replicas
 from dtk.errors import at_rank, check_number
 from dtk.even_division import even_sizes
 from dtk.nests import Args, Function, Kwargs, Logs
@@ -60,7 +61,7 @@ def call(
     """Call one of Keras's own methods with the checks between ranks around it."""
     trainer.strategy.world.keep_to_thread()
     if trainer.is_local_call(name):
-        with trainer.strategy.extended.undistributed():
+        with tf_replicas.as_only_replica():
             return method(*args, **kwargs)
     if name not in ("fit", "evaluate", "predict"):
         if name == "predict_on_batch" and trainer.takes_over:
@@ -383,8 +384,9 @@ class RankChecks(keras.callbacks.Callback):
         if not self._alone:
             rank_checks.check_same_run(trainer, self.params)
             shared_weights.start_from(0, trainer, trainer.agreed_variables())
-            epoch = trainer.strategy.world.broadcast_object(trainer.initial_epoch())
-            trainer.set_initial_epoch(epoch)
+            model = trainer.model
+            epoch = trainer.strategy.world.broadcast_object(keras_models.initial_epoch(model))
+            keras_models.set_initial_epoch(model, epoch)
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._wishes_to_stop = False

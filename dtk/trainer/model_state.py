@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from dtk.compat import keras_models, keras_variables
+from dtk.compat import keras_variables
 from dtk.exchange.contract import SavedItem
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.strategy import Strategy
@@ -30,16 +30,6 @@ class ModelState:
     def has_local_steps(self) -> bool:
         """Whether replicas take local steps, so that weights are not equal after every step."""
         return any(one.local for one in shared_optimizer.gradient_exchanges_of(self.model))
-
-    # Where training starts.
-
-    def initial_epoch(self) -> int | None:
-        """Return the epoch a callback wants `fit` to start from; None for `fit`'s argument."""
-        return keras_models.initial_epoch(self.model)
-
-    def set_initial_epoch(self, epoch: int | None) -> None:
-        """Make `fit` start from an epoch."""
-        keras_models.set_initial_epoch(self.model, epoch)
 
     # State by rank.
 

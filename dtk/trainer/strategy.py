@@ -14,7 +14,7 @@ from dtk.communicators.base import Communicator
 from dtk.communicators.local import LocalCommunicator
 from dtk.compat import keras_variables, tf_replicas
 from dtk.exchange.contract import Exchange
-from dtk.nests import Array, Function, Tree
+from dtk.nests import Array, Tree
 from dtk.patches import temporarily
 
 _Made = TypeVar("_Made")
@@ -30,25 +30,6 @@ def tell(strategy: tf.distribute.Strategy, text: str) -> None:
     """Print on rank 0, beside what the script prints."""
     if strategy.is_chief:
         print(f"dtk: {text}", file=sys.stderr, flush=True)
-
-
-# Where a function has the context that `Strategy.run` enters around all replicas.
-_TRACE_CONTEXT = "_dtk_trace_context"
-
-
-def set_trace_context(
-    fn: Function[_Made], context: Callable[[], contextlib.AbstractContextManager[None]]
-) -> None:
-    """Enter a context around all replicas of a function: where it is traced, or each time."""
-    setattr(fn, _TRACE_CONTEXT, context)
-
-
-def trace_context(
-    fn: Function[_Made], otherwise: Callable[[], contextlib.AbstractContextManager[None]]
-) -> contextlib.AbstractContextManager[None]:
-    """Return the context that `set_trace_context` has put around a function, or another one."""
-    context: contextlib.AbstractContextManager[None] = getattr(fn, _TRACE_CONTEXT, otherwise)()
-    return context
 
 
 # Between the seeds of one `fit` and the next, so that no epochs of the two have the same.

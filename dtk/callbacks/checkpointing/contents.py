@@ -432,9 +432,9 @@ def restore(
     states.to_generators(state["random"])
     _restore_seeds(state, trainer)
     if state["stopped"]:
-        trainer.set_initial_epoch(max(state["epoch"], epochs))
+        keras_models.set_initial_epoch(trainer.model, max(state["epoch"], epochs))
         return
-    trainer.set_initial_epoch(state["epoch"])
+    keras_models.set_initial_epoch(trainer.model, state["epoch"])
     if state["trained"] is None:
         trainer.feed.resume_at(state["step"], state["data"])
     else:

@@ -94,7 +94,7 @@ class RankTrainer(DistributedTrainer):
 
     def cut_batches(self, batches: Iterable[Tree]) -> list[slicing.Slices]:
         """Take single batches as this rank's own."""
-        return [keras_data.own_rows(keras_data.as_tensors(batch)) for batch in batches]
+        return [keras_data.as_own_slice(keras_data.as_tensors(batch)) for batch in batches]
 
     def make_test_function(self, force: bool = False) -> Loop:
         """Make Keras's own test function."""

@@ -162,6 +162,24 @@ class GradientExchange:
         if self._notes is not None and grads:
             replica = self.strategy.local_index()
             self._notes.note(self.inner.iterations, replica, paths, grads)
+        exchanged, applied = self._exchanged(op, grads, paths, trained, part)
+        if applied is not None and self.window > 1:
+            raise ValueError(
+                f"exchange={self.exchange} does not go with gradient accumulation, whose windows "
+                "sum several steps already; use one of the two"
+            )
+        by_place = dict(zip(places, exchanged, strict=True))
+        return [by_place.get(i) for i in range(len(gradients))], applied
+
+    def _exchanged(
+        self,
+        op: ExchangeOp,
+        grads: Gradients,
+        paths: Sequence[str],
+        trained: Sequence[keras.Variable],
+        part: BatchPart | None,
+    ) -> Update:
+        """Exchange gradients without the scale of the loss, sparse ones by origin."""
         scale = self._scale()
         if scale is not None:  # divided, since 1 / scale may be too small a number
             grads = [_scaled(tf.divide, gradient, scale) for gradient in grads]
@@ -175,13 +193,7 @@ class GradientExchange:
             grads = self.sharded.parts_of_slices(grads, trained)
         if scale is not None:
             grads = [_scaled(tf.multiply, gradient, scale) for gradient in grads]
-        if applied is not None and self.window > 1:
-            raise ValueError(
-                f"exchange={self.exchange} does not go with gradient accumulation, whose windows "
-                "sum several steps already; use one of the two"
-            )
-        by_place = dict(zip(places, grads, strict=True))
-        return [by_place.get(i) for i in range(len(gradients))], applied
+        return grads, applied
 
     def count(self, part: BatchPart | None) -> None:
         """Count a step once its gradients are applied or accumulated."""
