@@ -112,34 +112,13 @@ def variables_of_ranks(
     if not by_machine:
         return nothing
     # Of each other machine one rank starts the server there.
-    starters = [ranks[0] for ranks in by_machine[1:]]
-    addresses = ["127.0.0.1"]
-    with contextlib.suppress(ValueError, OSError):
-        if starters:
-            addresses = [_ip(lines[starters[0]].end.getsockname())]
-            addresses += [_ip(lines[rank].end.getpeername()) for rank in starters]
-    if starters and (
-        len(set(addresses)) < len(by_machine)  # one of them is unknown, or that of two
-        or any(ipaddress.ip_address(one).is_loopback for one in addresses)
-        # they reach rank 0 by an address that is not theirs
-        or [hellos[rank].get("from") for rank in starters] != addresses[1:]
-    ):
+    starters = {ranks[0]: lines[ranks[0]] for ranks in by_machine[1:]}
+    addresses = _addresses(starters, hellos)
+    if not addresses:
         return nothing
-    order: dict[str, object] = {
-        "namespace": f"dtk-{secrets.token_hex(8)}",
-        "machines": by_machine,
-        "hosts": addresses,
-        "meeting": addresses[0],
-        "ports": mpi_server.some_ports(),
-    }
     pids = [[json.loads(offers[rank])["pid"] for rank in ranks] for ranks in by_machine]
     try:
-        served = _serve({**order, "here": 0, "pids": pids[0]})
-        variables, order["ports"] = {**served.variables}, served.ports
-        for here, rank in enumerate(starters, 1):
-            lines[rank].send({"serve": {**order, "here": here, "pids": pids[here]}})
-        for rank in starters:
-            variables |= _hear(lines[rank], f"rank {rank}", str(order["namespace"]))
+        variables = _start_servers(by_machine, pids, addresses, starters)
         all_variables = [variables[rank] for rank in range(len(hellos))]
     except (CommunicatorError, OSError, ValueError, KeyError) as error:
         print(f"dtk: MPI does not join the ranks: {error}", file=sys.stderr, flush=True)
@@ -151,6 +130,49 @@ def variables_of_ranks(
             for rank in ranks:
                 all_variables[rank][_ADDRESS] = address
     return all_variables
+
+
+def _addresses(
+    starters: Mapping[int, Line], hellos: Sequence[Mapping[str, object]]
+) -> list[str]:
+    """Return one address for each machine, rank 0's first; none where they do not tell them apart.
+
+    Args:
+        starters: The connection to a rank of each other machine.
+        hellos: What each rank has said where they meet.
+    """
+    if not starters:
+        return ["127.0.0.1"]
+    try:
+        theirs = [_ip(line.end.getpeername()) for line in starters.values()]
+        addresses = [_ip(next(iter(starters.values())).end.getsockname()), *theirs]
+    except (ValueError, OSError):  # IPv6, or a connection that is gone
+        return []
+    are_apart = len(set(addresses)) == len(addresses)
+    # Else they reach rank 0 by an address that is not theirs.
+    are_own = [hellos[rank].get("from") for rank in starters] == theirs
+    if any(ipaddress.ip_address(one).is_loopback for one in addresses):
+        return []
+    return addresses if are_apart and are_own else []
+
+
+def _start_servers(
+    by_machine: Sequence[Sequence[int]],
+    pids: Sequence[Sequence[int]],
+    addresses: Sequence[str],
+    starters: Mapping[int, Line],
+) -> dict[int, dict[str, str]]:
+    """Start MPI's server of each machine, this one's first; return the variables of their ranks."""
+    namespace = f"dtk-{secrets.token_hex(8)}"
+    order = {"namespace": namespace, "machines": by_machine, "hosts": addresses}
+    order["meeting"] = addresses[0]
+    served = _serve({**order, "ports": mpi_server.some_ports(), "here": 0, "pids": pids[0]})
+    variables = {**served.variables}
+    for here, line in enumerate(starters.values(), 1):
+        line.send({"serve": {**order, "ports": served.ports, "here": here, "pids": pids[here]}})
+    for rank, line in starters.items():
+        variables |= _hear(line, f"rank {rank}", namespace)
+    return variables
 
 
 def end_server() -> None:

@@ -485,16 +485,8 @@ class Feed:
         iterator = self.iterator
 
         def resumed(steps: Steps) -> Steps:
-            what, before, now = "batch_size", position["batch_size"], self.batch_size()
-            items = position.get("items")
-            if items is not None and self._items is not None:
-                what, before, now = "len(PyDataset)", len(items), self._items.num_batches
-            if step and before != now:
-                raise ValueError(
-                    f"step {step} of an epoch was reached with {what}={before}, so {what}={now} "
-                    "cannot continue the epoch; use the same, or a checkpoint from the end of an "
-                    "epoch"
-                )
+            if step:
+                self._check_position(step, position)
             self._find_position(step, position)
             if step:
                 # Where the length is unknown, Keras begins one step more than there are: a
@@ -529,18 +521,29 @@ class Feed:
         change, self._resuming = self._resuming, None
         yield from steps if change is None else change(steps)
 
+    def _check_position(self, step: int, position: FeedPosition) -> None:
+        what, before, now = "batch_size", position["batch_size"], self.batch_size()
+        items = position.get("items")
+        if items is not None and self._items is not None:
+            what, before, now = "len(PyDataset)", len(items), self._items.num_batches
+        if before != now:
+            raise ValueError(
+                f"step {step} of an epoch was reached with {what}={before}, so {what}={now} "
+                "cannot continue the epoch; use the same, or a checkpoint from the end of an epoch"
+            )
+
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
-        stream = iterator.steps_per_epoch is not None
-        inside = position["open"] if stream else step > 0
+        is_endless = iterator.steps_per_epoch is not None
+        is_inside = position["open"] if is_endless else step > 0
         if iterator._num_batches is None and not self._batch_size:
             iterator._num_batches = position["batches"]
-        if inside and self._items is not None:
+        if is_inside and self._items is not None:
             self._items.next_order = position.get("items")
         if not isinstance(iterator.data_adapter, ArrayDataAdapter):
-            while self._openings < position["iterators"] - inside:
+            while self._openings < position["iterators"] - is_inside:
                 iter(iterator._get_iterator())
-        if stream and inside:
+        if is_endless and is_inside:
             opened = iterator._current_iterator = iter(iterator._get_iterator())
             _pass_over(opened, position["seen"])
             iterator._steps_seen = position["seen"] - step

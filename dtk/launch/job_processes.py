@@ -18,11 +18,37 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 
 def members(job: str) -> list[int]:
     """List the processes of a job, and of jobs started inside it."""
     return sorted(_Search(job).look())
+
+
+class _Process(NamedTuple):
+    parent: int
+    session: int
+    began: str  # when; tells a process from a later one of its number
+    is_marked: bool
+
+
+def _running(mark: bytes) -> dict[int, _Process]:
+    """Return all processes that run, and whether a mark stands in their variables."""
+    processes = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        is_marked = False
+        # Of a process that ends meanwhile, or that is another user's.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            _, found, rest = (b"\0" + file.read()).partition(mark)
+            is_marked = bool(found) and rest[:1] in (b"\0", b"/", b"")
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            # From "state" on, which is the third of proc(5).
+            state, parent, _, session, *rest_of_stat = file.read().rpartition(")")[2].split()
+            if state not in "ZX":
+                began = rest_of_stat[15]
+                processes[int(pid)] = _Process(int(parent), int(session), began, is_marked)
+    return processes
 
 
 class _Search:
@@ -38,34 +64,22 @@ class _Search:
 
         Once seen, a process is found again though its parents and its session's leader have ended.
         """
-        pids: set[int] = set()
-        stats: dict[int, list[str]] = {}
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
-                    value = (b"\0" + file.read()).partition(self._mark)
-                    if value[1] and value[2][:1] in (b"\0", b"/", b""):
-                        pids.add(int(entry))
-                with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                    # From "state" on, which is the third of proc(5).
-                    stat = file.read().rpartition(")")[2].split()
-                    if stat[0] not in "ZX":
-                        stats[int(entry)] = stat
-        parents = {pid: int(stat[1]) for pid, stat in stats.items()}
-        sessions = {pid: int(stat[3]) for pid, stat in stats.items()}
-        seen = {(pid, stat[19]) for pid, stat in stats.items()}  # with the time of its start
-        pids &= stats.keys()
-        pids |= {pid for pid, _ in self._seen & seen}
-        self._sessions |= {one for one in pids if sessions[one] == one}
+        running = _running(self._mark)
+        pids = {
+            pid
+            for pid, one in running.items()
+            if one.is_marked or (pid, one.began) in self._seen
+        }
+        self._sessions |= {pid for pid in pids if running[pid].session == pid}
         # While its session lives, the number of an ended rank is given to no other process.
-        ours = {one for one in self._sessions if one in pids or one not in stats}
-        pids |= {pid for pid, session in sessions.items() if session in ours}
+        ours = {leader for leader in self._sessions if leader in pids or leader not in running}
+        pids |= {pid for pid, one in running.items() if one.session in ours}
         before = 0
         while len(pids) > before:
             before = len(pids)
-            pids |= {pid for pid, parent in parents.items() if parent in pids}
+            pids |= {pid for pid, one in running.items() if one.parent in pids}
         pids.discard(os.getpid())
-        self._seen = {(pid, when) for pid, when in seen if pid in pids}
+        self._seen = {(pid, running[pid].began) for pid in pids}
         return pids
 
 
