@@ -31,6 +31,11 @@ def stored(variable: keras.Variable | tf.Variable) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def reference_to(variable: keras.Variable | tf.Variable) -> object:
+    """Return what stands for a variable in a set."""
+    return stored(variable).ref()
+
+
 def is_variable(value: object) -> bool:
     """Return whether a value is a variable of Keras or TensorFlow."""
     return isinstance(value, keras.Variable | tf.Variable)

@@ -161,7 +161,9 @@ def _check_update(optimizer: keras.Optimizer, variables: Sequence[keras.Variable
         taken_over = isinstance(optimizer, shared_optimizer.SharedOptimizer)
         return None if taken_over else _taken_over_now(optimizer, current)
     owner = keras_optimizers.optimizer_owner(optimizer)
-    alone = tf_replicas.running.undistributed or strategy.loop_sums
+    applied_to = variables or keras_optimizers.trained_variables(optimizer)
+    are_summed = strategy.summed_by_loop.issuperset(map(keras_variables.reference_to, applied_to))
+    alone = tf_replicas.running.undistributed or (bool(applied_to) and are_summed)
     if strategy.size > 1 and strategy.processes > 1 and not alone:
         _refuse_update(
             optimizer,

@@ -83,7 +83,8 @@ class Strategy(tf.distribute.Strategy):
         shard_optimizer: Whether each process updates a part of the weights only, see
             `sharded_optimizer`.
         supports_jit: Whether XLA can compile steps under this strategy.
-        loop_sums: Whether the script's own loop sums its gradients and may apply optimizers.
+        summed_by_loop: References to the variables whose gradients the script's own loop sums, so
+            that it may apply optimizers to them.
     """
 
     communicator: Communicator
@@ -95,7 +96,7 @@ class Strategy(tf.distribute.Strategy):
     self_test: bool | str = "auto"
     shard_optimizer = False
     supports_jit = True
-    loop_sums = False
+    summed_by_loop: frozenset[object] = frozenset()
 
     def __init__(
         self,

@@ -268,6 +268,11 @@ def test_a_loop_with_a_tape_ends_as_one_process_with_all_rows(pool, in_graph):
 def without_a_tape():
     with initialized():
         variable, optimizer = tf.Variable([1.0]), keras.optimizers.SGD(0.1)
+        summed = tf.Variable([1.0])
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = summed * summed
+        optimizer.apply_gradients([(tape.gradient(loss, summed), summed)])
+        optimizer = keras.optimizers.SGD(0.1)
         with pytest.raises(NotDistributedError, match=r"strategy\.run"):
             optimizer.apply_gradients([(tf.ones([1]), variable)])
 

@@ -30,7 +30,7 @@ _LOCAL = (
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` combines those of all ranks.
 
-    From the first one on, the script's own loop may apply optimizers: it sums by itself.
+    The script's own loop may apply optimizers to the variables of these gradients.
 
     Arguments that say how Horovod moves gradients change nothing here: device_dense, device_sparse,
     gradient_predivide_factor, num_groups, groups and scale_local_gradients.
@@ -73,7 +73,6 @@ class DistributedGradientTape:
         process_set: object = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        job.strategy().loop_sums = True
         check_placing({"process_set": process_set})
         self._tape, self._dense = gradtape, sparse_as_dense
         self._op, self._compression = check_op(op), check_compression(compression)
@@ -110,6 +109,7 @@ class DistributedGradientTape:
             output_gradients: As in `tf.GradientTape.gradient`.
             use_generic_names: Not needed.
         """
+        job.note_summed(tf.nest.flatten(sources))
         structure = self._tape.gradient(target, sources, output_gradients)
         leaves = tf.nest.flatten(structure)
         tensors = [tf.convert_to_tensor(g) if self._dense else g for g in leaves if g is not None]

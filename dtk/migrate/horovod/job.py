@@ -20,7 +20,7 @@ import tensorflow as tf
 from dtk import communicators
 from dtk.cluster.detect import detect
 from dtk.cluster.variables import COMMUNICATOR
-from dtk.compat import keras_data
+from dtk.compat import keras_data, keras_variables
 from dtk.compat.random_draws import spread_seed
 from dtk.errors import NotDistributedError, ReplacedError, at_rank
 from dtk.exchange import parse
@@ -139,6 +139,12 @@ def strategy() -> HorovodStrategy:
     if _job.made is None or _job.scope is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _job.made
+
+
+def note_summed(sources: Sequence[object]) -> None:
+    """Let the script's own loop apply optimizers to variables, whose gradients it sums."""
+    variables = filter(keras_variables.is_variable, sources)
+    strategy().summed_by_loop |= {keras_variables.reference_to(one) for one in variables}
 
 
 def hint(text: str) -> None:
