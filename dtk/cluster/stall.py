@@ -7,10 +7,11 @@ is inside: then nobody waits for anybody. See `dtk.cluster.progress`. Otherwise 
     silent      a rank has reported nothing for the timeout: stopped, swapped out, cut off
     missing     others are inside and wait; a rank is outside, and neither computes nor reads
     ended       the same for at most a minute, and the rank's script is over
-    endless     others are inside and wait, and a rank has computed outside for twelve timeouts
+    endless     others are inside, idle, and a rank has computed for twelve timeouts
     feeding     all are inside, and one has Python of its own to wait for, such as a generator
     short       all are inside, and the data of one has come to its end once more than others'; for
-                seconds only, where others have a batch that this one has never had
+                seconds only, and even where one computes, if others have a batch that this one has
+                never had
     different   all are inside, but not in the same
     nobody      all are inside the same, and none computes
     cut off     a rank is silent for less than that, and another has ended since it has lost one
@@ -247,7 +248,7 @@ def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | Non
     recently = now - min(timeout, _LEFT)
     if left and all(one.waits and max(one.moved, one.busy) <= recently for one in there):
         return Stall(left, "has left its script", waiting)
-    if short := _short(ranks, now - min(timeout, _ENDED)):
+    if short := _short(ranks, now, timeout):
         return Stall(short, f"{_SHORT}, and waits", _others(ranks, short))
     if any(rank.moved > since for rank in there):
         return None
@@ -256,15 +257,19 @@ def find(ranks: Sequence[RankStatus], now: float, timeout: float) -> Stall | Non
         why = "has left its script" if all_left else f"did nothing for {timeout:g} s"
         return Stall(idle, why, waiting)
     if len(waiting) == len(ranks):
-        return _mutual(ranks, since, timeout)
+        return _mutual(ranks, since, timeout) or find_alone(ranks, now, timeout * ALONE)
     return find_alone(ranks, now, timeout * ALONE)
 
 
 def find_alone(ranks: Sequence[RankStatus], now: float, seconds: float) -> Stall | None:
     """Return which ranks compute, read or write while the others wait for them, for so long."""
-    waiting = _indices(ranks, lambda rank: rank.waits)
+    since = now - seconds
     alone = _indices(ranks, lambda rank: not (rank.waits or rank.left))
-    if not (waiting and alone) or any(rank.moved > now - seconds for rank in ranks):
+    waiting = _indices(ranks, lambda rank: rank.waits)
+    if not alone:  # all are inside
+        alone = _indices(ranks, lambda rank: rank.waits and rank.busy > since)
+        waiting = _indices(ranks, lambda rank: rank.waits and rank.busy <= since)
+    if not (waiting and alone) or any(rank.moved > since for rank in ranks):
         return None
     return Stall(alone, f"computed without the others for {seconds:g} s,", waiting)
 
@@ -292,9 +297,15 @@ def _ahead(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
     return ahead if len(ahead) < len(ranks) else ()
 
 
-def _short(ranks: Sequence[RankStatus], since: float) -> tuple[int, ...]:
+def _short(ranks: Sequence[RankStatus], now: float, timeout: float) -> tuple[int, ...]:
     """Return the ranks whose data has ended before a batch that others have, while all wait."""
-    if any(not one.waits or max(one.moved, one.busy) > since for one in ranks):
+    soon, late = now - min(timeout, _ENDED), now - timeout
+
+    def may_move(rank: RankStatus) -> bool:
+        # A thread of the script's may compute all the time.
+        return rank.moved > soon or (rank.busy > soon and rank.moved > late)
+
+    if any(not one.waits or may_move(one) for one in ranks):
         return ()
     ahead = _ahead(ranks)
     most = max((ranks[index].said.batches for index in ahead), default=0)

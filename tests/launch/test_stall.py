@@ -86,6 +86,12 @@ STALLS = {
         (1,),
         "computed without the others for 1200 s,",
     ),
+    # such as in a filter that lets nothing through, or beside a thread of the script's
+    "looping for ever inside": (
+        [status(LONG + 1, True, busy=LONG + 1), status(LONG + 9, True, busy=1)],
+        (1,),
+        "computed without the others for 1200 s,",
+    ),
     "script over": ([WAITS, status(900, False, left=True)], (1,), "has left its script"),
     "data over": (
         [status(150, True, 8, "train step 8"), status(150, True, 9, "collective 1", loops=1)],
@@ -95,6 +101,11 @@ STALLS = {
     # for seconds only: others have the batch of a step that this one never had
     "data over, a moment ago": (
         [status(6, True, 8, batches=8, busy=6), status(6, True, 9, loops=1, batches=7, busy=6)],
+        (1,),
+        "has come to the end of its data before the others, and waits",
+    ),
+    "data over, beside a thread that computes": (
+        [status(150, True, 8, batches=8, busy=1), status(150, True, 9, loops=1, batches=7)],
         (1,),
         "has come to the end of its data before the others, and waits",
     ),
@@ -155,6 +166,10 @@ NONE = {
     "a loop that ended": [status(LONG + 1, True), status(20, False, busy=1)],
     # All inside, such as in a step that is one epoch long: nobody waits for a rank outside.
     "a long step": [status(LONG + 1, True, busy=1)] * 2,
+    "a slow part of a step, for less": [
+        status(LONG + 1, True, busy=LONG - 1),
+        status(LONG + 9, True, busy=1),
+    ],
     "computing at its start": [joining(150), unseen(ran=20)],
     "just started": [joining(150), unseen(since=20)],
     "none has begun": [unseen(), unseen()],
