@@ -139,6 +139,14 @@ def test_lines_that_are_read_once():
     assert kinds_of(lambda x: x, spec, loss_of) == [(LINES, True)]
 
 
+def test_lines_of_sparse_rows_in_a_dense_layer():
+    def loss_of(table, x):
+        return tf.reduce_sum(keras.ops.matmul(x, table))
+
+    spec = tf.SparseTensorSpec([None, LINES_OF_TABLE], tf.float32)
+    assert kinds_of(lambda x: x, spec, loss_of) == [(LINES, True)]
+
+
 def test_words_and_places_of_one_table():
     def loss_of(table, x):
         places = tf.gather(table, tf.range(tf.shape(x)[1]))

@@ -32,7 +32,7 @@ _DATA = ("Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "OptionalGe
 _NOT_MADE = (AssertionError, LookupError, TypeError, ValueError, tf.errors.OpError)
 # Ops whose outputs have some entries for each row, if their first inputs have; how many, the values
 # decide.
-_CHOOSING = ("DynamicPartition", "StringSplitV2", "Where")
+_CHOOSING = ("DynamicPartition", "SparseFillEmptyRows", "StringSplitV2", "Where")
 
 
 class RowDependence:
