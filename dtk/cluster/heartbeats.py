@@ -109,6 +109,7 @@ class _Watcher:
         self._first = ""  # who failed first, once that is known
         self._is_known = threading.Event()
         self._process = os.getpid()
+        os.register_at_fork(after_in_child=self._close)
         self._left = math.inf  # when the script of this rank was over
         atexit.register(self._say_over)
         progress.report_to(self._report, job.timeout)
@@ -138,6 +139,11 @@ class _Watcher:
             for line in list(self._lines.values()):
                 with contextlib.suppress(OSError):
                     line.offer({**message, "sent": time.monotonic()})
+
+    def _close(self) -> None:
+        """Close a forked child's copies, which would keep connections open when this rank ends."""
+        for line in self._lines.values():
+            line.end.close()
 
     def _is_cut_off(self, line: Line) -> bool:
         """Return whether the network has been silent, and it is not this process that was."""

@@ -40,7 +40,6 @@ import gc
 import math
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -229,8 +228,7 @@ def start(serves: bool = False) -> None:
     timeout = 0.0
     with contextlib.suppress(ValueError):  # which the strategy refuses, by name
         timeout = float(os.environ.get(VARIABLE) or 0)
-    # The launcher has started this very process, and not one that did.
-    if is_launched() and os.getsid(0) == os.getpid():
+    if is_task():
         report_channel.keep()
         if _reporter is None and timeout > 0:
             report_to(lambda told: report_channel.tell({"progress": vars(told)}), timeout)
@@ -253,8 +251,13 @@ def is_reporting() -> bool:
 
 
 def is_launched() -> bool:
-    """Return whether `dtk run` has started this process, and sees to it."""
+    """Return whether `dtk run` has started this process, or one that did, and sees to it."""
     return os.environ.get("DTK_RUN") == "1"
+
+
+def is_task() -> bool:
+    """Return whether `dtk run` has started this very process, and so hears its reports."""
+    return is_launched() and os.getsid(0) == os.getpid()
 
 
 def tell_held(held: Callable[[], dict[int, float]]) -> None:
@@ -373,7 +376,8 @@ def tell_saving(what: Literal["ready", "waits", "begun", "over"]) -> None:
 
 def stacks_of_this_process(thread: int) -> tuple[str, bool]:
     """Return the stack of a thread of this process, and whether TensorFlow waits for Python."""
-    with tempfile.TemporaryFile("w+") as file:
+    # A rank may have no folder for files, or none with room.
+    with open(os.memfd_create("dtk-stacks"), "w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         threads = file.read().split("\n\n")

@@ -197,11 +197,10 @@ def _is_named(node: tf.data.Dataset, name: str) -> bool:
 
 def _is_class_weights(node: tf.data.Dataset) -> bool:
     """Return whether a dataset is Keras's map of `class_weight` and takes any number of rows."""
-    if kind_of(node) != "Map":
+    if kind_of(node) != "Map" or not _is_named(node, _CLASS_WEIGHTS):
         return False
     leaves = tf.nest.flatten(node._input_dataset.element_spec)
-    any_number = all(getattr(leaf, "shape", [None])[0] is None for leaf in leaves)
-    return any_number and _is_named(node, _CLASS_WEIGHTS)
+    return all(getattr(leaf, "shape", [None])[0] is None for leaf in leaves)
 
 
 def kind_of(node: tf.data.Dataset) -> str:

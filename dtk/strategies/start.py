@@ -142,9 +142,12 @@ def end_at_once(name: str, rank: int = 0) -> None:
     engine whether to start it again. The previous hook, Python's or the script's, runs first; then
     rank 0 says which rank failed first, where no launcher of dtk's does.
     """
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process:  # a child by `os.fork`
+            before(kind, error, trace)
+            return
         failure = failures.of(error)
         sys.stdout.flush()
         before(kind, error, trace)
@@ -188,9 +191,21 @@ def _watch(communicator: Communicator, timeout: float) -> None:
     """Make all ranks of a job watch each other; only the first call counts. All ranks call it."""
     progress.start()
     place, name = communicator.place, communicator.name
-    if place is None or name == "null" or progress.is_launched() or progress.is_reporting():
-        return
     rank, hosts = communicator.rank, communicator.hosts
+    if place is None or name == "null":
+        return
+    if progress.is_launched():
+        tasks = communicator.allgather_object(progress.is_task())
+        if any(tasks):
+            if not all(tasks) and rank == 0:
+                print(
+                    f"dtk: stalls will not be detected: rank {tasks.index(False)} trains in a "
+                    "process that its own has started, and others do not",
+                    file=sys.stderr,
+                )
+            return
+    if progress.is_reporting():
+        return
     # Here no launcher sees that a rank is gone, and TensorFlow's runtime not always.
     ends_at_loss = not has_mpi_launcher(place)
     timeout = timeout or (math.inf if ends_at_loss else 0.0)

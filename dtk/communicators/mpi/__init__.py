@@ -7,10 +7,13 @@ dtk's own server of MPI (`dtk.cluster.pmix`), those of `mpirun` and of Slurm wit
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import os
 import socket
+import sys
+from typing import TYPE_CHECKING
 
 from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
 from dtk.cluster.mpi_join import offer
@@ -21,6 +24,9 @@ from dtk.communicators.base import Communicator
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
+if TYPE_CHECKING:
+    from dtk.communicators.mpi.requests import RequestProgress
+
 
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(place: Place) -> Communicator:
@@ -30,7 +36,13 @@ def start(place: Place) -> Communicator:
     is_open_mpi_5 = MPI_SERVER in os.environ or mpirun_of_python_started(os.environ)
     if is_open_mpi_5 and (missing := shared_memory_missing(1)):
         raise CommunicatorError(at_rank(place.rank, missing))
+    is_ended_here = "mpi4py.MPI" not in sys.modules
     try:
+        import mpi4py
+
+        # Its exit function, which Python cannot keep from running in a child by `os.fork`, would
+        # wait there for ever. Of no effect once MPI has begun.
+        mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
@@ -55,12 +67,23 @@ def start(place: Place) -> Communicator:
     from dtk.communicators.mpi.transport import MPITransport
 
     progress = RequestProgress(world.Dup())
-    # Runs before mpi4py's exit function, which ends MPI and waits until all ranks do.
-    atexit.register(progress.leave)
+    atexit.register(_leave, progress, os.getpid(), is_ended_here)
     transport = MPITransport(world.Dup(), range(world.size), progress)
     made = Communicator(transport, ("",) * world.size)
     made.set_hosts(made.allgather_object(socket.gethostname()))
     return made
+
+
+def _leave(progress: RequestProgress, process: int, is_ended_here: bool) -> None:
+    """Tell the other ranks that this one leaves, and end MPI, which waits until all ranks do."""
+    if os.getpid() != process:  # a child by `os.fork` has its parent's connections
+        return
+    progress.leave()
+    if is_ended_here:
+        from mpi4py import MPI
+
+        with contextlib.suppress(MPI.Exception):  # a rank is gone
+            MPI.Finalize()
 
 
 def join(place: Place) -> Communicator | tuple[str, ...]:
