@@ -310,7 +310,10 @@ class Client(_Watcher):
             # At its end MPI may wait for rank 0, and for ever.
             ends = time.monotonic() - max(gone, self._left) > _LATE and self._job.waits_at_end
             if ends or _waits_since(gone, self._status):
-                self._say_first_is(0, _GONE_AT_END if ends else _GONE)
+                if self._first:
+                    stall.say_last(f"dtk: {self._first}\n")
+                else:
+                    self._say_first_is(0, _GONE_AT_END if ends else _GONE)
                 os._exit(TRY_AGAIN)
             time.sleep(_PERIOD / 10)
         # Rank 0 is gone: that matters once this rank has been inside for the timeout, idle.

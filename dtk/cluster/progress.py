@@ -81,7 +81,7 @@ class _Position(NamedTuple):
 
 
 class _Reporter:
-    """Reports the position of the thread that trains: the last that has made a strategy."""
+    """Reports the position of the thread that trains: the last to make a strategy or call fit."""
 
     def __init__(self, timeout: float, send: Callable[[RankReport], object]) -> None:
         self.position = _Position(since=time.monotonic())
@@ -232,11 +232,16 @@ def start(serves: bool = False) -> None:
         report_channel.keep()
         if _reporter is None and timeout > 0:
             report_to(lambda told: report_channel.tell({"progress": vars(told)}), timeout)
-    if _reporter is not None:
-        _reporter.thread = threading.current_thread()
+    trains_here()
     if _reporter is not None and serves:  # its main thread only waits for the job's end
         _reporter.serves = True
         _reporter.position = _Position(0, 1, "service", time.monotonic())
+
+
+def trains_here() -> None:
+    """Report from now on where this thread is."""
+    if _reporter is not None:
+        _reporter.thread = threading.current_thread()
 
 
 def report_to(send: Callable[[RankReport], object], timeout: float) -> None:

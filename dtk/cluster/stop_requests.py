@@ -8,18 +8,19 @@ Elsewhere nothing can ask a thread: a SIGTERM ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from dtk.cluster import progress, report_channel
 
 _act: Callable[[], None] | None = None
 _is_awaiting = False
-_of_python: int | None = None  # the handler, in C, that has Python run `forward_sigterm`'s
+_forwards = False  # whether `forward_sigterm` has been called
 
 
 def subscribe(act: Callable[[], None]) -> bool:
@@ -29,10 +30,7 @@ def subscribe(act: Callable[[], None]) -> bool:
         _is_awaiting = report_channel.can_be_asked()
         if _is_awaiting:
             threading.Thread(target=_await, name="dtk-requests", daemon=True).start()
-    if _of_python is not None:
-        # Collectives of TensorFlow's put a handler of their own in its place as they start.
-        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(_of_python))
-    if _is_awaiting or _of_python is not None:
+    if _is_awaiting or _forwards:
         _act = act
     return _act is act
 
@@ -54,7 +52,7 @@ def forward_sigterm() -> None:
 
     A second one acts as before, too.
     """
-    global _of_python
+    global _forwards
     before = signal.getsignal(signal.SIGTERM)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -67,7 +65,21 @@ def forward_sigterm() -> None:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    if _of_python is None:
+    if not _forwards:
         signal.signal(signal.SIGTERM, forward)
-        ctypes.pythonapi.PyOS_getsig.restype = ctypes.c_void_p
-        _of_python = ctypes.pythonapi.PyOS_getsig(signal.SIGTERM)
+        _forwards = True
+
+
+@contextlib.contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Put the system's handler of SIGTERM back: TensorFlow's, set as it starts, does nothing.
+
+    By Python's own functions in C: those of `signal` are for the main thread.
+    """
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.restype, put.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    before = get(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        put(signal.SIGTERM, before)

@@ -805,6 +805,15 @@ class Communicator:
         Those of two threads would mix, in another order on each rank.
         """
         self._thread = threading.current_thread()
+        progress.trains_here()
+
+    def is_kept_to(self, thread: threading.Thread | None) -> bool:
+        """Return whether `keep_to_thread` was called in a thread.
+
+        Args:
+            thread: Any thread; None for one that is over.
+        """
+        return thread is not None and thread is self._thread
 
     def meet(self, name: str, signature: Sequence[str] = ()) -> None:
         """Raise on all ranks if some are in another collective, before any waits in one.

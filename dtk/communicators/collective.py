@@ -35,6 +35,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtk import placement
+from dtk.cluster import stop_requests
 from dtk.cluster.place import Place
 from dtk.communicators import startup
 from dtk.communicators.base import LOCAL_REDUCE, Communicator
@@ -79,7 +80,7 @@ def start(
         return _STARTED[place]
     rank, size, timeout = place.rank, place.size, startup.limit()
     addresses = tuple(addresses or startup.gather(place).addresses)
-    with startup.at_most(timeout), startup.quiet():
+    with startup.at_most(timeout), startup.quiet(), stop_requests.sigterm_kept():
         if prepare is not None:
             prepare(size)
         runtime = _bring_up(rank, addresses)

@@ -10,6 +10,7 @@ import platform
 import random
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ def agree(
         return None
     host = communicator.hosts[communicator.rank] if communicator.hosts else "this host"
     end_at_once(f"rank {communicator.rank} on {host}", communicator.rank)
+    _end_with_thread(communicator)
     with startup.at_most(startup.limit()):
         _watch(communicator, stall_timeout)
     asked = str(determinism.is_asked_for())
@@ -163,6 +165,18 @@ def end_at_once(name: str, rank: int = 0) -> None:
         os._exit(1 if code == TRY_AGAIN and progress.is_launched() else code)
 
     sys.excepthook = fail
+
+
+def _end_with_thread(communicator: Communicator) -> None:
+    """End the process as above at an exception that ends the thread that trains."""
+    before = threading.excepthook
+
+    def fail(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and communicator.is_kept_to(args.thread):
+            sys.excepthook(args.exc_type, args.exc_value, args.exc_traceback)
+        before(args)
+
+    threading.excepthook = fail
 
 
 # Stalls, in jobs that `dtk run` has not started; see `dtk.cluster.heartbeats`.

@@ -34,7 +34,10 @@ with progress.inside("train step"):
 def struck():
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "leave":
+    elif how.startswith("leave"):
+        if how == "leave a child" and not os.fork():
+            os.closerange(0, 3)
+            time.sleep(6)  # and holds what this rank has open, if nobody closes it
         os._exit(0)
     time.sleep(600)
 if rank == victim:
@@ -57,6 +60,7 @@ IN_A_THREAD = f"import threading; threading.Thread(target=exec, args=({RANK!r}, 
         ("1", "stop", "reported nothing for 2 s, last "),
         ("0", "stop", "reported nothing for 2 s, last "),
         ("1", "leave", "has left its script after train step 1, and every rank must run"),
+        ("1", "leave a child", "has left its script after train step 1, and every rank must run"),
     ],
 )
 def test_a_missing_rank_is_named_once_and_the_job_ends(tmp_path, victim, how, told):
@@ -83,7 +87,7 @@ def test_a_missing_rank_is_named_once_and_the_job_ends(tmp_path, victim, how, to
         assert other.wait(30) == 124
         if how == "stop":
             ranks[int(victim)].send_signal(signal.SIGKILL)
-        assert ranks[int(victim)].wait(30) == {"leave": 0, "stop": -9}.get(how, 124)
+        assert ranks[int(victim)].wait(30) == {"leave": 0, "stop": -9}.get(how[:5].strip(), 124)
     finally:
         for rank in ranks:
             rank.kill()

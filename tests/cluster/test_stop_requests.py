@@ -13,7 +13,8 @@ def before(*_):
 signal.signal(signal.SIGTERM, before)
 stop_requests.forward_sigterm()
 def train():
-    ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # ignored, as by a library
+    with stop_requests.sigterm_kept():
+        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # ignored, as by a library
     assert stop_requests.subscribe(lambda: print("asked", flush=True))
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)

@@ -51,21 +51,23 @@ def test_a_script_that_knows_nothing_of_dtk_does_not_train_alone_on_each_rank(tm
     (tmp_path / "elsewhere").mkdir()
     # A stand-in, which is quick to import.
     (tmp_path / "elsewhere" / "keras.py").write_text(said)
-    trains = "import keras\nkeras.Model.name = 'm'\nkeras.Model().fit()\n"
+    again = "import os, sys\nif sys.argv[1:]: os.execlp(sys.executable, 'python', sys.argv[0])\n"
+    trains = again + "import keras\nkeras.Model.name = 'm'\nkeras.Model().fit()\n"
     (tmp_path / "train.py").write_text(trains)
     command = [sys.executable, "-m", "dtk.cli.main", "run", "-n"]
     env = {"PYTHONPATH": ":".join([str(tmp_path / "elsewhere"), *(one for one in sys.path if one)])}
-    one, two = (
+    one, two, replaced = (
         subprocess.run(
-            [*command, ranks, "train.py"],
+            [*command, *ranks],
             capture_output=True,
             text=True,
             env=env,
             cwd=tmp_path,
             timeout=60,
         )
-        for ranks in "12"
+        for ranks in (["1", "train.py"], ["2", "train.py"], ["2", "train.py", "again"])
     )
     assert (one.stdout, one.stderr, one.returncode) == ("[0] trained\n", "", 0)
-    assert "trained" not in two.stdout and two.returncode == 1
-    assert "each would train a model of its own. Make `strategy = " in two.stderr
+    for many in (two, replaced):
+        assert "trained" not in many.stdout and many.returncode == 1
+        assert "each would train a model of its own. Make `strategy = " in many.stderr

@@ -14,9 +14,10 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 _HERE = os.path.dirname(__file__)
 
@@ -32,6 +33,22 @@ def leave() -> None:
     if spec is not None and spec.loader is not None:
         sys.modules["sitecustomize"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+
+
+def come_back() -> None:
+    """Have a program that takes this rank's place, by `os.exec*`, begin as the rank did."""
+    execve, process = os.execve, os.getpid()
+
+    def replace(path: str, arguments: list[str], variables: Mapping[str, str]) -> NoReturn:
+        paths = list(filter(None, [variables.get("PYTHONPATH")]))
+        if os.getpid() == process:
+            paths.insert(0, _HERE)
+        execve(path, arguments, {**variables, "PYTHONPATH": os.pathsep.join(paths)})
+
+    def replace_alike(path: str, arguments: list[str]) -> NoReturn:
+        replace(path, arguments, os.environ)
+
+    os.execve, os.execv = replace, replace_alike  # type: ignore[assignment]
 
 
 @functools.cache
@@ -112,5 +129,6 @@ leave()
 if os.environ.get("DTK_RUN") == "1":
     # Bars of tqdm within one another take turns on one row: launchers draw no more.
     os.environ.setdefault("TQDM_POSITION", "0")
+    come_back()
     tell_of_failure()
     await_imports()
