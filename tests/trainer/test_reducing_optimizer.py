@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.errors import NotDistributedError
+from dtk.trainer.step_recorder import StepRecorder
 
 from support import bodies, cases, world
 from support.once import once
@@ -203,6 +204,18 @@ def test_equal_to_one_process(pool, script):
     for weights in found:
         np.testing.assert_allclose(weights, once(trained_by, script), 1e-5, 1e-6)
         np.testing.assert_array_equal(weights, found[0])
+
+
+def test_no_rate_is_told_of_an_optimizer_that_has_none():
+    """A MultiOptimizer ended the training of rank 0 under `dtk run`."""
+    strategy = dtk.strategies.AllReduceStrategy("local")
+    told = {}
+    for name, make in MAKES.items():
+        model = cases.small()
+        model.compile(make(), cases.crossentropy())
+        told[name] = StepRecorder(model, strategy, None)._settings()
+    assert told["adamw"] == {"rate": pytest.approx(0.01)}
+    assert told.get("divided among two", {}) == {}
 
 
 # What is refused, and leaves things as they were.
