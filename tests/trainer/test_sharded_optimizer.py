@@ -379,6 +379,60 @@ def test_a_loop_of_ones_own(pool):
         assert_near(weights_of_rank, weights)
 
 
+# Gradients that stand at several places.
+
+
+def twice_looked_up():
+    """A model that looks rows of one table up in two places."""
+    tokens = keras.Input((4,), dtype="int32")
+    table = keras.layers.Embedding(9, 3)
+    means = keras.layers.GlobalAveragePooling1D()(table(tokens))
+    rows = keras.layers.Concatenate()([means, keras.layers.Flatten()(table(tokens[:, :2]))])
+    return keras.Model(tokens, keras.layers.Dense(2)(rows))
+
+
+class TwoLosses(keras.Model):
+    """Applies the gradients of two losses at once: some weights have two of them."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            near = tf.reduce_mean(tf.square(self(x) - y))
+            far = tf.reduce_mean(tf.abs(self(x) - y))
+        every, some = self.trainable_variables, self.trainable_variables[1:]
+        gradients = tape.gradient(near, every) + tape.gradient(far, some)
+        self.optimizer.apply(gradients, every + some)
+        return {"loss": near}
+
+
+def two_losses():
+    tokens = keras.Input((4,))
+    hidden = keras.layers.Dense(5, activation="tanh")(tokens)
+    return TwoLosses(tokens, keras.layers.Dense(2)(hidden))
+
+
+SEVERAL = {"lookups": twice_looked_up, "losses": two_losses}
+
+
+def trained_on_several(name, in_parts=False):
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 9, (22, 4)), random.normal(size=(22, 2))
+    with bodies.scope_of(sharded() if in_parts else None):
+        keras.utils.set_random_seed(3)
+        model = SEVERAL[name]()
+        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.05), "mse")
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_one_variable_at_several_places(pool, name):
+    """Lookups ended in an IndexError; of two gradients of one weight, one was applied twice."""
+    for weights in pool.run(trained_on_several, name, True, timeout=120):
+        assert_near(weights, once(trained_on_several, name))
+
+
 # What is refused.
 
 

@@ -17,6 +17,7 @@ on that element only. The exceptions:
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, cast
 
@@ -248,12 +249,16 @@ def _clip_parts(
     group: Communicator,
 ) -> Gradients:
     """Replace the clipped gradients of parts: by the norm of the gradient of the whole variable."""
-    wholes: dict[int, list[int]] = {}  # the parts of each variable that is in parts
+    # The parts of each variable that is in parts; one that has two gradients counts as two.
+    wholes: dict[tuple[int, int], list[int]] = {}
+    turns: collections.Counter[int] = collections.Counter()
     for i, variable in enumerate(variables if most else ()):
+        turn = turns[id(variable)]
+        turns[id(variable)] += 1
         if isinstance(variable, keras_variables.VariablePart):
-            wholes.setdefault(id(variable.whole), []).append(i)
+            wholes.setdefault((id(variable.whole), turn), []).append(i)
         elif shard_of(variable) is not None:
-            wholes[id(variable)] = [i]
+            wholes[id(variable), turn] = [i]
     if not wholes:
         return clipped
     sums = [tf.add_n([_square_sum(gradients[i]) for i in parts]) for parts in wholes.values()]
