@@ -55,7 +55,7 @@ _LATE = 15.0
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
-    if not _is_known(member.__class__.update_step):
+    if keras_optimizers.has_own(member, "update_step"):
         return "has an update_step of its own, which may compute with the whole variable"
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
