@@ -436,6 +436,19 @@ def test_gradients_of_one_variable_at_several_places(pool, name):
 # What is refused.
 
 
+def untouched(method):
+    """An optimizer with a method of its own, which Keras calls with all gradients or weights."""
+
+    def own(self, *args):
+        return getattr(super(made, self), method)(*args)
+
+    made = type("Own", (keras.optimizers.SGD,), {method: own})
+    return made(0.1)
+
+
+OWN = ["apply_gradients", "_backend_apply_gradients", "_clip_gradients", "_backend_update_step"]
+
+
 class Applied(keras.optimizers.SGD):
     """Computes with all gradients at once, in an `apply` of its own."""
 
@@ -463,6 +476,8 @@ def refusals():
     with sharded().scope():
         note(lambda: model.compile(built, "mse"))
         note(lambda: build().compile(Applied(0.1), "mse"))
+        for method in OWN:
+            note(functools.partial(build().compile, untouched(method), "mse"))
         model, unknown = build(), keras.optimizers.Adam(name="unknown")
     gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
     note(lambda: sharded().run(lambda: unknown.apply(gradients, model.trainable_variables)))
@@ -477,13 +492,14 @@ def refusals():
 @pytest.mark.worlds(("collective", 2))
 def test_what_is_refused(pool):
     for rank, told in enumerate(pool.run(refusals)):
-        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 6
+        assert [text.partition(":")[0] for text in told] == [f"rank {rank}"] * 10
         assert "exchange=Quantized(bits=1)" in told[0]
         assert "model_parallel=2" in told[1]
         assert "was built before it was compiled" in told[2]
-        assert "(Applied) has an apply of its own" in told[3]
-        assert "optimizer 'unknown' was applied" in told[4]
-        assert "leave the callback out" in told[5]
+        for text, method in zip(told[3:8], ["apply", *OWN], strict=True):
+            assert f"has its own {method}, which" in text
+        assert "optimizer 'unknown' was applied" in told[8]
+        assert "leave the callback out" in told[9]
 
 
 def test_one_process_is_plain_keras():

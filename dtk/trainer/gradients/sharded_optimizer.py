@@ -36,7 +36,7 @@ from dtk import placement
 from dtk.communicators import buckets
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
-from dtk.compat import keras_models, keras_optimizers
+from dtk.compat import keras_optimizers
 from dtk.compat.keras_variables import VariablePart, flat_shard_of, is_of_all, set_shard, stored
 from dtk.errors import at_rank
 from dtk.exchange import Dense
@@ -72,20 +72,16 @@ def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None
     return None
 
 
-def _is_known(method: object) -> bool:
-    """Return whether a method of an optimizer is Keras's or dtk's."""
-    own = str(getattr(method, "__module__", "")).startswith("dtk.")
-    return own or keras_models.is_from_keras(method)
-
-
-def _check_apply(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Refuse an `apply` that would see parts of gradients, and may take them for the whole."""
+def _check_methods(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Refuse methods that would see parts of gradients, and may take them for the whole."""
     for member in keras_optimizers.members(optimizer):
-        if not _is_known(member.__class__.apply):
+        outermost = member is optimizer  # Keras calls `apply` of those inside it
+        methods = keras_optimizers.own_methods(member, outermost)
+        if methods:
             message = (
-                f"optimizer {member.name!r} ({type(member).__name__}) has an apply of its own, "
-                "which with shard_optimizer=True would be given this rank's parts of gradients "
-                "only. Write its update_step, or use shard_optimizer=False"
+                f"optimizer {member.name!r} ({type(member).__name__}) has its own {methods[0]}, "
+                "which with shard_optimizer=True would be given this rank's parts of gradients or "
+                "weights only. Write its update_step, or use shard_optimizer=False"
             )
             raise ValueError(at_rank(strategy.rank, message))
 
@@ -194,7 +190,7 @@ class ShardedOptimizer:
                     "new optimizer, or load the model inside `with strategy.scope():`",
                 )
             )
-        _check_apply(optimizer, strategy)
+        _check_methods(optimizer, strategy)
 
     def parts_of(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
         """Return this rank's parts; a variable that its gradient replaces is its own part."""
