@@ -102,6 +102,9 @@ def windows_of(model: keras.Model) -> list[tuple[GradientExchange, list[keras.Va
 
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold this rank's part of an unfinished accumulation window."""
+    exchange = exchange_of(optimizer)
+    if exchange is not None and exchange.sums_each_step:
+        return []  # they hold the whole
     inner = keras_optimizers.chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False

@@ -43,6 +43,7 @@ class Applied(NamedTuple):
     optimizer: keras.Optimizer
     gradients: Gradients
     variables: list[keras.Variable]
+    method: str = "apply"  # of the optimizer: `apply_gradients` where a script has its own
 
 
 class NotedGradients:
@@ -51,11 +52,9 @@ class NotedGradients:
     def __init__(self) -> None:
         self.applied: list[Applied] = []
 
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
+    def note(self, applied: Applied) -> None:
         """Note gradients that an optimizer is given."""
-        self.applied.append(Applied(optimizer, gradients, variables))
+        self.applied.append(applied)
 
 
 @dataclasses.dataclass(eq=False)
