@@ -94,9 +94,40 @@ def steps_of(optimizer: keras.Optimizer) -> keras.Variable:
 
 def is_linear(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer does the same with two slices as with their sum."""
-    if optimizer.__class__ is not keras.optimizers.SGD:
+    if optimizer.__class__ is not keras.optimizers.SGD or has_own(optimizer, "update_step"):
         return False
     return not (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue)
+
+
+def has_own(optimizer: keras.Optimizer, name: str) -> bool:
+    """Return whether a method of an optimizer is a script's: of its class, or set on the object."""
+    holders = [optimizer, *type(optimizer).__mro__]
+    return not all(_is_known(vars(one)[name]) for one in holders if name in vars(one))
+
+
+# The methods that Keras calls with all gradients or variables: each step's, and a window's.
+_OF_STEPS = ("apply", "_backend_apply_gradients")
+_OF_WINDOWS = ("_clip_gradients", "_apply_weight_decay", "_backend_update_step")
+
+
+def own_methods(optimizer: keras.Optimizer, outermost: bool, of_steps: bool = False) -> list[str]:
+    """Return a script's methods that take all gradients or variables of a step or a window.
+
+    Args:
+        optimizer: It may be inside another one.
+        outermost: Whether it is inside no other, where Keras calls `apply` only.
+        of_steps: Whether to leave out those that take a window's sums.
+    """
+    names = ("apply_gradients",) * outermost + _OF_STEPS + (() if of_steps else _OF_WINDOWS)
+    return [name for name in names if has_own(optimizer, name)]
+
+
+def _is_known(method: object) -> bool:
+    """Return whether a method, and what it wraps, is Keras's or dtk's."""
+    # By the globals of its code: functools.wraps gives a script's function the module of Keras's.
+    variables = getattr(method, "__globals__", {"__name__": getattr(method, "__module__", "")})
+    known = str(variables["__name__"]).partition(".")[0] in ("dtk", "keras", "tensorflow")
+    return known and (not hasattr(method, "__wrapped__") or _is_known(method.__wrapped__))
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:

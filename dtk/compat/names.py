@@ -146,7 +146,8 @@ optimizers:
     keras.Optimizer  _distribution_strategy _all_reduce_sum_gradients _clip_gradients
         _exclude_from_weight_decay _iterations _use_weight_decay _apply_weight_decay
         _accumulated_gradients _learning_rate _trainable_variables
-        _trainable_variables_indices _var_key _backend_apply_gradients _get_variable_index
+        _trainable_variables_indices _var_key _backend_apply_gradients _backend_update_step
+        _get_variable_index
     keras.optimizers.Adam  _momentums _velocities
     tensorflow.python.ops.gen_math_ops  unsorted_segment_sum
     tensorflow.python.ops.gen_resource_variable_ops  resource_scatter_add resource_scatter_sub

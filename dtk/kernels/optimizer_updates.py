@@ -23,6 +23,7 @@ from tensorflow.python.ops import gen_math_ops, gen_resource_variable_ops
 
 from dtk import placement
 from dtk.communicators.aligned_slices import once
+from dtk.compat import keras_optimizers
 from dtk.nests import Function
 from dtk.patches import patch_around
 
@@ -45,7 +46,7 @@ class _Update:
     ):
         self.compiled = False
         self._optimizer, self._operation, self._slots = optimizer, operation, slots
-        self._by_parts = optimizer.update_step
+        self._by_parts = self.__wrapped__ = optimizer.update_step
 
     def __call__(
         self, gradient: _Gradient, variable: tf.Variable, learning_rate: tf.Tensor
@@ -88,8 +89,8 @@ def fuse_updates(optimizer: keras.Optimizer, replicas: int = 1) -> None:
         return
     operation: _Operation | None = None
     slots: list[str] = []
-    if "update_step" in vars(optimizer):
-        pass  # the user has replaced it
+    if keras_optimizers.has_own(optimizer, "update_step"):
+        pass  # the user has replaced it, perhaps in Keras's class
     elif optimizer.__class__ is keras.optimizers.SGD:
         operation, slots = _update_sgd, ["momentums"] if optimizer.momentum != 0 else []
     elif replicas > 1 and _is_adam(optimizer):

@@ -26,7 +26,7 @@ import tensorflow as tf
 from dtk.communicators.aligned_slices import concatenated
 from dtk.compat import keras_models, keras_optimizers, keras_steps, keras_variables
 from dtk.errors import NotDistributedError
-from dtk.nests import Function, Gradients, Tree
+from dtk.nests import Function, Tree
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import StepFunction
@@ -136,10 +136,9 @@ class RecordedUpdates(traced_step.NotedGradients):
         self._looked_up: set[int] = set()
         self.placeholders: dict[int, tf.Tensor] = {}
 
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
+    def note(self, applied: traced_step.Applied) -> None:
         """Record the gradients that an optimizer is to apply when the step is over."""
+        optimizer, gradients, variables, _ = applied
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise NotDistributedError(
                 f"the train_step of model {self._model.name!r} calls {optimizer.name}.apply inside "
@@ -148,7 +147,7 @@ class RecordedUpdates(traced_step.NotedGradients):
                 "in any case. Call apply in train_step itself, without @tf.function, or use "
                 "AllReduceStrategy"
             )
-        super().note(optimizer, list(gradients), list(variables))
+        super().note(applied)
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
                 self._put_placeholder(variable, optimizer)

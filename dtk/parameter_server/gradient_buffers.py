@@ -385,7 +385,7 @@ class GradientCommit:
         by_weight: dict[int, Gradient] = {}
         before = self._planned_ids() if self._plan else None
         self._plan = []
-        for optimizer, gradients, variables in traced.applied:
+        for optimizer, gradients, variables, _ in traced.applied:
             planned: list[Weight] = []
             for gradient, variable in zip(gradients, variables, strict=True):
                 parts = self._checked_parts(optimizer, variable)

@@ -45,7 +45,7 @@ class ServedOptimizer(SharedOptimizer):
             shared_optimizer.build_outside_step(self, variables, servers.strategy, cut)
         noted = list(variables or servers.built_for or keras_optimizers.trained_variables(self))
         _refuse_replaced(noted, servers.strategy)
-        step.noted.note(self, step.handed_over(list(grads)), noted)
+        step.noted.note(traced_step.Applied(self, step.handed_over(list(grads)), noted))
         return None
 
     def build(self, variables: Variables) -> None:

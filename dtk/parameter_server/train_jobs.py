@@ -310,7 +310,7 @@ class DownpourJob(TrainJob):
             accrued = layout.add(accrued, layout.contents(self.commit.plan(traced)))
             steps = {
                 id(variable): tf.convert_to_tensor(gradient) * tf.cast(rate, gradient.dtype)
-                for _, gradients, applied_to in traced.applied
+                for _, gradients, applied_to, _ in traced.applied
                 for gradient, variable in zip(gradients, applied_to, strict=True)
                 if gradient is not None
             }

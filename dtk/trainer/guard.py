@@ -198,10 +198,11 @@ def _taken_over_now(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
             "the first step"
         )
         raise ValueError(at_rank(strategy.rank, message))
-    if not keras_models.is_from_keras(optimizer.__class__.apply):
+    own = [n for n in ("apply_gradients", "apply") if keras_optimizers.has_own(optimizer, n)]
+    if own:
         message = (
-            f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) has an apply of its own, "
-            "and no model was compiled with it: it has changed gradients before those of all ranks "
+            f"optimizer {optimizer.name!r} ({type(optimizer).__name__}) has its own {own[0]}, and "
+            "no model was compiled with it: it has changed gradients before those of all ranks "
             "were summed. Call model.compile(optimizer) inside strategy.scope(), before the first "
             "step"
         )

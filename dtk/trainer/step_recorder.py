@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import keras
@@ -138,7 +139,9 @@ class StepRecorder:
         """Return what of the training changes while it runs: rate, and rows of a batch."""
         settings: dict[str, object] = {}
         if (optimizer := getattr(self._model, "optimizer", None)) is not None:
-            settings["rate"] = float(optimizer.learning_rate)
+            # A MultiOptimizer has none, only its members have.
+            with contextlib.suppress(AttributeError, TypeError, ValueError):
+                settings["rate"] = float(optimizer.learning_rate)
         if self._ended:
             settings["batch"] = self._feed.batch_size()
         return settings

@@ -1,5 +1,7 @@
 """Fused updates are Keras's own, bit for bit; fused layers are near to it."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -115,6 +117,22 @@ def test_adam_is_fused_between_replicas_and_is_near_to_keras_s(make, dtype, tole
     ids=["one process", "amsgrad", "a variable", "bfloat16", "a class of one's own"],
 )
 def test_other_updates_are_left_as_they_are(made, replicas, dtype):
+    assert_left(made, replicas, dtype)
+
+
+def test_an_update_that_a_script_has_put_into_keras_s_class_is_left(monkeypatch):
+    """It was ignored, in silence: the class was still Keras's."""
+    update = keras.optimizers.SGD.update_step
+
+    @functools.wraps(update)
+    def half(self, gradient, variable, rate):
+        update(self, 0.5 * gradient, variable, rate)
+
+    monkeypatch.setattr(keras.optimizers.SGD, "update_step", half)
+    assert_left(lambda: keras.optimizers.SGD(0.1), 2, "float32")
+
+
+def assert_left(made, replicas, dtype):
     parts, before = trained(made, dtype=dtype)
     whole, graph = trained(made, lambda it: optimizer_updates.fuse_updates(it, replicas), dtype)
     assert kinds(graph) == kinds(before)

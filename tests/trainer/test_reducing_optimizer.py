@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.errors import NotDistributedError
+from dtk.trainer.step_recorder import StepRecorder
 
 from support import bodies, cases, world
 from support.once import once
@@ -169,10 +170,10 @@ def compiled_twice(first, second, windows, strategy=None):
     return bodies.flat(model.get_weights())
 
 
-def with_an_apply_of_the_scripts(strategy=None):
+def with_an_apply_of_the_scripts(windows=None, strategy=None):
     """A script that replaces `apply` of the object, before it compiles: it gets the sums."""
     keras.utils.set_random_seed(3)
-    optimizer = keras.optimizers.SGD(0.1)
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=windows)
     own = optimizer.apply
 
     def apply(grads, trainable_variables=None):
@@ -182,6 +183,25 @@ def with_an_apply_of_the_scripts(strategy=None):
     return bodies.flat(trained(strategy, optimizer).get_weights())
 
 
+class Clipped(keras.optimizers.SGD):
+    """Clips gradients where `train_step` hands them over, which Keras does by this method."""
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(tf.clip_by_norm(g, 0.05), v) for g, v in grads_and_vars])
+
+
+def with_apply_gradients_of_the_scripts(windows, compiled=False, strategy=None):
+    keras.utils.set_random_seed(3)
+    optimizer = Clipped(0.1, gradient_accumulation_steps=windows)
+    x, y = cases.rows(16)
+    with bodies.scope_of(strategy):
+        layers = [keras.layers.Flatten(), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input(x.shape[1:]), *layers])
+        model.compile(optimizer, cases.crossentropy(), jit_compile=compiled)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return bodies.flat(model.get_weights())
+
+
 SCRIPTS = {
     "two loss scales, windows": functools.partial(compiled_twice, scaled, scaled, 2),
     "alone, then scaled": functools.partial(compiled_twice, alone, scaled, None),
@@ -189,6 +209,12 @@ SCRIPTS = {
     "scaled, then alone": functools.partial(compiled_twice, scaled, alone, None),
     "scaled, then alone, windows": functools.partial(compiled_twice, scaled, alone, 2),
     "an own apply": with_an_apply_of_the_scripts,
+    "an own apply, windows": functools.partial(with_an_apply_of_the_scripts, 3),
+    "own apply_gradients": functools.partial(with_apply_gradients_of_the_scripts, None),
+    "own apply_gradients, compiled": functools.partial(
+        with_apply_gradients_of_the_scripts, None, True
+    ),
+    "own apply_gradients, windows": functools.partial(with_apply_gradients_of_the_scripts, 3),
 }
 
 
@@ -203,6 +229,18 @@ def test_equal_to_one_process(pool, script):
     for weights in found:
         np.testing.assert_allclose(weights, once(trained_by, script), 1e-5, 1e-6)
         np.testing.assert_array_equal(weights, found[0])
+
+
+def test_no_rate_is_told_of_an_optimizer_that_has_none():
+    """A MultiOptimizer ended the training of rank 0 under `dtk run`."""
+    strategy = dtk.strategies.AllReduceStrategy("local")
+    told = {}
+    for name, make in MAKES.items():
+        model = cases.small()
+        model.compile(make(), cases.crossentropy())
+        told[name] = StepRecorder(model, strategy, None)._settings()
+    assert told["adamw"] == {"rate": pytest.approx(0.01)}
+    assert told.get("divided among two", {}) == {}
 
 
 # What is refused, and leaves things as they were.
@@ -251,7 +289,7 @@ def test_a_loop_whose_gradients_nothing_would_sum_or_too_late_is_refused(pool):
     for of_inner, of_own in pool.run(refusals, timeout=120):
         assert "it is inside 'loss_scale_optimizer" in of_inner
         assert "Apply the outer one, as model.optimizer" in of_inner
-        assert "(Signs) has an apply of its own, and no model was compiled with it" in of_own
+        assert "(Signs) has its own apply, and no model was compiled with it" in of_own
 
 
 def saved_after_a_refusal(path):

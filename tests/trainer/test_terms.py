@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -225,3 +226,16 @@ def test_a_loss_that_adds_up_is_not_gathered(loss):
 @pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in not_shown()])
 def test_a_loss_of_the_whole_batch_is_seen_whatever_its_rows_are(loss):
     assert not shown(loss)
+
+
+# Losses of one replica.
+
+
+@pytest.mark.parametrize("weights, total", [([1.0, -1.0], 3.0), ([1.0, 2.0], 6.0)])
+def test_a_mean_by_weights_is_divided_by_the_weights_of_all_rows(weights, total):
+    """Breaks where the weights of one replica sum to 0: Keras's mean of its rows is 0."""
+    step = traced_step.Step(tf.constant(0.5), None, lambda own: own + 3.0)
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with traced_step.weighing_by_rows(), traced_step.tracing(step):
+        found = loss([[0.0], [0.0]], [[2.0], [1.0]], sample_weight=weights)
+    np.testing.assert_allclose(0.5 * found, np.dot(weights, [4.0, 1.0]) / total, 1e-6)

@@ -64,7 +64,7 @@ class GradientExchange:
     @property
     def window(self) -> int:
         """Number of steps per exchange of gradients."""
-        return self.inner.gradient_accumulation_steps or 1
+        return self.inner.gradient_accumulation_steps if self.exchanges_windows else 1
 
     @property
     def exchanges_windows(self) -> bool:
@@ -72,7 +72,19 @@ class GradientExchange:
 
         The windows of a sharded optimizer are divided over ranks, so each step is exchanged.
         """
-        return self.window > 1 and self.sharded is None
+        return self._accumulates and self.sharded is None and not self.sums_each_step
+
+    @property
+    def sums_each_step(self) -> bool:
+        """Whether a method of the script's takes each step's gradients: those of all ranks."""
+        return any(
+            keras_optimizers.own_methods(member, outermost=member is self.outer, of_steps=True)
+            for member in keras_optimizers.members(self.outer)
+        )
+
+    @property
+    def _accumulates(self) -> bool:
+        return (self.inner.gradient_accumulation_steps or 1) > 1
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -163,7 +175,7 @@ class GradientExchange:
             replica = self.strategy.local_index()
             self._notes.note(self.inner.iterations, replica, paths, grads)
         exchanged, applied = self._exchanged(op, grads, paths, trained, part)
-        if applied is not None and self.window > 1:
+        if applied is not None and self._accumulates:
             raise ValueError(
                 f"exchange={self.exchange} does not go with gradient accumulation, whose windows "
                 "sum several steps already; use one of the two"
@@ -254,7 +266,7 @@ class GradientExchange:
         of a window is divided by it already.
         """
         scale = getattr(self.outer, "dynamic_scale", None)
-        if scale is None or not self.exchange.remembers or self.inner.gradient_accumulation_steps:
+        if scale is None or not self.exchange.remembers or self.exchanges_windows:
             return None
         return tf.convert_to_tensor(scale)
 

@@ -34,10 +34,9 @@ import tensorflow as tf
 
 from dtk import placement
 from dtk.communicators import buckets
-from dtk.communicators.aligned_slices import once
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import FlatShard
-from dtk.compat import keras_models, keras_optimizers
+from dtk.compat import keras_optimizers
 from dtk.compat.keras_variables import VariablePart, flat_shard_of, is_of_all, set_shard, stored
 from dtk.errors import at_rank
 from dtk.exchange import Dense
@@ -56,7 +55,7 @@ _LATE = 15.0
 
 def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None:
     """Return, in words, why an optimizer needs the whole variable; None if it does not."""
-    if not _is_known(member.__class__.update_step):
+    if keras_optimizers.has_own(member, "update_step"):
         return "has an update_step of its own, which may compute with the whole variable"
     if isinstance(member, keras.optimizers.Adafactor):
         return "scales steps by means over a whole variable"
@@ -73,20 +72,16 @@ def needs_whole(member: keras.Optimizer, variable: keras.Variable) -> str | None
     return None
 
 
-def _is_known(method: object) -> bool:
-    """Return whether a method of an optimizer is Keras's or dtk's."""
-    own = str(getattr(method, "__module__", "")).startswith("dtk.")
-    return own or keras_models.is_from_keras(method)
-
-
-def _check_apply(optimizer: keras.Optimizer, strategy: Strategy) -> None:
-    """Refuse an `apply` that would see parts of gradients, and may take them for the whole."""
+def _check_methods(optimizer: keras.Optimizer, strategy: Strategy) -> None:
+    """Refuse methods that would see parts of gradients, and may take them for the whole."""
     for member in keras_optimizers.members(optimizer):
-        if not _is_known(member.__class__.apply):
+        outermost = member is optimizer  # Keras calls `apply` of those inside it
+        methods = keras_optimizers.own_methods(member, outermost)
+        if methods:
             message = (
-                f"optimizer {member.name!r} ({type(member).__name__}) has an apply of its own, "
-                "which with shard_optimizer=True would be given this rank's parts of gradients "
-                "only. Write its update_step, or use shard_optimizer=False"
+                f"optimizer {member.name!r} ({type(member).__name__}) has its own {methods[0]}, "
+                "which with shard_optimizer=True would be given this rank's parts of gradients or "
+                "weights only. Write its update_step, or use shard_optimizer=False"
             )
             raise ValueError(at_rank(strategy.rank, message))
 
@@ -195,7 +190,7 @@ class ShardedOptimizer:
                     "new optimizer, or load the model inside `with strategy.scope():`",
                 )
             )
-        _check_apply(optimizer, strategy)
+        _check_methods(optimizer, strategy)
 
     def parts_of(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
         """Return this rank's parts; a variable that its gradient replaces is its own part."""
@@ -322,15 +317,20 @@ class ShardedOptimizer:
         ]
 
     def _slices_of(self, slices: tf.IndexedSlices, part: VariablePart) -> Gradient:
-        rows = _rows_of(part)
-        if rows is None:
-            lines = part.whole.shape[0]
-            table = tf.math.unsorted_segment_sum(*once(slices.values, slices.indices), lines)
-            return _part_of(table, part)
-        mine = (slices.indices >= rows.start) & (slices.indices < rows.stop)
-        indices = tf.boolean_mask(slices.indices, mine) - rows.start
+        size = math.prod(part.shape)
+        if not size:
+            return tf.zeros(part.shape, slices.values.dtype)
+        mine, values, indices = _rows_of(part), slices.values, tf.cast(slices.indices, tf.int64)
+        if mine is None:  # elements: each a slice, since optimizers square slices one by one
+            width = math.prod(part.whole.shape[1:])
+            values = tf.reshape(values, [-1])
+            indices = tf.reshape(indices[:, None] * width + tf.range(width, dtype=tf.int64), [-1])
+            first = _shard_of(part).offset
+            mine = range(first, first + size)
+        kept = (indices >= mine.start) & (indices < mine.stop)
+        indices = tf.boolean_mask(indices, kept) - mine.start
         shape = tf.constant(tuple(part.shape), indices.dtype)
-        return tf.IndexedSlices(tf.boolean_mask(slices.values, mine), indices, shape)
+        return tf.IndexedSlices(tf.boolean_mask(values, kept), indices, shape)
 
     # Whole slots.
 
@@ -470,19 +470,31 @@ class ScatterOp(DenseOp):
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Return the sums of this rank's parts of gradients, and all slices of tables."""
         sharded, wire = self._sharded, self.exchange.dtype
-        keys = [id(self._variables[i]) for i in places]
-        grads = dict(zip(keys, gradients, strict=True))
-        tables = {key: g for key, g in grads.items() if isinstance(g, tf.IndexedSlices)}
-        dense = [[v for v in b if id(v) in grads and id(v) not in tables] for b in sharded.buckets]
-        dense = [bucket for bucket in dense if bucket]
-        rows = [tf.concat([tf.reshape(grads[id(v)], [-1]) for v in one], 0) for one in dense]
+        grads = dict(zip(places, gradients, strict=True))
+        # Further pieces of a table's gradient stand behind all gradients, at places of no variable.
+        tables = {i: g for i, g in grads.items() if isinstance(g, tf.IndexedSlices)}
+        dense = self._rows_of([i for i in places if i not in tables])
+        of_rows = [[self._variables[i] for i in row] for row in dense]
+        rows = [tf.concat([tf.reshape(grads[i], [-1]) for i in row], 0) for row in dense]
         narrow = [row if wire is None else tf.cast(row, wire) for row in rows]
-        sizes = [sharded.sizes_of(bucket) for bucket in dense]
+        sizes = list(map(sharded.sizes_of, of_rows))
         summed = self.communicator.reduce_scatter(narrow, "sum", sizes)
         results = dict(zip(tables, self.communicator.allreduce(list(tables.values())), strict=True))
-        for bucket, row, total in zip(dense, rows, summed, strict=True):
-            parts = sharded.parts_of(bucket)
-            values = tf.split(tf.cast(total, row.dtype), [math.prod(p.shape) for p in parts])
-            for variable, one, value in zip(bucket, parts, values, strict=True):
-                results[id(variable)] = tf.reshape(value, one.shape)
-        return [results[key] for key in keys]
+        for row, variables, sent, total in zip(dense, of_rows, rows, summed, strict=True):
+            parts = sharded.parts_of(variables)
+            values = tf.split(tf.cast(total, sent.dtype), [math.prod(p.shape) for p in parts])
+            for i, one, value in zip(row, parts, values, strict=True):
+                results[i] = tf.reshape(value, one.shape)
+        return [results[i] for i in places]
+
+    def _rows_of(self, places: Sequence[int]) -> list[list[int]]:
+        """Return the places of gradients by bucket; a variable's second one is in a second row."""
+        held: dict[int, list[int]] = {}
+        for i in places:
+            held.setdefault(id(self._variables[i]), []).append(i)
+        rows = [
+            [held[id(v)][turn] for v in bucket if turn < len(held.get(id(v), ()))]
+            for turn in range(max(map(len, held.values()), default=0))
+            for bucket in self._sharded.buckets
+        ]
+        return [row for row in rows if row]

@@ -17,6 +17,7 @@ on that element only. The exceptions:
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, cast
 
@@ -101,6 +102,9 @@ def windows_of(model: keras.Model) -> list[tuple[GradientExchange, list[keras.Va
 
 def accumulators_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Return the variables that hold this rank's part of an unfinished accumulation window."""
+    exchange = exchange_of(optimizer)
+    if exchange is not None and exchange.sums_each_step:
+        return []  # they hold the whole
     inner = keras_optimizers.chain(optimizer)[-1]
     accumulated = zip(
         keras_optimizers.accumulated(inner), keras_optimizers.trained_variables(inner), strict=False
@@ -248,12 +252,16 @@ def _clip_parts(
     group: Communicator,
 ) -> Gradients:
     """Replace the clipped gradients of parts: by the norm of the gradient of the whole variable."""
-    wholes: dict[int, list[int]] = {}  # the parts of each variable that is in parts
+    # The parts of each variable that is in parts; one that has two gradients counts as two.
+    wholes: dict[tuple[int, int], list[int]] = {}
+    turns: collections.Counter[int] = collections.Counter()
     for i, variable in enumerate(variables if most else ()):
+        turn = turns[id(variable)]
+        turns[id(variable)] += 1
         if isinstance(variable, keras_variables.VariablePart):
-            wholes.setdefault(id(variable.whole), []).append(i)
+            wholes.setdefault((id(variable.whole), turn), []).append(i)
         elif shard_of(variable) is not None:
-            wholes[id(variable)] = [i]
+            wholes[id(variable), turn] = [i]
     if not wholes:
         return clipped
     sums = [tf.add_n([_square_sum(gradients[i]) for i in parts]) for parts in wholes.values()]

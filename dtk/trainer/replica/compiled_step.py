@@ -119,14 +119,12 @@ class _Noted(traced_step.NotedGradients):
         self.marks: list[int] = []
         self._graph = tf.compat.v1.get_default_graph()
 
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
+    def note(self, applied: traced_step.Applied) -> None:
         """See `NotedGradients.note`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise UncompilableError("its train_step applies gradients in a branch or a loop")
         self.marks.append(len(self._graph.get_operations()))
-        super().note(optimizer, gradients, variables)
+        super().note(applied)
 
 
 class _Counts:
@@ -173,7 +171,11 @@ class CompiledStep:
             gradients, logged = concrete(data, step.share, totals)
             step.take(self._inside)
             for applied, grads in zip(self._noted.applied, gradients, strict=True):
-                applied.optimizer.apply(self._whole(grads), applied.variables)
+                whole = self._whole(grads)
+                if applied.method == "apply":
+                    applied.optimizer.apply(whole, applied.variables)
+                else:
+                    applied.optimizer.apply_gradients(zip(whole, applied.variables, strict=True))
             return self._logged(logged)
 
         return run

@@ -1,7 +1,8 @@
 """Optimizers that reduce their gradients over all replicas: from Keras's step to the update.
 
 scale_loss       weigh the loss by the replica's share of the rows; in Keras's own step
-apply            weigh the gradients in any other step, exchange them, then
+apply            weigh the gradients in any other step, exchange them, then; likewise a script's
+                 own apply_gradients, which calls apply
   check_finite     look for what is not finite
   clip             clip the sums: replicas' gradients, clipped, do not sum to those of a batch;
                    with accumulation, exchange the sums of a window, then clip them
@@ -12,7 +13,7 @@ save_, load_own_variables    wholes, whatever the rank holds
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -22,7 +23,8 @@ from dtk.compat import keras_optimizers, tf_replicas
 from dtk.errors import NotDistributedError, at_rank
 from dtk.exchange.contract import BatchPart, Update, run_if
 from dtk.kernels import optimizer_updates
-from dtk.nests import Array, Gradients, Tree
+from dtk.nests import Array, Function, Gradients, Tree
+from dtk.patches import temporarily
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.gradients.gradient_exchange import GradientExchange
 from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
@@ -55,6 +57,36 @@ class ReducingOptimizer(SharedOptimizer):
             if not exchange.is_applied and _in_replica(strategy):
                 _refuse_inner(self, exchange)
             return super().apply(grads, trainable_variables)
+        if tf_replicas.running.summed is self:
+            return super().apply(grads, trainable_variables)
+        return self._dtk_exchanged("apply", super().apply, grads, trainable_variables)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Iterable[Tree]) -> Tree:
+        """Exchange gradients for an `apply_gradients` of the script's, which gets the sums."""
+        of_keras = not keras_optimizers.has_own(self, "apply_gradients")
+        if of_keras or self._dtk_exchange.outer is not self:
+            return super().apply_gradients(grads_and_vars)
+        own = super().apply_gradients
+
+        def update(grads: Gradients, variables: Variables) -> None:
+            with temporarily(tf_replicas.running, summed=self):
+                own(list(zip(grads, variables, strict=True)))
+
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self._dtk_exchanged("apply_gradients", update, grads, variables)
+        return self.iterations
+
+    def _dtk_exchanged(
+        self,
+        method: str,
+        update: Function[Tree],
+        grads: Gradients,
+        trainable_variables: Variables | None,
+    ) -> Tree:
+        """Give an update the gradients of all replicas; note those of a step that is to be."""
+        exchange = self._dtk_exchange
+        strategy = exchange.strategy
         alone = strategy.num_replicas_in_sync == 1 and strategy.world.size == 1
         device = placement.host() if alone else placement.computing(strategy)
         with (
@@ -70,15 +102,14 @@ class ReducingOptimizer(SharedOptimizer):
                 grads = step.handed_over(grads)
                 step.reductions += 1
                 if step.noted is not None:  # applied behind a cluster of XLA, or never, in a trial
-                    step.noted.note(self, grads, variables)
+                    step.noted.note(traced_step.Applied(self, grads, variables, method))
                     return None
             if not _in_replica(strategy):
-                return super().apply(grads, trainable_variables)
+                return update(grads, trainable_variables)
             if not alone:
                 tf_replicas.refuse_under_xla()
             part = _part_of(step)
             sums, applied = _sum_over_replicas(exchange, grads, variables, part)
-            update = super().apply
             if exchange.sharded is not None:
                 parts = exchange.sharded.parts_of(variables)
                 update = functools.partial(update, sums, parts)

@@ -467,7 +467,7 @@ def _handed(
     applied: Sequence[traced_step.Applied],
 ) -> Iterator[tuple[str, keras.Optimizer, tf.Tensor | tf.IndexedSlices]]:
     """Yield each gradient given to an optimizer, named by variable and update."""
-    for i, (optimizer, gradients, variables) in enumerate(applied):
+    for i, (optimizer, gradients, variables, _) in enumerate(applied):
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
                 path = keras_variables.path_of(variable)

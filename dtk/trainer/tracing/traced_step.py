@@ -43,6 +43,7 @@ class Applied(NamedTuple):
     optimizer: keras.Optimizer
     gradients: Gradients
     variables: list[keras.Variable]
+    method: str = "apply"  # of the optimizer: `apply_gradients` where a script has its own
 
 
 class NotedGradients:
@@ -51,11 +52,9 @@ class NotedGradients:
     def __init__(self) -> None:
         self.applied: list[Applied] = []
 
-    def note(
-        self, optimizer: keras.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
+    def note(self, applied: Applied) -> None:
         """Note gradients that an optimizer is given."""
-        self.applied.append(Applied(optimizer, gradients, variables))
+        self.applied.append(applied)
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,8 +224,12 @@ def _weigh(
     step = current()
     if step is None:
         return original(values, sample_weight, mask, reduction, dtype)
+    weighted = sample_weight is not None or mask is not None
+    by_weight = reduction == "mean_with_sample_weight" and weighted
     with temporarily(step, inside_loss=True):
-        result = original(values, sample_weight, mask, reduction, dtype)
+        # Keras's mean is 0 where this replica's weights sum to 0, and those of all need not.
+        kind = "sum" if by_weight else reduction
+        result = original(values, sample_weight, mask, kind, dtype)
     if reduction in (None, "none"):
         return result
     values = tf.convert_to_tensor(values)
@@ -237,19 +240,24 @@ def _weigh(
     if reduction == "sum":
         share = tf.cast(step.share, result.dtype)
         return step.terms.mark_mean(tf.math.divide_no_nan(result, share))
-    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+    if by_weight:
         weight = keras_steps.masked_weight(sample_weight, mask, dtype, reduction)
-        counted = tf.reduce_sum(tf.cast(weight, result.dtype))
-    elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
+        total = _of_all(tf.reduce_sum(tf.cast(weight, result.dtype)), step)
+        return step.terms.mark_mean(tf.math.divide_no_nan(result, total))
+    if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         counted = tf.reduce_sum(tf.cast(mask, result.dtype))
     elif _are_chosen(values, step):
         counted = tf.cast(tf.size(values), result.dtype)
     else:
         return step.terms.mark_mean(result)
     # `result` is local sum / local count; wanted is local sum / global count / share.
-    counted = tf.stop_gradient(counted)
-    total = step.sum_over_replicas(counted) * tf.cast(step.share, result.dtype)
-    return step.terms.mark_mean(result * tf.math.divide_no_nan(counted, total))
+    weight = tf.math.divide_no_nan(tf.stop_gradient(counted), _of_all(counted, step))
+    return step.terms.mark_mean(result * weight)
+
+
+def _of_all(counted: tf.Tensor, step: Step) -> tf.Tensor:
+    """Return the sum over replicas by which to divide a local sum, for a mean to be weighed."""
+    return step.sum_over_replicas(tf.stop_gradient(counted)) * tf.cast(step.share, counted.dtype)
 
 
 def _are_chosen(values: tf.Tensor, step: Step) -> bool:
