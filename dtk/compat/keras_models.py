@@ -157,6 +157,14 @@ def foreign_counters(model: keras.Model) -> list[keras.Metric]:
     return [metric for metric in metrics if _is_foreign_metric(metric)]
 
 
+def foreign_state(model: keras.Model) -> list[keras.Variable]:
+    """Return the state of layers that are neither Keras's nor dtk's own, such as averages."""
+    # An inner layer comes after those that it is in.
+    layers = {id(v): layer for layer in layers_of(model) for v in layer.non_trainable_weights}
+    modules = {key: type(layer).__module__.partition(".")[0] for key, layer in layers.items()}
+    return [v for v in model.non_trainable_weights if modules[id(v)] not in ("keras", "dtk")]
+
+
 def computes_own_loss(model: keras.Model) -> bool:
     """Return whether Keras computes the loss, from `compile` and `add_loss`."""
     return model.__class__.compute_loss is keras.Model.compute_loss

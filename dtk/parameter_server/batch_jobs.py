@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, tf_replicas, tf_servers
 from dtk.input import slicing
-from dtk.nests import Function, Specs, Tree
+from dtk.nests import Function, Leaf, Specs, Tree
 from dtk.parameter_server import consistency_models, worker_data
 from dtk.parameter_server.dispatcher import Dispatcher, OutputsT, Result, Task, TaskQueue
 from dtk.parameter_server.functional_step import (
@@ -113,6 +113,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
         self.rng_states = RngStates(trainer.seed_states)
         self.traced: dict[str, Traced[ReportT]] = {}
         self._packed: PackedReport[ReportT] | None = None
+        self.metrics = MetricSum(self.model)
         workers, pool = self.strategy.workers, self.strategy.pool
 
         def may_take(worker: int, number: int, batch: Batch) -> bool:
@@ -202,7 +203,7 @@ class BatchJob(Generic[ReportT, OutputsT]):
         all_rows = self.slices == 1 or joined
         only = tf_replicas.as_only_replica() if all_rows else contextlib.nullcontext()
         state = list(zip(self.variables(), values, strict=True))
-        with only:
+        with only, self.metrics.noting(self.trainer.metrics_of_all_rows):
             traced = trace_functional_step(
                 getattr(self.model, f"{self.name}_step"),
                 whole_batch(data),
@@ -217,10 +218,10 @@ class BatchJob(Generic[ReportT, OutputsT]):
         self.rng_states.note_draws(traced)
         return traced
 
-    def pack(self, report: ReportT) -> tf.Tensor:
-        """Return a report as one tensor, and remember how to read it."""
+    def pack(self, report: ReportT) -> list[Leaf]:
+        """Return a report as few tensors, and remember how to read it."""
         self._packed = PackedReport(report)
-        return self._packed.tensor
+        return self._packed.tensors
 
     # Computing, on a worker's thread.
 
@@ -241,10 +242,11 @@ class BatchJob(Generic[ReportT, OutputsT]):
 
         return batch.call(worker, step, batch.parts[task.part] if batch.parts else None)
 
-    def fetch(self, traced: Traced[ReportT], outputs: tf.Tensor) -> ReportT:
+    def fetch(self, traced: Traced[ReportT], outputs: Sequence[Leaf]) -> ReportT:
         """Fetch what a function has returned."""
         assert traced.report is not None
-        return traced.report.read(outputs.numpy())
+        packed, *rows = outputs
+        return traced.report.read(packed.numpy(), _on_chief(rows))
 
     # Applying, on the main thread.
 
@@ -261,7 +263,6 @@ class TestJob(BatchJob[Counted, Counted]):
     def __init__(self, trainer: JobTrainer):
         slices = trainer.strategy.slices
         super().__init__(trainer, lambda: Schedule(math.inf, slices), in_turns=True)
-        self.metrics = MetricSum(self.model)
 
     def step(self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor) -> Tree:
         """Count the metrics of one slice; traced."""
@@ -301,8 +302,7 @@ class PredictJob(BatchJob[Tree, Tree]):
             return self.keras_step(data, pull(self.variables()), rng_states).logs
 
     def fetch(self, traced: Traced[Tree], outputs: Tree) -> Tree:
-        with tf.device(tf_servers.CHIEF):  # now, so that a lost worker is noticed here
-            return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+        return _on_chief(outputs)
 
     def apply(self, batch: Batch, outputs: Sequence[Tree], schedule: Schedule) -> None:
         with tf.device(tf_servers.CHIEF):
@@ -316,6 +316,12 @@ class PredictJob(BatchJob[Tree, Tree]):
     def close(self) -> None:
         super().close()
         self._outputs = []
+
+
+def _on_chief(outputs: T) -> T:
+    """Copy tensors to the chief: now, so that a lost worker is noticed here."""
+    with tf.device(tf_servers.CHIEF):
+        return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
 
 
 def _concatenated(outputs: Sequence[Tree]) -> Tree:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.compat import (
     keras_data,
     keras_models,
+    keras_variables,
     random_draws,
     tf_replicas,
     tf_servers,
 )
+from dtk.errors import NotDistributedError, at_rank
 from dtk.input import slicing
 from dtk.nests import Function, Specs, Tree
 from dtk.parameter_server import functional_step, worker_data
@@ -31,13 +34,17 @@ from dtk.parameter_server.job_context import JobStrategy, JobTrainer, WholeStepN
 from dtk.parameter_server.scheduler import Schedule
 from dtk.parameter_server.train_jobs import DownpourJob, NonFiniteStep, TrainJob
 from dtk.pipelines import operations
-from dtk.trainer.replica import self_test, step_metrics, step_trial
+from dtk.trainer.replica import comparing, metric_trial, self_test, step_metrics, step_trial
 from dtk.trainer.strategy import Loop, StepFunction, tell
 from dtk.trainer.tracing import lookups
 
 # The argument of a function that Keras's loop calls: an iterator over slices, pipelines that
 # workers read, or single batches.
 _Batches: TypeAlias = "tf.data.Iterator | worker_data.Pipelines | Iterable[Tree]"
+
+
+# How far apart two changes of a moving average may be, relative to the first, and their rounding.
+_MOST_APART, _ROUNDING = 0.51, 1e-5
 
 
 class ParameterServerTrainer(JobTrainer):
@@ -171,6 +178,11 @@ class ParameterServerTrainer(JobTrainer):
             for batch, spec in self._read(iterator):
                 if isinstance(batch, slicing.Slices):
                     self._check(job, batch)
+                elif not self.checks_of(job.name).tried_whole:
+                    why = "the workers read pipelines of their own"
+                    metrics, state = self._may_not_add_up(job.name)
+                    self._tell_of_untried([*metrics, *state], why)
+                    self.checks_of(job.name).tried_whole = True
                 self._submit(job, batch, spec)
                 done += 1
                 if done == self.model.steps_per_execution:
@@ -187,14 +199,68 @@ class ParameterServerTrainer(JobTrainer):
     def _check(self, job: TrainJob | TestJob, batch: slicing.Slices) -> None:
         """Check before a step that its slices add up, if it is the first one or an audit is due."""
         checks, step_function = self.checks_of(job.name), getattr(self.model, f"{job.name}_step")
-        if len(batch.parts) == 1:  # nothing is added up
+        if len(batch.parts) == 1:
             self.build_by(step_function, batch)
         else:
             if checks.is_due():
                 job.drain()  # steps in flight move the weights that are compared
             with self._joining(job):
                 self.check_step(job.name, step_function, batch)
+        if not checks.tried_whole and (len(batch.parts) == 1 or job.is_joined):
+            checks.tried_whole = True
+            self._try_whole(job.name, step_function, slicing.joined(batch))
         checks.steps += 1
+
+    def _try_whole(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
+        """Try what must add up over whole batches: a script's metrics, and its layers' state."""
+        model, (metrics, state) = self.model, self._may_not_add_up(name)
+        if not (metrics or state):
+            return
+        trial = ChiefTrial(self, step_function, batch)
+        try:
+            trial.check_changes(state)
+        except NotDistributedError:
+            raise
+        except (ValueError, tf.errors.InvalidArgumentError):  # a model for one size of batch
+            self.metrics_of_all_rows += metrics
+            self._tell_of_untried(state, "a few rows of a batch are too few")
+            return
+        calls = [call for call in trial.counted if call.metric in metrics]
+        counting = metric_trial.Counting(
+            model, {}, comparing.tolerance_of(model), served=True, by_batch=True
+        )
+        for doubt in metric_trial.doubts_of(calls, trial.rows, counting):
+            self.metrics_of_all_rows.append(doubt.metric)
+            told = doubt.told(cured=True, counts="the chief")
+            tell(self.strategy, f"warning: model {model.name!r}: {told}")
+
+    def _may_not_add_up(self, name: str) -> tuple[list[keras.Metric], list[keras.Variable]]:
+        """Return a script's metrics and state whose changes may not add up over whole batches."""
+        model, strategy = self.model, self.strategy
+        covered = name == "test" and self.checks_of("train").tried_whole
+        covered = covered and keras_models.is_from_keras(type(model).test_step)
+        if covered or not self_test.is_wanted(strategy.self_test):
+            return [], []
+        metrics = [
+            metric
+            for metric in keras_models.foreign_counters(model)
+            if not keras_models.is_from_keras(type(metric).update_state)
+            and metric not in self.metrics_of_all_rows
+        ]
+        # Where a step waits for the one before, it changes what that has left.
+        at_once = name == "train" and strategy.consistency.tau
+        return metrics, keras_models.foreign_state(model) if at_once else []
+
+    def _tell_of_untried(
+        self, parts: Sequence[keras.Metric | keras.Variable], why: str
+    ) -> None:
+        if names := [part.path if hasattr(part, "path") else part.name for part in parts]:
+            message = (
+                f"warning: model {self.model.name!r}: {names} cannot be tried, as {why}. Steps add "
+                "up what they change: metrics must add sums over rows, and layers sums, or "
+                "averages that move a little"
+            )
+            tell(self.strategy, message)
 
     @contextlib.contextmanager
     def _joining(self, job: TrainJob | TestJob | PredictJob) -> Iterator[None]:
@@ -305,6 +371,45 @@ class ChiefTrial(step_trial.Trial):
         self.doubtful = step_trial.doubtful_in(traced.step)
         return self._added_up([traced]) | {"calls": self._calls.tensors()}
 
+    def _trace_again(
+        self, assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
+    ) -> step_trial.Found:
+        """Trace the step on all rows, and again where it has left the model's state."""
+        rows = self._bounds[-1]
+        first = self._traced(whole, (rows, 0, rows), 1, {})
+        after = {id(v): first.value(v) for v in self.model.non_trainable_weights}
+        return self._added_up([self._traced(whole, (rows, 0, rows), 1, {}, after)])
+
+    def check_changes(self, variables: Sequence[keras.Variable]) -> None:
+        """Refuse a step whose changes of variables do not add up, where steps do not wait.
+
+        Two steps on the same rows, of which the second sees the first one's changes, must change
+        what two do that begin at once. Of a moving average they nearly do.
+        """
+        once = self.whole().state
+        moved = [v for v in variables if v.path in once]
+        twice = self._compute("again", self._trace_again).state if moved else {}
+        for variable in moved:
+            path = variable.path
+            before = np.asarray(keras_variables.stored(variable), "float64")
+            change, later = once[path] - before, twice[path] - once[path]
+            rounding = _ROUNDING * (np.abs(once[path]) + np.abs(change))
+            wrong = np.abs(later - change) > _MOST_APART * np.abs(change) + rounding
+            if not wrong.any():
+                continue
+            numbers = (f"{one[wrong][0]:.5g}" for one in (before, once[path], twice[path]))
+            message = (
+                f"the train_step of model {self.model.name!r} takes {path!r} from "
+                f"{next(numbers)} to {next(numbers)}, and the same rows then take it to "
+                f"{next(numbers)}. Here steps begin before others are applied, and what they "
+                "change is added up: the variable would get values of no step. It must be a sum, "
+                f"self.{variable.name}.assign_add(sum), or an average that moves by less than half "
+                f"of the way, self.{variable.name}.assign(0.9 * self.{variable.name} + 0.1 * new). "
+                'ParameterServerStrategy("sync") and AllReduceStrategy() apply one step before the '
+                "next begins. Nothing was updated"
+            )
+            raise NotDistributedError(at_rank(self.strategy.rank, message))
+
     def _trace_replicas(self, kinds: Mapping[str, str]) -> step_trial.Trace:
         def trace(
             assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
@@ -324,15 +429,18 @@ class ChiefTrial(step_trial.Trial):
         bounds: tuple[tf.Tensor, tf.Tensor | int, tf.Tensor],
         size: int,
         kinds: Mapping[str, str],
+        after: Mapping[int, tf.Tensor] | None = None,
     ) -> FunctionalStep:
-        """Trace one slice's step, as a worker would take it."""
+        """Trace one slice's step, as a worker would take it; after another, with its values."""
         model, strategy = self.model, self.strategy
         rows, first, of_all = bounds
         random_draws.restart(rows, first, of_all, self.of_python)
-        with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF):
+        only = tf_replicas.as_only_replica() if size == 1 else contextlib.nullcontext()
+        with tf_replicas.in_replica(strategy), tf.device(tf_servers.CHIEF), only:
             tables = keras_models.tables_of(model)
             pulled = functional_step.pulled_variables(model, tables)
-            state = zip(pulled, functional_step.pull(pulled), strict=True)
+            values = zip(pulled, functional_step.pull(pulled), strict=True)
+            state = [(v, (after or {}).get(id(v), value)) for v, value in values]
             return functional_step.trace_functional_step(
                 self.step_function,
                 whole_batch(slicing.forget_rows(data)),
@@ -367,9 +475,23 @@ class ChiefTrial(step_trial.Trial):
             "terms": _merged(terms, lambda column: tf.concat(column, 0)),
             "gradients": _merged(gradients, tf.add_n),
             "squares": _merged(sparse, lambda column: self._squares(traced, column)),
-            "state": {},
+            "state": self._moved(traced),
             "logs": results | _merged(numbers, tf.add_n),
         }
+
+    def _moved(self, traced: list[FunctionalStep]) -> dict[str, tf.Tensor]:
+        """Return the values of the variables that steps move, as the servers move them."""
+        pulled = {id(v): (v, value) for v, value in traced[0].state}
+        own = [*step_metrics.metric_variables(self.model), *self.trainer.seed_states()]
+        moved = {}
+        for key in set(pulled) & set(traced[0].step.assigned) - {id(v) for v in own}:
+            variable, before = pulled[key]
+            changes = [tf.cast(t.value(variable) - before, tf.float64) for t in traced]
+            pairs = zip(traced, changes, strict=True)
+            change = tf.add_n([one.step.weighed(change) for one, change in pairs])
+            change = tf.round(change) if before.dtype.is_integer else change
+            moved[variable.path] = tf.cast(before, tf.float64) + change
+        return moved
 
     def _squares(
         self, traced: list[FunctionalStep], column: Sequence[tf.IndexedSlices]

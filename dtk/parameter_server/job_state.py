@@ -6,19 +6,21 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dtk.compat import keras_variables
+from dtk.compat import keras_steps, keras_variables
 from dtk.compat.random_draws import spread_seed
 from dtk.input import slicing
-from dtk.nests import Array, Tree
+from dtk.nests import Array, Function, Leaf, Tree
 from dtk.parameter_server.functional_step import FunctionalStep, State
 from dtk.parameter_server.scheduler import Schedule, StepSlice
 from dtk.trainer.replica import step_metrics
+from dtk.trainer.replica.metric_trial import Call
 from dtk.trainer.tracing.traced_step import Path
 
 # Distance between the random states of steps that compute at the same time.
@@ -107,27 +109,51 @@ _Results: TypeAlias = "dict[str | int, _Results | tf.Tensor]"
 
 
 class PackedReport(Generic[ReportT]):
-    """A step's report as one tensor: each tensor fetched from a worker is a message."""
+    """A step's report, its numbers as one tensor: each tensor fetched from a worker is a message.
+
+    Rows, of which there may be any number, are tensors of their own.
+    """
 
     def __init__(self, report: ReportT):
-        flat = [tf.convert_to_tensor(number) for number in tf.nest.flatten(report)]
         self._structure = report
+        leaves = tf.nest.flatten(report)
+        flat = [leaf for leaf in leaves if _is_packed(leaf)]
         self._kinds = [(tuple(t.shape), t.dtype.as_numpy_dtype) for t in flat]
         parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
-        self.tensor = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
+        packed = tf.concat([*parts, tf.zeros([0], tf.float64)], 0)
+        rows = [leaf for leaf in leaves if tf.is_tensor(leaf) and not _is_packed(leaf)]
+        self.tensors = [packed, *rows]
 
-    def read(self, numbers: Array) -> ReportT:
+    def read(self, numbers: Array, rows: Sequence[Leaf]) -> ReportT:
         """Return the report of a step that has run."""
         ends = np.cumsum([math.prod(shape) for shape, _ in self._kinds], dtype=int)
         parts = zip(np.split(numbers, ends), self._kinds, strict=False)  # none behind the last end
-        results = [part.reshape(shape).astype(dtype) for part, (shape, dtype) in parts]
+        packed = iter([part.reshape(shape).astype(dtype) for part, (shape, dtype) in parts])
+        others = iter(rows)
+        results = [
+            leaf if not tf.is_tensor(leaf) else next(packed if _is_packed(leaf) else others)
+            for leaf in tf.nest.flatten(self._structure)
+        ]
         return tf.nest.pack_sequence_as(self._structure, results)
+
+
+def _is_packed(leaf: object) -> bool:
+    is_number = isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string
+    return is_number and tf.convert_to_tensor(leaf).shape.is_fully_defined()
+
+
+class RowsOfCall(NamedTuple):
+    """A slice's call to `update_state` of a metric, for the chief to make."""
+
+    call: Call
+    masks: list[tf.Tensor | None]  # of the arguments
 
 
 class Counted(TypedDict):
     """Counts of a step: tensors while it is traced, arrays when it has run."""
 
     metrics: list[Array]  # what the step adds to each of the metrics' variables
+    calls: list[RowsOfCall]  # of metrics that count whole batches, in order
     # this slice's part of the other numbers that Keras's step returned, by name
     logs: dict[str, Array]
     rows: Array  # rows of the slice
@@ -141,7 +167,25 @@ class MetricSum:
         self.logs: dict[str, Tree] = {}
         self._logged: list[tuple[Path, keras.Metric, Path]] = []
         self._integers: set[str] = set()
+        self._calls: list[RowsOfCall] = []
         self._add: tf.types.experimental.PolymorphicFunction | None = None
+
+    def noting(self, metrics: Sequence[keras.Metric]) -> AbstractContextManager[None]:
+        """Return a context in which a step is traced that leaves these metrics to the chief."""
+        self._calls = []
+        graph = tf.compat.v1.get_default_graph()
+
+        def note(
+            metric: keras.Metric, original: Function[object], *args: object, **kwargs: object
+        ) -> object:
+            # Tensors of a branch or loop cannot leave it.
+            if tf.compat.v1.get_default_graph() is not graph:
+                return original(*args, **kwargs)
+            masks = [*map(keras_steps.mask_of, tf.nest.flatten((args, kwargs)))]
+            self._calls.append(RowsOfCall(Call(metric, args, kwargs), masks))
+            return None
+
+        return keras_steps.patch_metrics(metrics, "update_state", note)
 
     def count(self, traced: FunctionalStep) -> Counted:
         """Collect what a step adds to the metrics, the other numbers it returned, and its rows."""
@@ -150,6 +194,7 @@ class MetricSum:
         self._integers = {one.name for one in numbers if one.dtype.is_integer}
         return {
             "metrics": [traced.value(v) for v in step_metrics.metric_variables(self._model)],
+            "calls": self._calls,
             "logs": {
                 one.name: tf.convert_to_tensor(traced.step.weighed(one.value)) for one in numbers
             },
@@ -158,6 +203,8 @@ class MetricSum:
 
     def add(self, counted: Sequence[Counted]) -> None:
         """Add the counts of a batch's slices to the chief's metrics; update the logs."""
+        for slices in zip(*(c["calls"] for c in counted), strict=True):
+            _count_rows(slices)
         metrics = step_metrics.metric_variables(self._model)
         columns = zip(metrics, *(c["metrics"] for c in counted), strict=True)
         deltas = [
@@ -179,6 +226,21 @@ class MetricSum:
         for path, metric, part in self._logged:
             _put(logs, path, functools.reduce(operator.getitem, part, metric.result()))
         return logs
+
+
+def _count_rows(slices: Sequence[RowsOfCall]) -> None:
+    """Make a call with the rows of all slices, as one process would."""
+    whole = tf.nest.map_structure(_joined, *slices)
+    metric, args, kwargs = whole.call
+    leaves = tf.nest.flatten((args, kwargs))
+    masked = map(keras_steps.with_mask, leaves, whole.masks)
+    args, kwargs = tf.nest.pack_sequence_as((args, kwargs), [*masked])
+    metric.update_state(*args, **kwargs)
+
+
+def _joined(*parts: object) -> object:
+    tensors = [tf.convert_to_tensor(p) if isinstance(p, np.ndarray) else p for p in parts]
+    return slicing.join_rows(*tensors) if tf.is_tensor(tensors[0]) else tensors[0]
 
 
 def _put(logs: _Results, path: Path, value: tf.Tensor) -> None:

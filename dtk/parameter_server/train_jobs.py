@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from dtk.compat import keras_optimizers, keras_variables, tf_replicas, tf_servers
 from dtk.exchange import Downpour
-from dtk.nests import Array, Specs, Tree
+from dtk.nests import Array, Leaf, Specs, Tree
 from dtk.parameter_server import consistency_models
 from dtk.parameter_server.batch_jobs import Batch, BatchJob, ConcreteFunction
 from dtk.parameter_server.dispatcher import Result, Task
 from dtk.parameter_server.functional_step import FunctionalStep, bytes_of, pull
 from dtk.parameter_server.gradient_buffers import GradientBuffer, GradientCommit, Handles
 from dtk.parameter_server.job_context import JobTrainer
-from dtk.parameter_server.job_state import Counted, MetricSum
+from dtk.parameter_server.job_state import Counted
 from dtk.parameter_server.scheduler import Schedule
 from dtk.trainer.gradients import shared_optimizer
 
@@ -93,7 +93,6 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
         )
         self.serial_phase = SerialPhase(strategy.consistency, self.model)
         self.commit = GradientCommit(trainer)
-        self.metrics = MetricSum(self.model)
         self.non_finite: NonFiniteStep | None = None
 
     @property
@@ -123,7 +122,7 @@ class TrainJob(BatchJob[TrainReport, TrainOutputs]):
 
     def step(
         self, data: Tree, share: tf.Tensor, rng_states: tf.Tensor, handles: Handles = ()
-    ) -> tf.Tensor:
+    ) -> list[Leaf]:
         """Take Keras's step on one slice, and fill a buffer; traced, runs on a worker."""
         layout = self.commit.layout
         with tf_replicas.in_replica(self.strategy):
@@ -302,7 +301,7 @@ class DownpourJob(TrainJob):
         values: list[tf.Tensor],
         rate: tf.Tensor,
         accrued: list[tf.Tensor],
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[list[Leaf], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         """Take Keras's step on one batch, with plain SGD on the worker's weights; traced."""
         layout = self.commit.layout
         with tf_replicas.in_replica(self.strategy):
@@ -401,4 +400,5 @@ def _merged(reports: Sequence[TrainReport]) -> TrainReport:
         for report in reports
     ]
     totals = tf.nest.map_structure(lambda *counts: np.sum(counts, axis=0), *summed)
-    return cast(TrainReport, {**reports[-1], **totals})
+    calls = [call for report in reports for call in report["calls"]]
+    return cast(TrainReport, {**reports[-1], **totals, "calls": calls})

@@ -15,7 +15,7 @@ class ModelState:
 
     Attributes:
         same_data: Whether all ranks are given the same data, of which each takes its rows.
-        metrics_of_all_rows: Metrics that one replica counts on the rows of all.
+        metrics_of_all_rows: Metrics that one replica, or the chief, counts on the rows of all.
     """
 
     same_data = True

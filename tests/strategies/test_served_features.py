@@ -158,6 +158,152 @@ def test_steps_that_need_all_rows_are_computed_by_one_worker(pool):
         assert "One worker computes all rows of each step" in said, said
 
 
+# What does not add up over slices or steps: a script's metrics, and the state of its layers.
+
+
+class Largest(keras.metrics.Metric):
+    """The largest error of rows that are not masked."""
+
+    def __init__(self, name="largest", first=0.0):
+        super().__init__(name=name)
+        self.first = first
+        begin = keras.initializers.Constant(first)
+        self.found = self.add_variable((), begin, name="found")
+
+    def reset_state(self):
+        self.found.assign(self.first)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = keras.ops.abs(y_true - y_pred)[..., 0]
+        mask = keras.src.backend.get_keras_mask(y_pred)
+        errors = errors if mask is None else keras.ops.where(mask, errors, 0.0)
+        self.found.assign(keras.ops.maximum(self.found, keras.ops.max(errors)))
+
+    def result(self):
+        return 1.0 * self.found
+
+
+class Least(Largest):
+    """The smallest error."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = keras.ops.abs(y_true - y_pred)
+        self.found.assign(keras.ops.minimum(self.found, keras.ops.min(errors)))
+
+
+class Count(Largest):
+    """The rows, which add up."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.found.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+
+def counted(consistency, exchange=None):
+    """Logs of metrics at weights that stay, with some masked rows; and what was said."""
+    x = np.random.default_rng(0).normal(size=(21, 2, 3)).astype("float32")
+    x[3:5], said, strategy = 0.0, io.StringIO(), served_with(consistency)
+    with contextlib.redirect_stderr(said), exchanging(strategy, exchange):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(2)
+            layers = [keras.layers.Masking(), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((2, 3)), *layers])
+            metrics = [Largest(), Least("least", 1e9), Count("count")]
+            model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics)
+        y = 9.0 * (x == 0).all(-1, keepdims=True) + x[..., :1]
+        more = {"validation_data": (x, y), "validation_batch_size": 4}
+        logs = model.fit(x, y, 5, 2, shuffle=False, verbose=0, **more).history
+    return {key: logs[key] for key in logs if key.endswith(("largest", "least", "count"))}, said
+
+
+def counted_in_all_ways():
+    ways = [("sync", None), ("async", None), ("async", Downpour(push_every=2))]
+    return [(logs, said.getvalue()) for way in ways for logs, said in [counted(*way)]]
+
+
+def test_metrics_that_do_not_add_up_are_counted_as_by_one_process(pool):
+    """Maxima of slices and steps were added up, and a minimum stayed at its first value."""
+    (mine,) = pool.run(counted_in_all_ways, timeout=120)
+    expected, _ = counted(None)
+    for logs, said in mine:
+        assert logs.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(logs[name], values, TOLERANCE, err_msg=name)
+        told = re.findall(r"'(\w+)' (?:is neither|does not add up).*the chief counts them", said)
+        assert sorted(told) == ["largest", "least"], said
+
+
+class Noted(keras.layers.Layer):
+    """Keeps something of the rows that it has seen."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+        self.calls = self.add_weight((), "zeros", "int32", trainable=False, name="calls")
+
+    def call(self, x, training=False):
+        if training:
+            self.kept.assign(self.change(self.kept, x))
+            self.calls.assign_add(1)
+        return x
+
+
+CHANGES = {
+    "a maximum": lambda kept, x: keras.ops.maximum(kept, keras.ops.max(x)),
+    "rows": lambda kept, x: kept + keras.ops.cast(keras.ops.shape(x)[0], "float32"),
+    "a moving average": lambda kept, x: 0.9 * kept + 0.1 * keras.ops.mean(x),
+    "a moving variance": lambda kept, x: 0.9 * kept + 0.1 * keras.ops.var(x),
+    "the last": lambda kept, x: keras.ops.mean(x),
+}
+
+
+def noted(consistency, *names):
+    """Weights and state after two epochs, or what was raised; and whether steps were joined."""
+    x, said = np.random.default_rng(0).normal(size=(21, 3)).astype("float32"), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        with scope_of(served_with(consistency)):
+            keras.utils.set_random_seed(2)
+            layers = [Noted(CHANGES[name]) for name in names]
+            model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+            if consistency == "async":
+                model.add(keras.layers.BatchNormalization())
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        try:
+            model.fit(x, x[:, :1], 5, 2, shuffle=False, verbose=0)
+        except NotDistributedError as error:
+            return str(error), steps_of(model)
+    if consistency == "async":
+        return [float(layer.kept.numpy()) for layer in model.layers[: len(names)]]
+    return flat(model.get_weights()), "One worker computes all rows" in said.getvalue()
+
+
+def noted_in_slices():
+    return noted("sync", "a maximum", "rows"), noted("sync", "a moving average", "the last")
+
+
+def test_state_that_is_no_mean_of_slices_is_computed_by_one_worker(pool):
+    """Shares of maxima and of rows were added up, and the self-test said that they agree."""
+    (((joined, is_joined), (in_slices, is_one)),) = pool.run(noted_in_slices)
+    assert is_joined and close(joined, noted(None, "a maximum", "rows")[0])
+    assert not is_one and close(in_slices, noted(None, "a moving average", "the last")[0])
+
+
+def noted_at_once():
+    fine = noted("async", "rows", "a moving variance")
+    return noted("async", "a maximum"), noted("async", "the last"), fine
+
+
+def test_state_whose_changes_do_not_add_up_is_refused_where_steps_do_not_wait(pool):
+    """The maximum became one that no row has; counts, and averages that move a little, go on."""
+    ((*refused, fine),) = pool.run(noted_at_once)
+    for message, steps in refused:
+        assert "/kept' from 0 to " in message and steps == 0
+        assert "self.kept.assign(0.9 * self.kept + 0.1 * new)" in message
+    assert fine[0] == 42 and 0 < fine[1] < 2
+
+
 # Pipelines on workers.
 
 

@@ -80,7 +80,8 @@ def note_of(metric, rows=5, labels=LABELS):
     given = labels[:rows], PREDICTED[:rows]
     call = metric_trial.Call(metric, given, {"sample_weight": None})
     before = [v.numpy().tolist() for v in metric.variables]
-    doubts = metric_trial.doubts_of([call], rows, keras.Sequential(), {}, 1e-4)
+    counting = metric_trial.Counting(keras.Sequential(), {}, 1e-4)
+    doubts = metric_trial.doubts_of([call], rows, counting)
     assert before == [v.numpy().tolist() for v in metric.variables]
     return "".join(doubt.told(cured=False) for doubt in doubts)
 
@@ -152,7 +153,8 @@ def test_one_that_fails_is_told_and_ends_nothing():
 def test_calls_that_are_not_of_rows_are_left_to_the_trial():
     """Such as a loss, of which a step's trial finds the kind."""
     calls = [metric_trial.Call(WRONG["batches"](), (np.asarray(1.0), PREDICTED), {})]
-    assert metric_trial.doubts_of(calls, 5, keras.Sequential(), {}, 1e-4) == []
+    counting = metric_trial.Counting(keras.Sequential(), {}, 1e-4)
+    assert metric_trial.doubts_of(calls, 5, counting) == []
 
 
 def test_which_metrics_are_tried():

@@ -5,6 +5,10 @@ of an untrained model may not show whether it does: true positives are 0 however
 So the rows of a trial, each repeated four times, are counted as a whole and in two parts: with the
 model's predictions, with these in another order, with the targets as predictions, and with a
 mixture of both. They are counted twice, as what is added may depend on what was counted before.
+
+Behind parameter servers each step counts from zero, and its counts are added to what a reset has
+set. Where a step has all rows of a batch, only the counts of batches must add up: there the parts
+are two batches, and the whole is one after the other.
 """
 
 from __future__ import annotations
@@ -51,11 +55,11 @@ class Doubt(NamedTuple):
         """Whether the result is right if one replica counts all rows and the others none."""
         return all(v.aggregation == "sum" for v in self.metric.variables)
 
-    def told(self, cured: bool) -> str:
-        """Return the message for the user."""
+    def told(self, cured: bool, counts: str = "one worker") -> str:
+        """Return the message for the user; it says who counts the rows of all."""
         if cured:
             return (
-                f"{self.why}: the rows of all workers are gathered in each step, and one worker "
+                f"{self.why}: the rows of all workers are gathered in each step, and {counts} "
                 f"counts them, as one process does. To avoid this cost, {self.advice}"
             )
         return (
@@ -118,16 +122,35 @@ def _with(call: Call, arrays: Iterator[Array]) -> Call:
     return Call(call.metric, *tf.nest.pack_sequence_as((call.args, call.kwargs), leaves))
 
 
-def doubts_of(
-    calls: list[Call], rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
-) -> list[Doubt]:
+class Counting(NamedTuple):
+    """How the counts of a metric come together."""
+
+    model: keras.Model
+    kinds: Mapping[str, str]  # of the step's terms
+    tolerance: float
+    served: bool = False  # behind servers: steps count from zero
+    by_batch: bool = False  # whether the parts are whole batches
+
+
+class _Piece(NamedTuple):
+    """What one replica, or step, counts."""
+
+    calls: list[Call]  # in order
+    share: float  # of the rows
+    begins: bool = False  # whether it counts from what a reset sets
+
+
+def doubts_of(calls: list[Call], rows: int, counting: Counting) -> list[Doubt]:
     """Return the metrics whose counts do not add up, or perhaps do not."""
     doubts = []
     with traced_step.weighing_by_rows():
         for call in calls:
-            known = [kind for term, kind in kinds.items() if repr(call.metric.name) in term]
-            if RATIO not in known and all(_is_of_rows(leaf, rows) for leaf in _leaves(call)):
-                doubts.append(_doubt_of(call, rows * _TIMES, model, kinds, tolerance))
+            known = [k for term, k in counting.kinds.items() if repr(call.metric.name) in term]
+            of_rows = all(_is_of_rows(leaf, rows) for leaf in _leaves(call))
+            if of_rows and RATIO not in known:
+                doubts.append(_doubt_of(call, [*_variants(call)], rows * _TIMES, counting))
+            elif counting.by_batch:
+                doubts.append(_doubt_of(call, [call], 0, counting))
     return [doubt for doubt in doubts if doubt is not None]
 
 
@@ -136,24 +159,22 @@ def _is_of_rows(leaf: object, rows: int) -> bool:
 
 
 def _doubt_of(
-    call: Call, rows: int, model: keras.Model, kinds: Mapping[str, str], tolerance: float
+    call: Call, variants: list[Call], rows: int, counting: Counting
 ) -> Doubt | None:
-    first = rows * 3 // 5
-    share = first / rows
-    halves = ((slice(0, first), share), (slice(first, rows), 1.0 - share))
+    """Count variants of a call as a whole and in parts; without rows, the parts are the call."""
     name, moved = repr(call.metric.name), False
-    untouched = _result(call.metric, [], model, kinds)
-    for more in _variants(call):
-        pieces = [(_mapped(more, operator.itemgetter(part)), share) for part, share in halves]
+    for more in variants:
         try:
-            whole = _result(call.metric, [(more, 1.0)], model, kinds)
-            parts = _result(call.metric, pieces, model, kinds)
+            untouched = _result(call.metric, [], counting)
+            whole, parts = (
+                _result(call.metric, pieces, counting) for pieces in _pieces(more, rows, counting)
+            )
         except Exception as why:  # the script's metric may refuse such predictions
             said = f"{type(why).__name__}: {str(why)[:200]}"
             return Doubt(call.metric, f"{name} could not be tried on other rows ({said})")
         for one, other in zip(whole, parts, strict=True):
-            if not np.allclose(one, other, tolerance, 1e-6, equal_nan=True):
-                return _differing(call, one, other, rows * _CALLS)
+            if not np.allclose(one, other, counting.tolerance, 1e-6, equal_nan=True):
+                return _differing(call, one, other, rows * _CALLS, counting)
         # A quotient of sums is 0 / 0 before, and 0 / rows is no more than that.
         pairs = zip(map(np.nan_to_num, whole), map(np.nan_to_num, untouched), strict=True)
         moved = moved or not all(np.array_equal(*pair) for pair in pairs)
@@ -163,10 +184,26 @@ def _doubt_of(
     return Doubt(call.metric, f"{stays}, which shows nothing of what workers would count")
 
 
-def _differing(call: Call, whole: Array, parts: Array, rows: int) -> Doubt:
+def _pieces(call: Call, rows: int, counting: Counting) -> tuple[list[_Piece], list[_Piece]]:
+    """Return what replicas, or steps, count of a call as a whole, and in parts."""
+    first = rows * 3 // 5
+    halves = [call, call]
+    if rows:
+        ends = slice(0, first), slice(first, rows)
+        halves = [_mapped(call, operator.itemgetter(part)) for part in ends]
+    if counting.by_batch:
+        return [_Piece(halves, 1.0, begins=True)], [_Piece([half], 1.0) for half in halves]
+    shares = first / rows, 1.0 - first / rows
+    parts = [_Piece([h] * _CALLS, share) for h, share in zip(halves, shares, strict=True)]
+    return [_Piece([call] * _CALLS, 1.0, begins=True)], parts
+
+
+def _differing(
+    call: Call, whole: Array, parts: Array, rows: int, counting: Counting
+) -> Doubt:
     arrays = [leaf for leaf in _leaves(call) if isinstance(leaf, np.ndarray)]
     must = _ROWS
-    if any(v.aggregation != "sum" for v in call.metric.variables):
+    if not counting.served and any(v.aggregation != "sum" for v in call.metric.variables):
         must = f'its variables must have aggregation="sum", and {must}'
     if isinstance(call.metric, keras.metrics.MeanMetricWrapper):
         must = "the function must return one number for each row"
@@ -174,8 +211,12 @@ def _differing(call: Call, whole: Array, parts: Array, rows: int) -> Doubt:
         shapes = ", ".join(str(array.shape) for array in arrays)
         must += ", and not for each pair of rows, as y_true == y_pred[:, None] has (here the "
         must += f"arguments have the shapes {shapes})"
-    why = f"{call.metric.name!r} is neither a mean nor a sum over rows ({np.ravel(whole)[0]:.5g} on"
-    why += f" {rows} rows, {np.ravel(parts)[0]:.5g} from two parts of them)"
+    name, one, other = call.metric.name, np.ravel(whole)[0], np.ravel(parts)[0]
+    why = f"{name!r} is neither a mean nor a sum over rows ({one:.5g} on {rows} rows, {other:.5g} "
+    why += "from two parts of them)"
+    if counting.by_batch:
+        why = f"{name!r} does not add up over steps ({one:.5g} after two of them, {other:.5g} from "
+        why += "the sum of their counts)"
     return Doubt(call.metric, why, must)
 
 
@@ -209,25 +250,38 @@ def _perfect(target: Array, predicted: Array) -> Array | None:
     return np.eye(classes, dtype=predicted.dtype)[labels.astype(int)]
 
 
-def _result(
-    metric: keras.Metric,
-    pieces: list[tuple[Call, float]],
-    model: keras.Model,
-    kinds: Mapping[str, str],
-) -> list[Array]:
-    """Return a metric's result if each replica counts one piece of a batch, starting at zero."""
-    start = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
+def _result(metric: keras.Metric, pieces: list[_Piece], counting: Counting) -> list[Array]:
+    """Return a metric's result if each replica counts one piece of a batch, starting at zero.
+
+    Behind parameter servers that of all rows starts where a reset does, and others are added to it.
+    """
+    zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
+    reset = _after_reset(metric) if counting.served else zeros
     states = []
-    for piece, share in pieces:
-        step = traced_step.Step(tf.constant(share, tf.float32), model, tf.identity, kinds=kinds)
-        piece = _mapped(piece, tf.convert_to_tensor)
+    for calls, share, begins in pieces:
+        step = traced_step.Step(
+            tf.constant(share, tf.float32), counting.model, tf.identity, kinds=counting.kinds
+        )
+        start = reset if begins else zeros
         with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
-            for _ in range(_CALLS):
-                metric.update_state(*piece.args, **piece.kwargs)
+            for call in calls:
+                call = _mapped(call, tf.convert_to_tensor)
+                metric.update_state(*call.args, **call.kwargs)
         states.append([scope.get_current_value(v) for v, _ in start])
+    base = zeros if any(piece.begins for piece in pieces) else reset
     totals = [
-        (v, tf.add_n([zero, *column]) if v.aggregation == "sum" else (column or [zero])[0])
-        for (v, zero), *column in zip(start, *states, strict=True)
+        (v, tf.add_n([first, *column]))
+        if counting.served or v.aggregation == "sum"
+        else (v, (column or [first])[0])
+        for (v, first), *column in zip(base, *states, strict=True)
     ]
     with keras.StatelessScope(state_mapping=totals):
         return [np.asarray(value, "float64") for value in tf.nest.flatten(metric.result())]
+
+
+def _after_reset(metric: keras.Metric) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return the variables of a metric with what its `reset_state` sets."""
+    now = [(v, tf.convert_to_tensor(v)) for v in metric.variables]
+    with keras.StatelessScope(state_mapping=now) as scope:
+        metric.reset_state()
+    return [(v, scope.get_current_value(v)) for v, _ in now]

@@ -376,16 +376,19 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     strategy, model = trial.strategy, trial.model
     doubts: list[metric_trial.Doubt] = []
     if strategy.is_chief:  # one rank decides, since rounding may differ by rank
-        tolerance = tolerance_of(model)
-        doubts = metric_trial.doubts_of(trial.counted, trial.rows, model, verdict.kinds, tolerance)
-    cured = [doubt for doubt in doubts if trial.gathers and doubt.is_curable]
+        served = trial.may_join
+        counting = metric_trial.Counting(model, verdict.kinds, tolerance_of(model), served)
+        doubts = metric_trial.doubts_of(trial.counted, trial.rows, counting)
+    gathers = [one for one in doubts if trial.gathers and one.is_curable]
+    cured = doubts if trial.may_join else gathers
     names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
     gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
     # Logs name a metric so, or by its output before.
     outputs = ["", *(f"{name}_" for name in getattr(model, "output_names", None) or ())]
     said_better = tuple(repr(before + d.metric.name) for d in doubts for before in outputs)
     notes = [note for note in verdict.notes if not note.startswith(said_better)]
-    notes += [doubt.told(doubt in cured) for doubt in doubts]
+    counts = "the chief" if trial.may_join else "one worker"
+    notes += [doubt.told(doubt in cured, counts) for doubt in doubts]
     return verdict._replace(notes=notes, gathered=gathered)
 
 

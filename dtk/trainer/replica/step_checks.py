@@ -27,6 +27,7 @@ class StepChecks:
     Attributes:
         kinds: Of the step's terms; None until the step has been tried, or found not to need it.
         trial: Of a step that has been tried, and whose parts add up.
+        tried_whole: Whether steps that compute all rows of a batch have been tried.
         joined: Whether one worker computes all rows, as parts do not add up; None if not tried.
         steps: Number of steps taken since `compile`.
     """
@@ -41,6 +42,7 @@ class StepChecks:
         self.kinds: dict[str, str] | None = None
         self.trial: step_trial.Trial | None = None
         self.joined: bool | None = None
+        self.tried_whole = False
         self.steps = 0
         self._trainer, self._make_trial = trainer, make_trial
         self._compared = 0  # the last step that was compared
