@@ -136,7 +136,10 @@ def _fit(
     listed = isinstance(callbacks, keras.callbacks.CallbackList)
     flat = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
     data = {"training data": data_of(asked), "validation data": asked["validation_data"]}
-    every_batch = rank_checks.check_same_call(strategy, data if trainer.same_data else {}, flat)
+    asked_for = [one for one in flat if not _is_tracker(one)]  # which only report
+    every_batch = rank_checks.check_same_call(
+        strategy, data if trainer.same_data else {}, asked_for
+    )
     trainer.synchronize_weights()
     strategy.shuffle_seed.begin_fit()
     first, last = BeforeCallbacks(trainer), RankChecks(trainer, every_batch)
@@ -370,7 +373,8 @@ class RankChecks(keras.callbacks.Callback):
         self.trainer = trainer
         self._every_batch = every_batch
         self._wishes_to_stop = False
-        self._steps = 0
+        self._steps = self._asks_at = 0
+        self._pause, self._asked = 1, (0, 0.0)  # steps until ranks ask again; when they last did
         self._selection = ExchangeSelection(trainer)
 
     @property
@@ -390,7 +394,8 @@ class RankChecks(keras.callbacks.Callback):
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._wishes_to_stop = False
-        self._steps = 0
+        self._steps = self._asks_at = 0
+        self._pause, self._asked = 1, (0, time.monotonic())
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Shuffle the data anew, in the same order on every rank; agree on stopping."""
@@ -419,13 +424,11 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.check_same_reads(f"after step {self._steps}", ask=self._steps == 1)
             if self._steps > 1:
                 self.trainer.check_same_reading("train", f"after step {self._steps}")
-        if self._every_batch:
+        if self._every_batch or self._steps >= self._asks_at:
             self._agree_on_stopping()
         elif not (self._alone or self.trainer.stop_agreed):
-            # Keras stops here, and the other ranks do not know of it: stop with them at the end of
-            # the epoch.
-            self._wishes_to_stop |= self.model.stop_training
-            self.model.stop_training = False
+            # Keras would stop here, and the other ranks do not know of it.
+            self._take_wish()
         if self.model.stop_training:
             self.trainer.flush()
 
@@ -450,13 +453,30 @@ class RankChecks(keras.callbacks.Callback):
         if self.trainer.takes_over:
             shared_weights.check_same_weights(self.trainer, when)
 
+    def _take_wish(self) -> None:
+        self._wishes_to_stop |= self.model.stop_training
+        self.model.stop_training = False
+
     def _agree_on_stopping(self) -> None:
+        """Stop all ranks if one wants to; agree on the step after which they ask again.
+
+        A signal's handler or a thread may wish it at any time: ranks ask about once a second.
+        """
         if self._alone:
             return
-        # This may run after every batch, so it sends one small number, not an object.
-        wish = tf.constant(int(self.model.stop_training or self._wishes_to_stop))
-        agreed = bool(self.trainer.strategy.world.allreduce(wish, "max"))
-        self.model.stop_training = self.trainer.stop_agreed = agreed
+        world, now = self.trainer.strategy.world, time.monotonic()
+        steps, since = self._asked
+        if self._steps > steps:
+            in_a_second = round((self._steps - steps) / max(now - since, 1e-6))
+            # At most doubled: the first steps tell little about how long the others take.
+            self._pause = max(1, min(2 * self._pause, in_a_second))
+        self._take_wish()
+        # This may run after every batch, so it sends two small numbers, not an object.
+        mine = [int(self._wishes_to_stop), self._pause if world.rank == 0 else 0]
+        agreed, self._pause = world.allreduce(tf.constant(mine), "max").numpy().tolist()
+        self._take_wish()  # one that came meanwhile waits for the next time
+        self._asked, self._asks_at = (self._steps, now), self._steps + self._pause
+        self.model.stop_training = self.trainer.stop_agreed = bool(agreed)
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):
