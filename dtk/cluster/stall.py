@@ -57,7 +57,8 @@ _LATEST_REPORT = 5.0
 _SHORT = "has come to the end of its data before the others"
 _SAME_DATA = (
     "Give every rank the same global data, of as many batches: look at what this rank's dataset, "
-    "generator or files have less. For a part per rank there is dtk.data.shard."
+    "generator or files have less. For a part per rank there is dtk.data.shard. If a callback has "
+    "set model.stop_evaluating or stop_predicting, set it on every rank, after the same batch."
 )
 # Seconds that a chief may be silent for longer, while TensorFlow waits for a worker to come back.
 _REPLACING = 15.0

@@ -6,6 +6,7 @@ for good         keras.Model.fit and its like               patch_calls
 inside a scope   keras.Model.compile                        patch_compile
 of one model     methods, by a class made for it            made_classes
                  _maybe_symbolic_build                      AdoptedModel
+of callbacks     ModelCheckpoint._save_model, during `fit`  saving_nothing
                  _get_metrics_result_or_logs, once          set_next_epoch_logs,
                                                             answer_without_steps
 """
@@ -18,7 +19,7 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
 import keras
@@ -261,6 +262,24 @@ def patch_folders(make: Function[None], remove: Function[None]) -> None:
     """
     patch_for_good(file_utils, "makedirs", make)
     patch_for_good(file_utils, "rmtree", remove)
+
+
+@contextlib.contextmanager
+def saving_nothing(callbacks: Iterable[keras.callbacks.Callback]) -> Iterator[None]:
+    """Return a context in which Keras's own ModelCheckpoints only learn their best value."""
+    with contextlib.ExitStack() as patched:
+        for callback in callbacks:
+            if type(callback) is keras.callbacks.ModelCheckpoint:
+                learn = functools.partial(_learn_best, callback)
+                patched.enter_context(patch(callback, _save_model=learn))
+        yield
+
+
+def _learn_best(
+    callback: keras.callbacks.ModelCheckpoint, epoch: int, batch: int | None, logs: Logs | None
+) -> None:
+    if callback.monitor in (logs or {}):
+        callback._should_save_model(epoch, batch, logs, callback.filepath)
 
 
 @contextlib.contextmanager

@@ -128,6 +128,7 @@ models:
     keras.src.trainers.compile_utils  CompileLoss._user_loss CompileMetrics._user_metrics
         CompileMetrics._user_weighted_metrics
     keras.src.backend.common.masking  get_keras_mask set_keras_mask
+    keras.callbacks.ModelCheckpoint  _save_model _should_save_model
     keras.src.losses.losses.LossFunctionWrapper  _fn_kwargs
     keras.metrics.MeanMetricWrapper  _fn _fn_kwargs
 what `fit` reads:

@@ -68,6 +68,13 @@ def call(
             method = trainer.predict_on_batch
         return _on_batch(method, name, trainer, args, kwargs)
     bound, strategy = inspect.signature(method).bind(*args, **kwargs), trainer.strategy
+    if name == "fit" and trainer.callbacks is not None:
+        message = (
+            f"fit of model {trainer.model.name!r} was called in a callback of a fit of the same "
+            "model, whose data and counts it would take; call model.train_on_batch(x, y) there, "
+            "or fit once the other is over"
+        )
+        raise RuntimeError(at_rank(strategy.rank, message))
     _check_numbers(name, bound.arguments, strategy)
     _check_callbacks(name, bound.arguments.get("callbacks"), strategy)
     _tell_of_idle(bound.arguments.get("batch_size"), strategy)
@@ -134,22 +141,23 @@ def _fit(
         asked["validation_data"] = None
     callbacks = asked["callbacks"]
     listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    flat = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
+    flat = list(callbacks.callbacks) if listed else keras.tree.flatten(callbacks or [])
     data = {"training data": data_of(asked), "validation data": asked["validation_data"]}
-    every_batch = rank_checks.check_same_call(strategy, data if trainer.same_data else {}, flat)
+    every_batch = rank_checks.check_same_call(
+        strategy,
+        data if trainer.same_data else {},
+        [one for one in flat if not _is_tracker(one)],  # which only log
+    )
     trainer.synchronize_weights()
     strategy.shuffle_seed.begin_fit()
-    first, last = BeforeCallbacks(trainer), RankChecks(trainer, every_batch)
+    first, last = BeforeCallbacks(trainer), RankChecks(trainer, every_batch, asked["initial_epoch"])
     mine = _on_this_rank(flat, strategy)
     if listed:  # built by the script
         mine = [one for one in mine if not isinstance(one, RankChecks | BeforeCallbacks)]
         for callback in (first, last):
             callback.set_model(trainer.model)
         callbacks.callbacks[:] = [first, *mine, last]
-        params = {"epochs": asked["epochs"], "steps": None, "verbose": 0}
-        callbacks.set_params(
-            {**params, **(callbacks.params or {}), "initial_epoch": asked["initial_epoch"]}
-        )
+        params = {"epochs": asked["epochs"], "verbose": 0, **(callbacks.params or {})}
     else:
         shown = asked["verbose"] = asked["verbose"] if strategy.is_chief else 0
         if not _has(mine, keras.callbacks.History):
@@ -162,14 +170,15 @@ def _fit(
             add_history=True,
             add_progbar=shown != 0,
             model=trainer.model,
-            verbose=shown,
-            epochs=asked["epochs"],
-            initial_epoch=asked["initial_epoch"],
-            steps=None,
         )
+        params = {"verbose": shown, "epochs": asked["epochs"]}
+    callbacks.params = params  # which the feed tells them once it knows the steps, as Keras does
     asked["callbacks"] = trainer.callbacks = callbacks
+    # Where each rank has a part of an optimizer, all ranks save.
+    learn = [] if strategy.is_chief or strategy.shard_optimizer else mine
     try:
-        history = method(*bound.args, **bound.kwargs)
+        with keras_models.saving_nothing(learn):
+            history = method(*bound.args, **bound.kwargs)
         _share_best(flat, strategy)
         return history
     finally:
@@ -180,7 +189,7 @@ def _fit(
 
 
 def _share_best(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
-    """Give every rank what rank 0's ModelCheckpoints have found; scripts decide by it."""
+    """Give every rank what rank 0's ModelCheckpoints have found, where its logs were others."""
     mine = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
     of_chief = strategy.world.broadcast_object([one.best for one in mine])
     if len(of_chief) == len(mine):  # or this rank was given others
@@ -260,6 +269,7 @@ def _on_this_rank(
     """Select the callbacks of this rank: all on rank 0; elsewhere none that write or print.
 
     Those that save are kept where each rank has a part of what is saved: all ranks gather it.
+    Others may read the `best` of a ModelCheckpoint, which learns it on every rank.
     """
     if strategy.processes > 1 and any(type(one).__name__ == "OrbaxCheckpoint" for one in callbacks):
         message = (
@@ -278,12 +288,12 @@ def _on_this_rank(
         raise ValueError(at_rank(strategy.rank, message))
     if strategy.is_chief:
         return list(callbacks)
-    gathering = rank_checks.SAVERS if strategy.shard_optimizer else ()
+    kept = rank_checks.SAVERS if strategy.shard_optimizer else keras.callbacks.ModelCheckpoint
     silent = (*WRITERS, keras.callbacks.ProgbarLogger)
     mine = [
         one
         for one in callbacks
-        if isinstance(one, gathering)
+        if isinstance(one, kept)
         or _is_extended(one)
         or not (isinstance(one, silent) or _is_tracker(one))
     ]
@@ -365,12 +375,14 @@ class RankChecks(keras.callbacks.Callback):
         on_fit_left()                   `fit` is over, or was left by an exception
     """
 
-    def __init__(self, trainer: DistributedTrainer, every_batch: bool = False):
+    def __init__(self, trainer: DistributedTrainer, every_batch: bool, initial_epoch: object):
         super().__init__()
         self.trainer = trainer
+        self._initial_epoch = initial_epoch
         self._every_batch = every_batch
         self._wishes_to_stop = False
-        self._steps = 0
+        self._steps = self._asks_at = 0
+        self._pause, self._asked = 1, (0, 0.0)  # steps until ranks ask again; when they last did
         self._selection = ExchangeSelection(trainer)
 
     @property
@@ -382,7 +394,8 @@ class RankChecks(keras.callbacks.Callback):
         trainer = self.trainer
         trainer.strategy.meet("training begins")
         if not self._alone:
-            rank_checks.check_same_run(trainer, self.params)
+            told = {**self.params, "initial_epoch": self._initial_epoch}
+            rank_checks.check_same_run(trainer, told)
             shared_weights.start_from(0, trainer, trainer.agreed_variables())
             model = trainer.model
             epoch = trainer.strategy.world.broadcast_object(keras_models.initial_epoch(model))
@@ -390,7 +403,8 @@ class RankChecks(keras.callbacks.Callback):
         notify(trainer.callbacks.callbacks, "on_train_agreed", logs)
         self._selection.begin()
         self._wishes_to_stop = False
-        self._steps = 0
+        self._steps = self._asks_at = 0
+        self._pause, self._asked = 1, (0, time.monotonic())
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Shuffle the data anew, in the same order on every rank; agree on stopping."""
@@ -419,13 +433,11 @@ class RankChecks(keras.callbacks.Callback):
             self.trainer.check_same_reads(f"after step {self._steps}", ask=self._steps == 1)
             if self._steps > 1:
                 self.trainer.check_same_reading("train", f"after step {self._steps}")
-        if self._every_batch:
+        if self._every_batch or self._steps >= self._asks_at:
             self._agree_on_stopping()
         elif not (self._alone or self.trainer.stop_agreed):
-            # Keras stops here, and the other ranks do not know of it: stop with them at the end of
-            # the epoch.
-            self._wishes_to_stop |= self.model.stop_training
-            self.model.stop_training = False
+            # Keras would stop here, and the other ranks do not know of it.
+            self._take_wish()
         if self.model.stop_training:
             self.trainer.flush()
 
@@ -443,20 +455,38 @@ class RankChecks(keras.callbacks.Callback):
         notify(self.trainer.callbacks.callbacks, "on_epoch_agreed", epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Tell callbacks that training is over and weights no longer change."""
+        """Compare the weights a last time, and tell callbacks that they no longer change."""
+        self._check("after on_train_end of the callbacks")
         notify(self.trainer.callbacks.callbacks, "on_end_agreed", logs)
 
     def _check(self, when: str) -> None:
         if self.trainer.takes_over:
             shared_weights.check_same_weights(self.trainer, when)
 
+    def _take_wish(self) -> None:
+        self._wishes_to_stop |= self.model.stop_training
+        self.model.stop_training = False
+
     def _agree_on_stopping(self) -> None:
+        """Stop all ranks if one wants to; agree on the step after which they ask again.
+
+        A signal's handler or a thread may wish it at any time: ranks ask about once a second.
+        """
         if self._alone:
             return
-        # This may run after every batch, so it sends one small number, not an object.
-        wish = tf.constant(int(self.model.stop_training or self._wishes_to_stop))
-        agreed = bool(self.trainer.strategy.world.allreduce(wish, "max"))
-        self.model.stop_training = self.trainer.stop_agreed = agreed
+        world, now = self.trainer.strategy.world, time.monotonic()
+        steps, since = self._asked
+        if self._steps > steps:
+            in_a_second = round((self._steps - steps) / max(now - since, 1e-6))
+            # At most doubled: the first steps tell little about how long the others take.
+            self._pause = max(1, min(2 * self._pause, in_a_second))
+        self._take_wish()
+        # This may run after every batch, so it sends two small numbers, not an object.
+        mine = [int(self._wishes_to_stop), self._pause if world.rank == 0 else 0]
+        agreed, self._pause = world.allreduce(tf.constant(mine), "max").numpy().tolist()
+        self._take_wish()  # one that came meanwhile waits for the next time
+        self._asked, self._asks_at = (self._steps, now), self._steps + self._pause
+        self.model.stop_training = self.trainer.stop_agreed = bool(agreed)
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 import dtk.exchange
+from dtk.callbacks.checkpointing.checkpoint_state import pack, unpack
 from dtk.patches import patch
 
 from callbacks.bodies import (
@@ -395,6 +396,18 @@ def full_disk(directory):
     if strategy().is_chief:
         pathlib.Path(directory).write_text("in the way")
     return fails(checkpoint_of, "sgd", directory)
+
+
+def test_state_has_keys_of_any_kind():
+    """Keys came back as strings, and a dict of the key "array" not at all."""
+    state = {"by": {0: 1.5, (1, "a"): {"array": "x"}, None: {np.int64(3): np.arange(2)}}}
+    state["marks"] = {"(key, value)": {"array": {True: [2]}}}
+    arrays = {}
+    back = unpack(json.loads(json.dumps(pack(state, arrays))), arrays)
+    np.testing.assert_array_equal(back["by"][None].pop(3), [0, 1])
+    assert back == {**state, "by": {**state["by"], None: {}}}
+    before = {"by": {"0": 1.5}, "weights": [{"array": "a0"}]}
+    assert unpack(before, {"a0": 7}) == {"by": {"0": 1.5}, "weights": [7]}, "of before"
 
 
 @two_ranks

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dtk
+from dtk.errors import DisagreementError
 
 from callbacks.bodies import (
     Crash,
@@ -36,6 +37,22 @@ class Evaluated(keras.callbacks.CSVLogger):
         super().on_epoch_end(epoch, {**logs, "twice": self.model.evaluate(*data(), verbose=0)[0]})
 
 
+class Hopeful(keras.callbacks.Callback):
+    """Goes on as long as a ModelCheckpoint finds better epochs."""
+
+    def __init__(self, checkpoint):
+        super().__init__()
+        self.checkpoint, self.told, self.best = checkpoint, [], []
+
+    def set_params(self, params):
+        super().set_params(params)
+        self.told.append(dict(params))
+
+    def on_epoch_end(self, epoch, logs=None):
+        assert self.checkpoint.best <= logs["val_loss"], "on every rank, in every epoch"
+        self.best.append(self.checkpoint.best)
+
+
 def keras_callbacks(directory):
     """Keras's own callbacks, all in one fit of four epochs on every rank."""
     place = pathlib.Path(directory, str(strategy().rank))
@@ -55,6 +72,7 @@ def keras_callbacks(directory):
         chosen.BackupAndRestore(str(place / "backup"), delete_checkpoint=False),
         chosen.TerminateOnNaN(),
     ]
+    given.append(Hopeful(given[5]))
     history = model.fit(
         x, y, batch_size=8, epochs=9, verbose=0, callbacks=given, validation_data=(x[:9], y[:9])
     )
@@ -63,6 +81,13 @@ def keras_callbacks(directory):
     if (place / "best.keras").exists():
         reloaded = keras.models.load_model(place / "best.keras").count_params()
     assert given[5].best == min(history.history["val_loss"]), "on every rank"
+    assert given[-1].best[0] == history.history["val_loss"][0]
+    assert given[-1].told == [{"verbose": 0, "epochs": 9, "steps": 5}], "as Keras does, and once"
+    again = chosen.ModelCheckpoint(str(place / "best.keras"), save_best_only=True)
+    listed = chosen.CallbackList([again, Hopeful(again)], add_history=True, model=model)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=listed, validation_data=(x[:9], y[:9]))
+    assert again.best == model.history.history["val_loss"][0], "on every rank"
+    assert "_save_model" not in vars(again)
     return history.history, everything(model), files, reloaded, model.count_params()
 
 
@@ -135,6 +160,40 @@ def nan_on_one_rank():
 @two_ranks
 def test_terminate_on_nan_ends_all_ranks_at_one_step(pool):
     assert pool.run(nan_on_one_rank) == [[(0, 0), (0, 1)]] * 2
+
+
+def restored_on_rank_0():
+    """Rank 0 alone restores the weights of its best epoch, in `on_train_end`."""
+    best = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+    given = [best] if strategy().is_chief else []
+    said = r"after on_train_end of the callbacks, 4 of 6 variables of .* differ between workers"
+    with pytest.raises(DisagreementError, match=said):
+        fitted(compiled(keras.optimizers.SGD(0.05)), *given, epochs=4)
+
+
+@two_ranks
+def test_weights_that_one_rank_changes_at_the_end_of_training_are_refused(pool):
+    """It went unseen: ranks were left with different weights."""
+    pool.run(restored_on_rank_0)
+
+
+class FitsAgain(keras.callbacks.Callback):
+    """Trains the model in an epoch of its training."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        fitted(self.model)
+
+
+def fits_in_its_callback():
+    model = compiled("sgd")
+    with pytest.raises(RuntimeError, match=r"fit of model .* in a callback .* call model.train_on"):
+        fitted(model, FitsAgain())
+    fitted(model)
+
+
+def test_a_fit_in_a_callback_of_the_same_model_is_refused(alone):
+    """It took the callbacks and the data of the other, which failed of None."""
+    alone.run(fits_in_its_callback)
 
 
 class Board(keras.callbacks.TensorBoard):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import random
 import warnings
 from unittest import mock
@@ -14,6 +12,7 @@ import pytest
 import tensorflow as tf
 from keras.src.losses import loss
 
+import dtk
 from dtk.compat import tf_replicas
 from dtk.strategies import AllReduceStrategy, MirroredStrategy, start, undistributed
 from dtk.trainer.distributed_model import trainer_of
@@ -458,17 +457,28 @@ def test_accumulation_reduces_once_per_window(world, backend, size):
         assert every_step - every_window == pytest.approx(3 * gradient_bytes, rel=0.05)
 
 
+class Limit:
+    """Stops after so many batches."""
+
+    def __init__(self, after):
+        self.after, self.batches = after, 0
+
+    def __call__(self, model):
+        self.batches += 1
+        if self.batches == self.after:
+            model.stop_training = True
+
+
 class Stop(keras.callbacks.Callback):
-    """Wants to stop after so many batches."""
+    """Wants to stop after so many batches, as its list of rules says."""
 
     def __init__(self, after):
         super().__init__()
-        self.after, self.batches = after, 0
+        self.rules = [Limit(after)]
 
     def on_train_batch_end(self, batch, logs=None):
-        self.batches += 1
-        if self.batches == self.after:
-            self.model.stop_training = True
+        for rule in self.rules:
+            rule(self.model)
 
 
 class StopAtEpoch(keras.callbacks.Callback):
@@ -522,72 +532,48 @@ def stopped():
 def test_one_rank_that_stops_in_an_epoch_stops_all_at_that_step(world, backend, size):
     """Breaks when wishes are compared at the end of an epoch only: the ranks are then at different
     steps, and one waits in a sum for what the other will never send. A wish that no hook of a batch
-    has can wait: all stop at the end of the epoch, or after the first step, as in one process.
+    has is heard a few steps later, about a second at most; it was heard at the end of the epoch.
     """
     results = world(backend, size).run(stopped, timeout=60)
     for found in results:
-        assert [one[:2] for one in found] == [(3, 1), (6, 2), (5, 1)]
+        assert [one[:2] for one in found[:2]] == [(3, 1), (6, 2)]
+        assert found[2][0] < 5 and found[2][1] == 1
         for one, other in zip(found, results[0], strict=True):
             np.testing.assert_array_equal(one[2], other[2])
 
 
-def stop(model):
-    model.stop_training = True
+def look(batch, logs):
+    """What a script's function does with a batch, nobody knows."""
 
 
-class Batches(keras.callbacks.Callback):
-    """Does something with every batch."""
-
-    def __init__(self, do):
-        super().__init__()
-        self.do = do
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.do(self.model)
+class Saves(keras.callbacks.ModelCheckpoint):
+    """Of a script: what it does when it saves, nobody knows."""
 
 
-class Stopper:
-    def __call__(self, model):
-        stop(model)
-
-
-class StopsByMethod(Batches):
-    def on_train_batch_end(self, batch, logs=None):
-        self.stop()
-
-    def stop(self):
-        setattr(self.model, "stop_training", True)  # noqa: B010
-
-
-class Mode(enum.Enum):
-    MOST = 1
-
-
-class Attributes(dict):
-    __getattr__ = dict.__getitem__
+def given_hook():
+    callback = keras.callbacks.History()
+    callback.on_train_batch_end = look
+    return callback
 
 
 @pytest.mark.parametrize(
     "callback, stops",
     [
-        (Batches(Mode.MOST), False),  # whose members refer to their class, and that to them
-        (Batches(Attributes()), False),
         (Stop(1), True),
-        (StopsByMethod(None), True),
-        (Batches(stop), True),
-        (Batches(functools.partial(stop)), True),
-        (Batches(Stopper()), True),
-        (keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: stop(None)), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=look), True),
         (keras.callbacks.TerminateOnNaN(), True),
-        (Batches(print), False),
+        (Saves("x.keras", save_freq=2), True),
+        (given_hook(), True),
         (StopAtEpoch(), False),
-        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: stop(None)), False),
-        (keras.callbacks.LambdaCallback(on_train_batch_end=print), False),
+        (keras.callbacks.LambdaCallback(on_epoch_end=look), False),
         (keras.callbacks.ModelCheckpoint("x.keras", save_freq=2), False),
+        (dtk.callbacks.Checkpoint("x"), False),
     ],
 )
 def test_ranks_agree_after_each_batch_only_where_a_callback_may_stop(callback, stops):
-    """Each agreement takes half a step of a small model."""
+    """Each agreement takes half a step of a small model. A scan of code for `stop_training` saved
+    it, and did not see helpers in lists or of other modules: their job stopped an epoch too late.
+    """
     assert rank_checks._stops_in_epoch(callback) == stops
 
 

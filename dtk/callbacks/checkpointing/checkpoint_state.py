@@ -31,6 +31,10 @@ KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
 # Raised when what is written cannot be read by an older dtk.
 FORMAT = 1
 
+_PAIRS = "(key, value)"
+# Dicts with this key alone stand for an array, and for a dict with other keys than strings.
+_MARKED = ({"array"}, {_PAIRS})
+
 # What goes to JSON, and the path, the shape and the dtype of each variable there.
 Packed: TypeAlias = "bool | int | float | str | list[Packed] | dict[str, Packed] | None"
 Described: TypeAlias = list[tuple[str, list[int], str]]
@@ -89,11 +93,16 @@ def pack(value: object, arrays: dict[str, Array]) -> Packed:
         {'best': 0.5, 'weights': [{'array': 'a0'}]}
         >>> unpack({'array': 'a0'}, arrays)
         array([0., 0.])
+        >>> pack({0: 1.5}, arrays)
+        {'(key, value)': [[0, 1.5]]}
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {str(key): pack(item, arrays) for key, item in value.items()}
+        if set(value) not in _MARKED and all(isinstance(key, str) for key in value):
+            return {key: pack(item, arrays) for key, item in value.items()}
+        # JSON has no other keys, and dicts with the names of these marks stand for something else.
+        return {_PAIRS: pack(list(value.items()), arrays)}
     if isinstance(value, list | tuple):
         return [pack(item, arrays) for item in value]
     if isinstance(value, np.generic):
@@ -107,14 +116,20 @@ def pack(value: object, arrays: dict[str, Array]) -> Packed:
 
 
 def unpack(value: object, arrays: Mapping[str, Array]) -> object:
-    """Undo `pack`; tuples come back as lists."""
+    """Undo `pack`; tuples come back as lists, but those that are keys."""
     if isinstance(value, list):
         return [unpack(item, arrays) for item in value]
     if isinstance(value, dict):
         if set(value) == {"array"}:
             return arrays[value["array"]]
+        if set(value) == {_PAIRS}:
+            return {_key(key): unpack(item, arrays) for key, item in value[_PAIRS]}
         return {key: unpack(item, arrays) for key, item in value.items()}
     return value
+
+
+def _key(value: object) -> object:
+    return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
 def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, object]]:

@@ -7,11 +7,8 @@ all batches read so far. If they differ, every rank raises an error that names t
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import inspect
 import pickle
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -21,8 +18,8 @@ import tensorflow as tf
 
 from dtk.cluster import progress
 from dtk.communicators.base import Communicator
-from dtk.compat import keras_variables, tf_datasets, tf_replicas
-from dtk.errors import DisagreementError, at_rank, is_of_library
+from dtk.compat import keras_models, keras_variables, tf_datasets, tf_replicas
+from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
 from dtk.trainer.model_state import ModelState
@@ -52,6 +49,8 @@ _SAME_STEPS = (
 
 # Keras's callbacks that save a model's optimizer, which all ranks gather where each has a part.
 SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 # What a rank compares with other ranks: pairs of a description and a value.
 Facts: TypeAlias = Sequence[tuple[str, object]]
@@ -137,50 +136,20 @@ def check_same_call(
 
 
 def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback may stop training after a batch; ranks then agree after each.
+    """Return whether a callback may stop training after a batch: a script's does what it likes.
 
-    One that stops by code that is not seen here stops all ranks at the end of the epoch.
+    Of Keras's own only TerminateOnNaN stops, and functions that a script has put into a callback.
     """
-    if type(callback).__module__.startswith("dtk."):
-        return False
-    plain = keras.callbacks.Callback
-    has_hooks = any(
-        name in vars(callback) or getattr(type(callback), name) is not getattr(plain, name)
-        for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_end", "on_batch_begin")
+    plain, kind = keras.callbacks.Callback, type(callback)
+    hooks = {name: getattr(callback, name, None) for name in _BATCH_HOOKS}
+    looks = any(
+        hook is not None and getattr(hook, "__func__", hook) is not getattr(plain, name)
+        for name, hook in hooks.items()
     )
-    names = ((*code.co_names, *code.co_consts) for code in _codes_of(callback))
-    return has_hooks and any("stop_training" in of_code for of_code in names)
-
-
-def _codes_of(callback: keras.callbacks.Callback) -> Iterator[types.CodeType]:
-    """Yield the code of a callback's functions, and of those that a script's own refer to."""
-    plain = keras.callbacks.Callback.__mro__
-    classes = [one for one in type(callback).__mro__ if one not in plain]
-    waiting = [*vars(callback).values(), *(v for one in classes for v in vars(one).values())]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        one = one.func if isinstance(one, functools.partial) else one
-        if isinstance(one, types.MethodType | staticmethod | classmethod):
-            one = one.__func__
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, types.FunctionType):
-            yield from _nested(one.__code__)
-            if not is_of_library(one.__code__.co_filename):
-                with contextlib.suppress(ValueError):  # of a variable without a value
-                    near = inspect.getclosurevars(one)
-                    waiting += [*near.nonlocals.values(), *near.globals.values()]
-        elif type(one).__module__ == type(callback).__module__:  # such as a helper
-            waiting += vars(type(one)).values()
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _nested(one)
+    own = kind.__module__.startswith("dtk.") or (
+        keras_models.is_from_keras(kind) and kind is not keras.callbacks.TerminateOnNaN
+    )
+    return looks and (not own or any(name in vars(callback) for name in _BATCH_HOOKS))
 
 
 def describe(data: object) -> str | None:
