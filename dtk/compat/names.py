@@ -87,7 +87,7 @@ pipelines whose rows are mapped by one rank:
     tensorflow.python.ops.gen_dataset_ops  dummy_seed_generator
     tensorflow.python.data.ops.skip_op  _SkipDataset._count
     tensorflow.python.data.ops.take_op  _TakeDataset._count
-    tensorflow.python.data.ops.cache_op  CacheDataset
+    tensorflow.python.data.ops.cache_op  CacheDataset._filename
     tensorflow.python.data.ops.zip_op  _ZipDataset._datasets
     tensorflow.python.data.ops.from_tensor_slices_op  _TensorSliceDataset._tensors
     tensorflow.python.data.ops.dataset_ops  _OptionsDataset._name UnaryDataset._input_dataset

@@ -6,6 +6,7 @@ while a shuffle is made anew   gen_dataset_ops.dummy_seed_generator   _shuffled_
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -213,6 +214,13 @@ def sources_of(node: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         if kind_of(node) == "Cache":
             return
         yield node
+
+
+def cache_files(dataset: tf.data.Dataset) -> list[str]:
+    """Return the names of the files in which a pipeline caches its elements."""
+    nodes = [one for one in (dataset, *all_sources_of(dataset)) if kind_of(one) == "Cache"]
+    names = [tf.get_static_value(one._filename) for one in nodes]
+    return [os.fsdecode(name) for name in names if name]
 
 
 def _maps_rows(node: tf.data.Dataset) -> bool:

@@ -94,8 +94,8 @@ def _tell_of_idle(rows: object, strategy: Strategy) -> None:
         tell(strategy, f"{text}; use {replicas} or more")
 
 
-def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -> None:
-    """Refuse numbers that would make Keras fail later, or train nothing."""
+def _check_numbers(name: str, asked: dict[str, object], strategy: Strategy) -> None:
+    """Refuse numbers that would make Keras fail later, or train nothing; make others Python's."""
     for expected, least, arguments in _COUNTS:
         for argument in arguments:
             value = asked.get(argument)
@@ -105,6 +105,7 @@ def _check_numbers(name: str, asked: Mapping[str, object], strategy: Strategy) -
             if whole is None or whole < least:
                 told = f"{name} got {argument}={value!r}; expected {expected}"
                 raise ValueError(at_rank(strategy.rank, told))
+            asked[argument] = whole  # JSON, in which ranks report their steps, has no others
     if asked.get("validation_split"):
         expected = "a part of the rows, 0.0 up to but below 1.0"
         told = at_rank(strategy.rank, f"{name} got validation_split")

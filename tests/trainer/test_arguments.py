@@ -59,7 +59,9 @@ def refusals():
         for name, given, _ in WRONG
     ]
     two = tf.constant(2)
-    taken = model.fit(x, y, steps_per_epoch=two, batch_size=np.int64(4), epochs=2, verbose=0)
+    counts = {"batch_size": np.int64(4), "epochs": np.int32(2), "steps_per_epoch": two}
+    taken = model.fit(x, y, **counts, verbose=0)
+    assert {type(taken.params[name]) for name in ("epochs", "steps")} == {int}  # JSON takes these
     wrong = (tf.constant(0.5), tf.constant(False), tf.constant([2]), tf.constant(0))
     tensors = [said(model.fit, x, y, steps_per_epoch=one) for one in wrong]
     callbacks = [

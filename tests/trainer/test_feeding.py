@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtk
 from dtk.compat import keras_data, tf_replicas
 from dtk.input import slicing
 from dtk.patches import patch
@@ -372,3 +373,37 @@ def test_data_that_a_script_has_distributed_are_not_cut_again(world, devices):
     for plain, distributed in pool.run(answers_of_distributed_data, devices):
         np.testing.assert_array_equal(plain[0], distributed[0])
         assert plain[1] == distributed[1]
+
+
+def cached_in_files(folder):
+    """What is said of caches in one file, where fit trains, validates and reads its own part."""
+    strategy = bodies.strategy()
+    x, y = cases.rows(10)
+    model = cases.compiled(strategy)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    one, own = f"{folder}/one", f"{folder}/own.{strategy.rank}"
+    calls = [
+        lambda: model.fit(data.cache(one).batch(4), verbose=0),
+        lambda: model.fit(x, y, validation_data=data.cache(one).batch(4), verbose=0),
+        lambda: model.evaluate(dtk.data.shard(data, strategy, 4).cache(one), verbose=0),
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        told.append(str(raised.value))
+    model.fit(data.cache(own).batch(4), epochs=2, verbose=0)
+    if strategy.rank == 0:
+        list(data.cache(one))
+    strategy.communicator.allgather_object(None)
+    model.fit(data.cache(one).batch(4), verbose=0)  # which is whole, so that all only read it
+    return told
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_two_ranks_do_not_cache_in_one_file(pool, tmp_path):
+    """One ended in an AlreadyExistsError, and the other waited for it."""
+    for rank, told in enumerate(pool.run(cached_in_files, str(tmp_path))):
+        for one in told:
+            assert one.startswith(f"rank {rank}: ranks 0 and 1 of one host both cache")
+            assert one.endswith('.cache(f"{path}.{strategy.rank}")')

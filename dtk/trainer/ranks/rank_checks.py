@@ -22,6 +22,7 @@ from dtk.compat import keras_models, keras_variables, tf_datasets, tf_replicas
 from dtk.errors import DisagreementError, at_rank
 from dtk.input import digests, slicing
 from dtk.nests import Array
+from dtk.pipelines import operations
 from dtk.trainer.model_state import ModelState
 from dtk.trainer.ranks import settings
 from dtk.trainer.strategy import Strategy
@@ -117,7 +118,10 @@ def check_same_call(
     ]
     mine = [(what, describe(value)) for what, value in data.items()]
     stops = any(map(_stops_in_epoch, callbacks))
-    gathered = numbers_of_all([number_of((ours, mine)), stops], communicator)
+    caches = [name for value in data.values() for name in _unshared_caches(value)]
+    gathered = numbers_of_all([number_of((ours, mine)), stops, bool(caches)], communicator)
+    if gathered[:, 2].any():
+        _check_caches(caches, communicator)
     if same_number(gathered):
         return bool(gathered[:, 1].any())
     what = "callbacks of dtk and those that save" if savers else "callbacks of dtk"
@@ -133,6 +137,31 @@ def check_same_call(
         cure = _SAME_DATA if is_pipeline else _SAME_ARRAYS
         raise_first_difference(mine, theirs, communicator.rank, rank, cure)
     return bool(gathered[:, 1].any())
+
+
+def _unshared_caches(data: object) -> list[str]:
+    """Return the files of a pipeline's caches that one process alone may use."""
+    if not isinstance(data, tf.data.Dataset | tf_datasets.PerRankDataset):
+        return []
+    names = operations.cache_files(tf_datasets.read_alone(data))
+    if tf_datasets.is_of_this_rank(data):
+        return names
+    return [name for name in names if not tf.io.gfile.exists(f"{name}.index")]  # yet to be written
+
+
+def _check_caches(mine: Sequence[str], communicator: Communicator) -> None:
+    """Raise on every rank where two of one host cache their rows in the same file."""
+    users: dict[tuple[str, str], int] = {}
+    for rank, names in enumerate(communicator.allgather_object(mine)):
+        for name in names:
+            other = users.setdefault((communicator.hosts[rank], name), rank)
+            if other != rank:
+                message = (
+                    f"ranks {other} and {rank} of one host both cache their data in {name!r}, and "
+                    "TensorFlow lets one process write a file; give each rank its own: "
+                    '.cache(f"{path}.{strategy.rank}")'
+                )
+                raise ValueError(at_rank(communicator.rank, message))
 
 
 def _stops_in_epoch(callback: keras.callbacks.Callback) -> bool:
