@@ -99,15 +99,21 @@ def _unwrapped(wrapper: _Found) -> _Found:
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     """Return the losses given to `compile` that are not Keras's own, or not means over rows."""
+    return [_unwrapped(loss) for loss in _losses_of(model) if is_foreign_loss(loss)]
+
+
+def _losses_of(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     compiled = model._compile_loss
-    losses = [] if compiled is None else _looked_up(compiled._user_loss, keras.losses.get)
-    return [_unwrapped(loss) for loss in losses if is_foreign_loss(loss)]
+    return [] if compiled is None else _looked_up(compiled._user_loss, keras.losses.get)
 
 
-def compiled_loss(model: keras.Model) -> Function[tf.Tensor] | None:
-    """Return the function of targets, outputs and weights that `compile` has made of the losses."""
-    compiled: Function[tf.Tensor] | None = model._compile_loss
-    return compiled
+def losses_are_means(model: keras.Model) -> bool:
+    """Return whether Keras's own losses of a model divide by the number of all rows."""
+    return all(
+        getattr(loss, "reduction", "mean") in ("mean", "sum_over_batch_size")
+        and getattr(loss, "ignore_class", None) is None
+        for loss in _losses_of(model)
+    )
 
 
 def is_foreign_loss(loss: keras.Loss | Function[tf.Tensor]) -> bool:
