@@ -34,7 +34,7 @@ strategies of one replica per process:
         _replica_ctx_all_reduce _use_merge_call _num_replicas_in_sync _get_local_replica_id
         _experimental_distribute_dataset _distribute_datasets_from_function
         _experimental_distribute_values_from_function _container_strategy _device
-    tensorflow.python.distribute.values  PerReplica.values DistributedVariable._get
+    tensorflow.python.distribute.values  PerReplica.values PerReplicaSpec DistributedVariable._get
         DistributedVariable._get_on_device_or_primary MirroredVariable SyncOnReadVariable
     tensorflow.python.eager.context  global_seed internal_operation_seed context
     tensorflow.python.ops.control_flow_util  GraphOrParentsInXlaContext
@@ -68,6 +68,7 @@ parameter servers:
 pipelines that are read and closed while others wait:
     tensorflow.python.data.ops.iterator_ops  OwnedIterator._create_iterator
         OwnedIterator._next_internal OwnedIterator._iterator_resource
+        OwnedIterator._element_spec IteratorSpec._element_spec
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
         DistributedDatasetsFromFunction
