@@ -84,7 +84,8 @@ pipelines whose rows are mapped by one rank:
     tensorflow.python.data.ops.prefetch_op  _PrefetchDataset._buffer_size
     tensorflow.python.data.ops.repeat_op  _RepeatDataset._count
     tensorflow.python.data.ops.shuffle_op  _ShuffleDataset._buffer_size
-        _ShuffleDataset._reshuffle_each_iteration
+        _ShuffleDataset._reshuffle_each_iteration _ShuffleDataset._seed
+        _ShuffleDataset._seed2
     tensorflow.python.ops.gen_dataset_ops  dummy_seed_generator
     tensorflow.python.data.ops.skip_op  _SkipDataset._count
     tensorflow.python.data.ops.take_op  _TakeDataset._count
