@@ -223,7 +223,7 @@ def cache_files(dataset: tf.data.Dataset) -> list[str]:
     return [os.fsdecode(name) for name in names if name]
 
 
-def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int] | None]:
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, ...] | None]:
     """Return the seeds of a pipeline's shuffles; None where each process draws its own."""
     nodes = [one for one in (dataset, *all_sources_of(dataset)) if kind_of(one) == "Shuffle"]
     seeds = [(_number(one._seed), _number(one._seed2)) for one in nodes]
