@@ -32,6 +32,7 @@ from dtk.cluster import progress
 from dtk.compat import keras_models, names, py_datasets, tf_datasets, tf_replicas
 from dtk.compat.py_datasets import PyDatasetAdapter
 from dtk.compat.tf_datasets import PerRankDataset
+from dtk.errors import at_rank
 from dtk.input import slicing
 from dtk.nests import Array, Logs, Specs, Tree
 from dtk.patches import patch, temporarily
@@ -314,10 +315,17 @@ class Feed:
         if len(set(numbers)) == 1 and (unknown not in numbers or len(numbers) == 1):
             return self._cut
         most = endless if min(numbers) < 0 else max(numbers)
+        if not slicing.is_dense(local.element_spec):
+            if min(numbers) < 0 or iterator.steps_per_epoch is not None:
+                return self._cut
+            message = (
+                f"ranks bring different numbers of batches of their own (by rank: {numbers}), and "
+                "dtk pads no ragged or sparse ones for those that have fewer; give every rank as "
+                "many, such as by .take(n), or give steps_per_epoch, or dense batches"
+            )
+            raise ValueError(at_rank(self.strategy.world.rank, message))
         # Keras asks for an end before each step of an execution; the padded batches have none.
-        if not slicing.is_dense(local.element_spec) or (
-            most == endless and iterator.steps_per_execution > 1
-        ):
+        if most == endless and iterator.steps_per_execution > 1:
             return self._cut
         if len(set(numbers)) > 1:
             shown = local.filter(lambda *batch: True)  # so that their number is unknown

@@ -34,7 +34,7 @@ strategies of one replica per process:
         _replica_ctx_all_reduce _use_merge_call _num_replicas_in_sync _get_local_replica_id
         _experimental_distribute_dataset _distribute_datasets_from_function
         _experimental_distribute_values_from_function _container_strategy _device
-    tensorflow.python.distribute.values  PerReplica.values DistributedVariable._get
+    tensorflow.python.distribute.values  PerReplica.values PerReplicaSpec DistributedVariable._get
         DistributedVariable._get_on_device_or_primary MirroredVariable SyncOnReadVariable
     tensorflow.python.eager.context  global_seed internal_operation_seed context
     tensorflow.python.ops.control_flow_util  GraphOrParentsInXlaContext
@@ -68,6 +68,7 @@ parameter servers:
 pipelines that are read and closed while others wait:
     tensorflow.python.data.ops.iterator_ops  OwnedIterator._create_iterator
         OwnedIterator._next_internal OwnedIterator._iterator_resource
+        OwnedIterator._element_spec IteratorSpec._element_spec
 pipelines whose rows are mapped by one rank:
     tensorflow.python.distribute.input_lib  DistributedDataset
         DistributedDatasetsFromFunction
@@ -83,7 +84,8 @@ pipelines whose rows are mapped by one rank:
     tensorflow.python.data.ops.prefetch_op  _PrefetchDataset._buffer_size
     tensorflow.python.data.ops.repeat_op  _RepeatDataset._count
     tensorflow.python.data.ops.shuffle_op  _ShuffleDataset._buffer_size
-        _ShuffleDataset._reshuffle_each_iteration
+        _ShuffleDataset._reshuffle_each_iteration _ShuffleDataset._seed
+        _ShuffleDataset._seed2
     tensorflow.python.ops.gen_dataset_ops  dummy_seed_generator
     tensorflow.python.data.ops.skip_op  _SkipDataset._count
     tensorflow.python.data.ops.take_op  _TakeDataset._count

@@ -7,19 +7,21 @@ for good   OwnedIterator._create_iterator   patch_iterators
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeAlias
 
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec, OwnedIterator
 from tensorflow.python.distribute import distribute_utils, input_lib
+from tensorflow.python.distribute.values import PerReplicaSpec
 
 from dtk.communicators import sequencer
 from dtk.input import slicing
-from dtk.nests import Function, Tree
+from dtk.nests import Function, Specs, Tree
 from dtk.patches import patch_for_good
 from dtk.pipelines import operations
 
@@ -79,6 +81,79 @@ def regroup(parts: tuple[Tree, ...]) -> Tree:
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
+def _regrouped_spec(parts: Sequence[Specs]) -> Specs:
+    return tf.nest.map_structure(lambda *of_replicas: PerReplicaSpec(*of_replicas), *parts)
+
+
+class PerRankIterator(OwnedIterator):
+    """Iterator over regrouped batches, or over those beside a digest that ranks compare.
+
+    Both also inside a `tf.function`, where nothing is compared.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset | None = None,
+        components: Sequence[tf.Tensor] | None = None,
+        element_spec: Specs | None = None,
+        regrouped: bool = False,
+        on_read: Callable[[tf.Tensor], None] | None = None,
+    ):
+        super().__init__(dataset, components, element_spec)
+        self._regrouped = regrouped
+        self._on_read = on_read
+
+    @property
+    def element_spec(self) -> Specs:
+        """Specification of a batch."""
+        spec = self._element_spec
+        return _regrouped_spec(spec) if self._regrouped else spec[0]
+
+    @property
+    def _type_spec(self) -> PerRankIteratorSpec:
+        return PerRankIteratorSpec(self._element_spec, self._regrouped)
+
+    def _shown(self, element: tuple[Tree, ...]) -> Tree:
+        if self._regrouped:
+            return regroup(element)
+        rows, digest = element
+        if self._on_read is not None and tf.executing_eagerly():
+            self._on_read(digest)
+        return rows
+
+    def _next_internal(self) -> Tree:
+        return self._shown(super()._next_internal())
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """Return the next batch, or none at the end."""
+        inner = OwnedIterator(None, (self._iterator_resource,), self._element_spec)
+        found = inner.get_next_as_optional()
+        return tf.cond(
+            found.has_value(),
+            lambda: tf.experimental.Optional.from_value(self._shown(found.get_value())),
+            lambda: tf.experimental.Optional.empty(self.element_spec),
+        )
+
+
+class PerRankIteratorSpec(IteratorSpec):
+    """Type of a `PerRankIterator`, so that it can be an argument of a `tf.function`."""
+
+    def __init__(self, element_spec: Specs, regrouped: bool):
+        super().__init__(element_spec)
+        self._regrouped = regrouped
+
+    @property
+    def value_type(self) -> type:
+        """The class `PerRankIterator`."""
+        return PerRankIterator
+
+    def _serialize(self) -> tuple[Specs, bool]:
+        return self._element_spec, self._regrouped
+
+    def _from_components(self, components: Sequence[tf.Tensor]) -> PerRankIterator:
+        return PerRankIterator(None, components, self._element_spec, self._regrouped)
+
+
 class PerRankDataset(input_lib.DistributedDataset):
     """Dataset of a rank's own batches, which `fit` must not cut again.
 
@@ -91,11 +166,13 @@ class PerRankDataset(input_lib.DistributedDataset):
         whole: tf.data.Dataset | None,
         regrouped: bool = False,
         on_read: Callable[[tf.Tensor], None] | None = None,
+        digested: Callable[[], tf.data.Dataset] | None = None,
     ):
         self._local = local
         self.whole = whole
         self._regrouped = regrouped
         self._on_read = on_read
+        self._make_digested = digested
 
     @property
     def local(self) -> tf.data.Dataset:
@@ -104,10 +181,17 @@ class PerRankDataset(input_lib.DistributedDataset):
             self._local = self._local()
         return self._local
 
+    @functools.cached_property
+    def _digested(self) -> tf.data.Dataset:
+        """Pairs of this rank's rows and the digest of the global batch that they are from."""
+        assert self._make_digested is not None
+        return self._make_digested()
+
     @property
     def element_spec(self) -> tf.TypeSpec:
         """Specification of a local element."""
-        return self.local.element_spec
+        spec = self.local.element_spec
+        return _regrouped_spec(spec) if self._regrouped else spec
 
     @property
     def cardinality(self) -> tf.Tensor:
@@ -127,14 +211,10 @@ class PerRankDataset(input_lib.DistributedDataset):
         return len(self.local)
 
     def __iter__(self) -> Iterator[Tree]:
-        if self._on_read is not None:
-            return self._observed(self._on_read)
-        return map(regroup, self.local) if self._regrouped else iter(self.local)
-
-    def _observed(self, on_read: Callable[[tf.Tensor], None]) -> Iterator[Tree]:
-        for rows, digest in self.local:
-            on_read(digest)
-            yield rows
+        # Opened here: Keras opens data once more at the end, and a shuffle counts its openings.
+        if self._on_read is not None and tf.executing_eagerly():
+            return PerRankIterator(self._digested, on_read=self._on_read)
+        return PerRankIterator(self.local, regrouped=True) if self._regrouped else iter(self.local)
 
     def reduce(self, initial_state: Tree, reduce_func: Callable[[Tree, Tree], Tree]) -> Tree:
         """Reduce all local elements, as `for` does inside a `tf.function`."""

@@ -137,6 +137,8 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
     """Extended object of processes that hold one replica each; a communicator reduces values."""
 
     what_is_read = "the dataset"  # for messages
+    # Makes what a loop's iterator tells the digests of its batches; the strategy sets it.
+    compare_reads: Callable[[], Callable[[tf.Tensor], None]]
 
     def __init__(
         self, container_strategy: tf.distribute.Strategy, device: str, communicator: Communicator
@@ -247,18 +249,23 @@ class AllReduceExtended(_Collective, one_device_strategy.OneDeviceExtended):
             return slicing.in_time(dataset)
         if is_of_this_rank(dataset):
             return PerRankDataset(slicing.in_time(dataset), whole=None)
-        observed = self._observe is not None
         rows_only = slicing.rows_only(dataset.element_spec, self._communicator.size)
 
-        @tf.autograph.experimental.do_not_convert
-        def own(batch: slicing.Slices) -> Tree:
-            (rows,) = rows_only(batch)
-            return (rows, batch.digest) if observed else rows
+        def made(digested: bool) -> tf.data.Dataset:
+            @tf.autograph.experimental.do_not_convert
+            def own(batch: slicing.Slices) -> Tree:
+                (rows,) = rows_only(batch)
+                return (rows, batch.digest) if digested else rows
 
-        def local() -> tf.data.Dataset:
-            return self.cut(dataset, observed).map(own, synchronous=True)
+            return self.cut(dataset, digested).map(own, synchronous=True)
 
-        return PerRankDataset(local, whole=dataset, on_read=self._observe)
+        shared = self._container_strategy().world.size > 1
+        return PerRankDataset(
+            functools.partial(made, False),
+            whole=dataset,
+            on_read=(self._observe or self.compare_reads()) if shared else None,
+            digested=functools.partial(made, True),
+        )
 
     def cut(self, dataset: tf.data.Dataset, digested: bool = True) -> tf.data.Dataset:
         """Cut every global batch of a dataset for this rank, into `slicing.Slices`.

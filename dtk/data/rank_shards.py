@@ -21,10 +21,11 @@ import tensorflow as tf
 
 from dtk.communicators.base import Communicator
 from dtk.compat import keras_data, py_datasets, tf_datasets
-from dtk.errors import at_rank
+from dtk.errors import DisagreementError, at_rank
 from dtk.even_division import even_sizes
 from dtk.input.slicing import read_ahead
 from dtk.nests import Tree
+from dtk.pipelines import operations
 from dtk.strategies.dtk_strategy import DtkStrategy
 
 _NO_BATCHES = (
@@ -75,6 +76,7 @@ def shard(
             `steps`, or for a single step. If TensorFlow does not know the number of elements,
             `steps` is not checked, and a rank that runs out of data raises TensorFlow's error in
             that step.
+        DisagreementError: The dataset shuffles in another order on each rank.
 
     Example:
         >>> import dtk, tensorflow as tf
@@ -90,6 +92,8 @@ def shard(
             "shard divides data between processes, and a mirrored strategy has one; give its fit "
             "the whole dataset"
         )
+    if isinstance(source, tf.data.Dataset) and size > 1:
+        _check_same_order(source, communicator)
     if isinstance(source, keras.utils.PyDataset) and batch_size is None:
         return _shared_items(source, strategy, steps)
     if batch_size is None and isinstance(source, tf.data.Dataset):
@@ -116,6 +120,20 @@ def shard(
     if size > 1 or steps is not None:
         steps = _agreed_steps(steps, _count(elements, steps), mine, communicator)
     return _of_this_rank(local, size, steps)
+
+
+def _check_same_order(source: tf.data.Dataset, communicator: Communicator) -> None:
+    """Raise on every rank when ranks shuffle in different orders: some rows would come twice."""
+    everyone = communicator.allgather_object(operations.shuffle_seeds(source))
+    if any(seeds != everyone[0] or None in seeds for seeds in everyone):
+        raise DisagreementError(
+            at_rank(
+                communicator.rank,
+                "the dataset that shard was given shuffles in another order on each rank, so some "
+                "rows would come twice and others never; make it after the strategy, or give its "
+                "shuffle a seed: .shuffle(n, seed=7)",
+            )
+        )
 
 
 def _of_this_rank(local: tf.data.Dataset, size: int, steps: int | None) -> tf.data.Dataset:

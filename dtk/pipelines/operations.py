@@ -223,6 +223,13 @@ def cache_files(dataset: tf.data.Dataset) -> list[str]:
     return [os.fsdecode(name) for name in names if name]
 
 
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, ...] | None]:
+    """Return the seeds of a pipeline's shuffles; None where each process draws its own."""
+    nodes = [one for one in (dataset, *all_sources_of(dataset)) if kind_of(one) == "Shuffle"]
+    seeds = [(_number(one._seed), _number(one._seed2)) for one in nodes]
+    return [None if pair == (0, 0) else pair for pair in seeds]
+
+
 def _maps_rows(node: tf.data.Dataset) -> bool:
     """Return whether rows are mapped before they are put into batches."""
     kinds = [kind_of(one) for one in (node, *sources_of(node))]

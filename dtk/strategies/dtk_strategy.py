@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from dtk.nests import Function, Tree
 from dtk.strategies import start
 from dtk.strategies.cluster_resolver import JobResolver, resolve
 from dtk.trainer import distributed_model, distributed_trainer, guard, undistributed_jobs
+from dtk.trainer.ranks import rank_checks
 from dtk.trainer.replica import step_metrics
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import lookups, own_loops
@@ -46,6 +48,7 @@ class DtkStrategy(Strategy):
         if self.world.rank == 0:
             start.tell_untested_versions()
         extended.divide_slices = lookups.divided
+        extended.compare_reads = functools.partial(rank_checks.comparer, self)
         undistributed_jobs.made_strategy()
         guard.install(self)
 

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import dtk
+from dtk.errors import DisagreementError
 from dtk.strategies import undistributed
 
 from support import bodies, cases
@@ -339,3 +340,50 @@ def test_seeds_agree_where_they_must(world, backend, size):
     (first, drawn), (second, drawn_too) = world(backend, size).run(seeds)
     assert first == 7 != second
     assert drawn == drawn_too
+
+
+def sharded_in_any_order():
+    """What is said of datasets that each rank shuffles by itself; one with a seed is taken."""
+    strategy = bodies.strategy()
+    tf.random.set_seed(strategy.rank)
+    rows = tf.data.Dataset.range(20)
+    told = []
+    for data, batch_size in ((rows.shuffle(20), 4), (rows.shuffle(20).batch(4), None)):
+        with pytest.raises(DisagreementError) as raised:
+            dtk.data.shard(data, strategy, batch_size)
+        told.append(str(raised.value))
+    tf.random.set_seed(1)
+    alike = dtk.data.shard(rows.shuffle(20, seed=7), strategy, 4)
+    return told, [int(row) for row in alike.unbatch()]
+
+
+def test_ranks_that_shuffle_in_other_orders_share_nothing(world, backend, size):
+    """They trained on some rows twice, and never on others."""
+    ranks = world(backend, size).run(sharded_in_any_order)
+    assert sorted(row for _, rows in ranks for row in rows) == [*range(20)]
+    for rank, (told, _) in enumerate(ranks):
+        for one in told:
+            assert one.startswith(f"rank {rank}: the dataset that shard was given shuffles in")
+
+
+def fitted_on_ragged_batches():
+    """What is said of unlike numbers of ragged batches; how many steps are taken of as many."""
+    strategy = bodies.strategy()
+    with strategy.scope():
+        rows = keras.Input((None,), ragged=True)
+        total = keras.layers.Lambda(lambda x: tf.reduce_sum(x, 1, keepdims=True), (1,))(rows)
+        model = keras.Model(rows, keras.layers.Dense(1)(total))
+        model.compile("sgd", "mse")
+    ragged = tf.RaggedTensor.from_row_lengths(tf.ones(12), [1, 2, 3, 3, 2, 1])
+    data = tf.data.Dataset.from_tensor_slices((ragged, tf.ones(6))).batch(1)
+    own = strategy.distribute_datasets_from_function(lambda context: data.skip(strategy.rank))
+    with pytest.raises(ValueError, match="ranks bring different numbers") as raised:
+        model.fit(own, verbose=0)
+    return str(raised.value), len(model.fit(own, steps_per_epoch=4, verbose=0).epoch)
+
+
+def test_ragged_batches_of_unlike_numbers_are_refused_for_what_they_are(world, backend, size):
+    """Ranks were told to start the same script with the same arguments."""
+    for rank, (told, epochs) in enumerate(world(backend, size).run(fitted_on_ragged_batches)):
+        assert f"rank {rank}: " in told and "(by rank: [6, 5])" in told
+        assert epochs == 1

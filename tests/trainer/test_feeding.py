@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 from dtk.compat import keras_data, tf_replicas
+from dtk.errors import DisagreementError
 from dtk.input import slicing
 from dtk.patches import patch
 from dtk.strategies import AllReduceStrategy, undistributed
@@ -344,7 +345,8 @@ def shapes_of_distributed_data(devices):
     numbers = tf.data.Dataset.range(8)
     batches = numbers.batch(2, drop_remainder=True), numbers.batch(2)
     distributed = map(strategy.experimental_distribute_dataset, batches)
-    return [tf.nest.flatten(one.element_spec)[0].shape.as_list() for one in distributed]
+    specs = [tf.nest.flatten(one.element_spec, expand_composites=True) for one in distributed]
+    return [leaves[0].shape.as_list() for leaves in specs]
 
 
 @pytest.mark.parametrize("devices", [0, 2])
@@ -407,3 +409,75 @@ def test_two_ranks_do_not_cache_in_one_file(pool, tmp_path):
         for one in told:
             assert one.startswith(f"rank {rank}: ranks 0 and 1 of one host both cache")
             assert one.endswith('.cache(f"{path}.{strategy.rank}")')
+
+
+def read_in_loops(devices):
+    """The sums of the batches that loops of TensorFlow's guides read of a distributed dataset."""
+    strategy = bodies.strategy(devices)
+    data = tf.data.Dataset.range(22).batch(5)
+    batches = strategy.experimental_distribute_dataset(data)
+
+    def total(batch):
+        held = strategy.run(lambda x: tf.reduce_sum(x), args=(batch,))
+        return strategy.reduce("SUM", held, axis=None)
+
+    @tf.function(input_signature=[batches.element_spec])
+    def of_signature(batch):
+        return total(batch)
+
+    @tf.function
+    def of_iterator(iterator):
+        return tf.stack([total(next(iterator)), total(iterator.get_next())])
+
+    @tf.function
+    def of_rest(iterator):
+        sums = tf.constant(0, tf.int64)
+        for batch in iterator:
+            sums += total(batch)
+        return sums
+
+    iterator = iter(batches)
+    first = of_signature(iterator.get_next())
+    second = total(iterator.get_next_as_optional().get_value())
+    two = of_iterator(iterator).numpy().tolist()
+    rest = of_rest(iterator)
+    assert not iterator.get_next_as_optional().has_value()
+    tf.nest.assert_same_structure(iterator.element_spec, batches.element_spec)
+    return [int(first), int(second), *two, int(rest)]
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_a_loop_may_read_as_in_tensorflow_s_guides(world, devices):
+    """Under MirroredStrategy: AttributeError: 'map' object has no attribute 'get_next'."""
+    pool = world("local", 1) if devices else world("collective", 2)
+    for sums in pool.run(read_in_loops, devices):
+        assert sums == [10, 35, 60, 85, 41]
+
+
+def read_differently():
+    """What is said of a loop whose ranks read other rows; and rows after an opening alone."""
+    strategy = bodies.strategy()
+    told = []
+    for first in (0, 7):  # the first batch that differs by rank
+        rows = np.arange(24) + strategy.rank * (np.arange(24) >= 2 * first)
+        data = tf.data.Dataset.from_tensor_slices(rows).batch(2)
+        read = []
+        with pytest.raises(DisagreementError) as raised:
+            read += strategy.experimental_distribute_dataset(data)
+        told.append(str(raised.value))
+    orders = []
+    for distributes in (False, True):
+        data = tf.data.Dataset.range(20).shuffle(20, seed=3).batch(4)
+        with strategy.extended.observing_batches(lambda digest: None):
+            iter(strategy.experimental_distribute_dataset(data) if distributes else data)
+        orders.append(np.concatenate(list(data)).tolist())
+    return told, orders
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_s_ranks_compare_what_they_read(pool):
+    """They trained on some rows twice. And `predict` changed the order of the next `fit`."""
+    for rank, (told, (plain, distributed)) in enumerate(pool.run(read_differently)):
+        for batch, one in zip((1, 8), told, strict=True):
+            assert one.startswith(f"rank {rank}: at batch {batch} of a distributed dataset, ranks")
+        assert plain == distributed

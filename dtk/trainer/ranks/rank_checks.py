@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -242,6 +242,21 @@ def comparing_batches(strategy: Strategy) -> Iterator[None]:
     progress.end_of_data()
     if batches:
         check_same_digest(strategy, int(total), "at the end of the data")
+
+
+def comparer(strategy: Strategy) -> Callable[[tf.Tensor], None]:
+    """Return what takes the digests of a loop's batches: ranks compare after 1, 2, 4, 8, ..."""
+    batches, total = 0, tf.constant(0, tf.int64)
+
+    def read(digest: tf.Tensor) -> None:
+        nonlocal batches, total
+        if tf_replicas.computes_as_one_replica():  # this rank reads without the others
+            return
+        batches, total = batches + 1, digests.add(total, digest)
+        if batches & (batches - 1) == 0:
+            check_same_digest(strategy, int(total), f"at batch {batches} of a distributed dataset")
+
+    return read
 
 
 def check_same_run(trainer: ModelState, params: Mapping[str, object]) -> None:
