@@ -103,6 +103,12 @@ def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]
     return [_unwrapped(loss) for loss in losses if is_foreign_loss(loss)]
 
 
+def compiled_loss(model: keras.Model) -> Function[tf.Tensor] | None:
+    """Return the function of targets, outputs and weights that `compile` has made of the losses."""
+    compiled: Function[tf.Tensor] | None = model._compile_loss
+    return compiled
+
+
 def is_foreign_loss(loss: keras.Loss | Function[tf.Tensor]) -> bool:
     """Return whether a loss is not Keras's own, or not a mean over rows."""
     function = _unwrapped(loss)

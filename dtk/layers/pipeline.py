@@ -18,15 +18,18 @@ PipeDream-Flush.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeAlias, TypedDict
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtk.communicators.aligned_slices import concatenated
 from dtk.communicators.base import Communicator
 from dtk.communicators.shard import OneRanks
+from dtk.compat import keras_models, keras_steps
 from dtk.compat.keras_variables import set_owner
 from dtk.errors import at_rank
 from dtk.even_division import even_bounds
@@ -35,6 +38,8 @@ from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
 from dtk.patches import temporarily
 from dtk.schedules.runs import is_count
+from dtk.trainer.replica import whole_batch
+from dtk.trainer.tracing import row_dependence, traced_step
 
 # A stage, or a function without arguments that builds it.
 Stage: TypeAlias = "keras.Model | Callable[[], keras.Model]"
@@ -44,6 +49,8 @@ FORWARD, BACKWARD = "f", "b"
 Slot: TypeAlias = tuple[str, int]
 # Microbatch m is sent under this tag plus m, which leaves the tags below to layers of the user's.
 _FIRST_TAG = 1 << 20
+# Rows on which a loss is tried, of which two parts have different numbers; and how often.
+_ROWS_TRIED, _DRAWS = 5, 4
 
 
 def gpipe(microbatches: int) -> list[Slot]:
@@ -331,7 +338,8 @@ class Pipeline(keras.Model):
         microbatches: Number of parts that a replica's batch is cut into.
         schedule: "gpipe": all microbatches forwards, then all backwards, for any loss. "1f1b": one
             forwards and one backwards in turn, which holds the activations of at most P instead of
-            M microbatches, for losses that are means over rows.
+            M microbatches, where the loss is a mean over rows. Other losses need all outputs
+            before any gradient: steps are then those of "gpipe", and rank 0 says so.
         links: The source stages of a stage, by its number. A stage with several sources takes a
             list of their outputs, in this order; a source may stand there twice. A stage that is
             left out takes the output of the stage before it; stage 0 takes the model's inputs.
@@ -398,7 +406,7 @@ class Pipeline(keras.Model):
         self._all: list[keras.Model] = []
         self._outputs: list[keras.KerasTensor] = []
         self._configs: list[dict[str, object]] = []
-        self._is_regularized = False
+        self._is_regularized = self._told_of_loss = False
         self._counts_penalties = True
         for number, stage in enumerate(stages):
             self._take(number, stage if isinstance(stage, keras.Model) else stage())
@@ -572,10 +580,9 @@ class InterleavedPipeline(Pipeline):
 
     def train_step(self, data: Tree) -> dict[str, tf.Tensor]:
         """Train on one batch; replaces Keras's train step."""
-        if self.stage is None:
-            return super().train_step(data)
-        self._check_reduction()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.stage is None or not self._loss_is_mean(y, weight):
+            return super().train_step(data)
         count = self._microbatches
         parts = [microbatch(x, m, count) for m in range(count)]
         rows, rank = rows_of(x), self._group.rank
@@ -623,13 +630,98 @@ class InterleavedPipeline(Pipeline):
         of_penalty = tape.gradient(penalty, [v.value for v in variables])
         return [added(one, other) for one, other in zip(gradients, of_penalty, strict=True)]
 
-    def _check_reduction(self) -> None:
-        for loss in keras.tree.flatten(self.loss):
-            reduction = getattr(loss, "reduction", "sum_over_batch_size")
-            if reduction != "sum_over_batch_size":
-                self._refuse(
-                    f"schedule='1f1b' with the loss {loss.name!r} of reduction {reduction!r}: the "
-                    "loss of a batch must be a mean over its rows, so that it can be computed a "
-                    "microbatch at a time; use schedule='gpipe', or "
-                    "reduction='sum_over_batch_size'"
-                )
+    def _loss_is_mean(self, y: Tree, weight: tf.Tensor | None) -> bool:
+        """Return whether a batch's loss is the mean of its microbatches', weighed by their rows."""
+        compute = keras_models.compiled_loss(self)
+        own = keras_models.computes_own_loss(self) and not keras_models.foreign_losses(self)
+        masked = keras_steps.mask_of(self._outputs[-1]) is not None
+        if compute is None or not masked and _is_mean(compute, y, self._outputs[-1], weight, own):
+            return True
+        if not self._told_of_loss and self._group.rank == 0:
+            print(
+                f"dtk: {self.name!r} trains by schedule='gpipe', with activations of all "
+                f"{self._microbatches} microbatches in memory: its loss is not shown to be a mean "
+                "over rows, so gradients need the outputs of the whole batch. schedule='1f1b' "
+                "is for losses that return one value for each row, without masks",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._told_of_loss = True
+        return False
+
+
+def _is_mean(
+    compute: Function[tf.Tensor],
+    y: Tree,
+    output: keras.KerasTensor,
+    weight: tf.Tensor | None,
+    own: bool,
+) -> bool:
+    """Return whether a loss is a mean over rows, by its graph and on a few rows that are drawn.
+
+    The graph does not show whether rows are compared with each other, nor the rows that are drawn a
+    mask of labels that are not among them. Of Keras's `own` losses only masks and reductions are in
+    doubt.
+    """
+    fit: list[bool] = []
+
+    def noted(
+        values: tf.Tensor,
+        sample_weight: tf.Tensor | None = None,
+        mask: tf.Tensor | None = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: tf.DType = None,
+        *,
+        original: Function[tf.Tensor],
+    ) -> tf.Tensor:
+        # Weights would multiply what a loss has reduced itself by their mean.
+        of_rows = sample_weight is None or len(values.shape) > 0
+        mean = mask is None and reduction in ("mean", "sum_over_batch_size") and of_rows
+        fit.append(mean and (own or shows_mean(values)))
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    def shows_mean(values: tf.Tensor) -> bool:
+        graph = tf.compat.v1.get_default_graph()
+        return row_dependence.is_mean(tf.convert_to_tensor(values), graph.inputs, graph)
+
+    def loss_of(y_true: Tree, y_pred: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        with (
+            keras_steps.patch_losses(_unscaled, _unscaled, noted),
+            whole_batch.noting_calls() as calls,
+        ):
+            loss = tf.convert_to_tensor(compute(y_true, y_pred, *weights))
+        fit.append(not calls and (bool(fit) or shows_mean(loss)))
+        return loss
+
+    def drawn(spec: tf.TensorSpec, are_labels: bool) -> tf.Tensor:
+        shape = [_ROWS_TRIED, *(size or 1 for size in spec.shape[1:])]
+        values = random.integers(0, 2, shape) if are_labels else random.random(shape)
+        return tf.cast(values, spec.dtype)
+
+    def adds_up() -> bool:
+        labels = tf.nest.map_structure(lambda spec: drawn(spec, True), specs[0])
+        rows = (labels, *(drawn(spec, False) for spec in specs[1:]))
+        parts = [[microbatch(one, part, 2) for one in rows] for part in range(2)]
+        weighed = [float(concrete(*part)) * int(rows_of(part)) / _ROWS_TRIED for part in parts]
+        return abs(float(concrete(*rows)) - sum(weighed)) <= 1e-2 * sum(map(abs, weighed))
+
+    random = np.random.default_rng(0)
+    given = (y, output) if weight is None else (y, output, weight)
+    with tf.init_scope(), traced_step.tracing(None):
+        try:
+            specs = tf.nest.map_structure(_spec_of_rows, given)
+            concrete = tf.function(loss_of, specs, autograph=False).get_concrete_function()
+            return all(fit) and (own or all(adds_up() for _ in range(_DRAWS)))
+        except Exception:  # whatever a script's loss raises on rows that it does not expect
+            if own:
+                raise
+            return False
+
+
+def _spec_of_rows(like: tf.Tensor | keras.KerasTensor) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *like.shape[1:]], like.dtype)
+
+
+def _unscaled(value: tf.Tensor, original: Function[tf.Tensor]) -> tf.Tensor:
+    del original
+    return value

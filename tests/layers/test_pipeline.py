@@ -237,12 +237,60 @@ def test_a_stage_with_nothing_to_train_is_named():
         model(np.zeros((4, 8)), training=True)
 
 
-def test_losses_that_are_not_means_over_rows_need_gpipe():
+def of_each_row(y, p):
+    return keras.ops.mean(keras.ops.square(y - p), -1)
+
+
+def reduced(y, p):
+    return keras.ops.mean(keras.ops.square(y - p))
+
+
+def of_one_class(y, p):
+    """No label that is drawn is another class."""
+    counted = keras.ops.cast(y[:, 0] != 255, p.dtype)
+    return keras.ops.sum(counted * of_each_row(y, p)) / keras.ops.sum(counted)
+
+
+def of_neighbours(y, p):
+    """No graph shows that a row is computed from another one."""
+    return of_each_row(y, keras.ops.roll(p, 1, axis=0))
+
+
+@pytest.mark.parametrize(
+    "loss, weighted, is_mean",
+    [
+        ("mse", True, True),
+        (of_each_row, True, True),
+        (reduced, False, True),
+        (keras.losses.Dice(axis=1), False, True),
+        (reduced, True, False),
+        (keras.losses.MeanSquaredError(reduction="sum"), False, False),
+        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), False, False),
+        (keras.losses.Dice(), False, False),
+        (of_one_class, False, False),
+        (of_neighbours, False, False),
+    ],
+)
+def test_losses_that_are_not_means_over_rows_are_trained_as_by_gpipe(
+    loss, weighted, is_mean, capsys
+):
+    """Breaks as gradients of each microbatch's own quotient, without a word."""
+    x, labels = data()
+    sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
     model = Pipeline(joined(2), 2, "1f1b", communicator=NullCommunicator(0, 2))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.compile("sgd", loss)
-    with pytest.raises(ValueError, match="reduction 'sum'.*schedule='gpipe'"):
-        model.train_on_batch(*data())
+    y = labels if sparse else keras.utils.to_categorical(labels, 3)
+    model.train_on_batch(x, y, np.ones(len(x)) if weighted else None)
+    assert ("trains by schedule='gpipe'" in capsys.readouterr().err) != is_mean
+
+
+def test_a_mask_of_the_last_stage_is_no_part_of_the_loss(capsys):
+    last = keras.Sequential([keras.Input((4, 3)), keras.layers.Masking(), keras.layers.Dense(1)])
+    first = keras.Sequential([keras.Input((4, 3)), keras.layers.Dense(3)])
+    model = Pipeline([first, last], 2, "1f1b", communicator=NullCommunicator(0, 2))
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((6, 4, 3)), np.ones((6, 4, 1)))
+    assert "trains by schedule='gpipe'" in capsys.readouterr().err
 
 
 def test_losses_of_a_stage_of_its_own_are_refused_with_microbatches():

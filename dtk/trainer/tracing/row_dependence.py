@@ -146,6 +146,25 @@ def adds_up(values: tf.Tensor, inputs: Sequence[tf.Tensor], inside: tf.Graph) ->
     return all(_is_sum(term, ends, known) for _, term in linear_terms(values, set()))
 
 
+def is_mean(values: tf.Tensor, inputs: Sequence[tf.Tensor], inside: tf.Graph) -> bool:
+    """Return whether a graph shows that a loss is a mean over rows of its inputs.
+
+    Its values are as many for each row, or are the mean of such. Rows that are compared with each
+    other are not shown, as in `adds_up`.
+    """
+    known = RowDependence(inside, exact=True)
+    ends = {one.ref() for one in inputs}
+
+    def are_of_each_row(rows: tf.Tensor) -> bool:
+        sizes = known.sizes(rows) or []
+        return sizes.count(OF_ROWS) == 1 and UNKNOWN not in sizes and _is_by_row(rows, ends, known)
+
+    if values.shape.rank != 0:
+        return are_of_each_row(values)
+    terms = [term.op for _, term in linear_terms(values, set())]
+    return all(op.type == "Mean" and are_of_each_row(op.inputs[0]) for op in terms)
+
+
 def _is_sum(
     scalar: tf.Tensor, ends: set[Hashable], known: RowDependence, strictly: bool = False
 ) -> bool:
