@@ -12,12 +12,17 @@ may be reading it.
 from __future__ import annotations
 
 import contextlib
+import dis
 import fcntl
+import functools
 import hashlib
+import inspect
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import keras
@@ -30,6 +35,9 @@ from dtk.trainer.strategy import tell
 
 # A SavedModel has this folder for the files of other tools.
 _STAMP = Path("assets.extra", "dtk-model-hash")
+# Packages of which all is known by its name; and values that are known by their `repr`.
+_LIBRARIES = ("dtk", "keras", "logging", "ml_dtypes", "numpy", "tensorflow")
+_PLAIN = (bool, int, float, complex, bytes, range, slice, tf.DType)
 
 
 def install() -> None:
@@ -75,7 +83,9 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
             beside = Path(folder, target.name)
             saved = save(str(beside) if isinstance(path, str) else beside)
             if (beside / "saved_model.pb").is_file():
-                _exchange(beside, target, hash_of(model, how))
+                settings = settings_of(model)
+                stamp = None if settings is None else f"{hash_of(model, how)} {settings}"
+                _exchange(beside, target, stamp)
             else:
                 _move(Path(folder), target.parent)
         return saved
@@ -135,7 +145,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def hash_of(model: keras.Model, how: str = "") -> str:
-    """Compute a hash of a model's weights, and of how they are written."""
+    """Compute a hash of a model's weights, and of how they are written; see `settings_of`."""
     layers = [
         f"{type(layer).__name__} {getattr(getattr(layer, 'activation', None), '__name__', '')}"
         for layer in keras_models.layers_of(model)
@@ -148,10 +158,127 @@ def hash_of(model: keras.Model, how: str = "") -> str:
     return digest.hexdigest()
 
 
-def _exchange(source: Path, target: Path, stamp: str) -> None:
-    """Move one folder to the place of another, unless the other holds the same model."""
-    (source / _STAMP.parent).mkdir(exist_ok=True)
-    (source / _STAMP).write_text(stamp)
+def settings_of(model: keras.Model) -> str | None:
+    """Compute a hash of what a model makes of its weights; None where nothing tells it.
+
+    It is of the configurations of the layers, and of a script's own code with the attributes,
+    constants and functions that it reads. Names of layers are left out: processes count them apart.
+    """
+    layers = keras_models.layers_of(model)
+    numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
+    seen: dict[int, object] = {}
+
+    def told(value: object) -> object:
+        value = getattr(value, "python_function", value)  # of a tf.function
+        if isinstance(value, str):
+            return numbers.get(value, value)
+        if isinstance(value, _PLAIN) or value is None or value is ...:
+            return repr(value)
+        if isinstance(value, np.ndarray | np.generic | tf.Tensor):
+            array = np.asarray(value)
+            entries = array.tolist() if array.dtype == object else array.tobytes()
+            return [str(array.dtype), array.shape, entries]
+        if isinstance(value, Mapping):
+            # A lambda's code has the name of its file; `told_code` leaves it out.
+            left_out = "config" if value.get("class_name") == "__lambda__" else None
+            return [[told(key), told(one)] for key, one in value.items() if key != left_out]
+        if isinstance(value, list | tuple | tf.TensorShape):
+            return [told(one) for one in value]
+        if isinstance(value, set | frozenset):
+            return sorted(repr(told(one)) for one in value)
+        if isinstance(value, types.CodeType):
+            return [value.co_code, value.co_names, told(value.co_consts)]
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, types.MethodType):
+            return [told(value.__func__), told(value.__self__)]
+        if isinstance(value, functools.partial):
+            return told([value.func, value.args, value.keywords])
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        kinds = (type, types.ModuleType, types.BuiltinFunctionType)
+        is_function = isinstance(value, types.FunctionType)
+        by_name = isinstance(value, kinds) or is_function and _is_of_library(value)
+        if by_name or _package_of(value) in _LIBRARIES:
+            return getattr(value, "__qualname__", type(value).__qualname__)
+        # `layers` has those that predictions need.
+        if isinstance(value, keras.Layer | keras.Metric | keras.Optimizer | tf.Module):
+            return type(value).__qualname__
+        if id(value) in seen:
+            return "seen"
+        seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            return told_code(value)
+        # A TypeError if it has no attributes, and may have anything.
+        return [type(value).__qualname__, told(_own_functions(type(value))), told(vars(value))]
+
+    def told_code(function: types.FunctionType) -> object:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        known, package = function.__globals__, _package_of(function)
+        read = [(name, known[name]) for name in _read_by(function.__code__, True) if name in known]
+        # Of other things, such as a whole module, it reads a part.
+        kinds = (*_PLAIN, str, tuple, np.ndarray)
+        kept = [x for x in read if isinstance(x[1], kinds) or _package_of(x[1]) == package]
+        return [told(one) for one in (function.__code__, function.__defaults__, cells, kept)]
+
+    def told_layer(layer: keras.Layer) -> object:
+        config: object = None
+        with contextlib.suppress(NotImplementedError):  # a script's own layer needs none
+            config = told(layer.get_config())
+        functions = _own_functions(type(layer))
+        names = {name for one in functions.values() for name in _read_by(one.__code__)}
+        own = [one for one in type(layer).__mro__ if not _is_of_library(one)]
+        given = [{k: v for k, v in vars(one).items() if k in names} for one in (*own, layer)]
+        passed = [f for f in vars(layer).values() if isinstance(f, types.FunctionType)]
+        passed = [f for f in passed if not _is_of_library(f)]
+        return [type(layer).__name__, config, told([*functions.items(), *given, *passed])]
+
+    try:
+        told_layers = repr([told_layer(layer) for layer in layers])
+    except Exception:  # a script's own objects raise whatever they raise
+        return None
+    return hashlib.blake2b(told_layers.encode(), digest_size=16).hexdigest()
+
+
+def _package_of(value: object) -> str:
+    """Return the first name of the module that defines a function, class, or an object's class."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return str(module).partition(".")[0]
+
+
+def _is_of_library(value: object) -> bool:
+    package = _package_of(value)
+    return package in _LIBRARIES or package != "__main__" and package in sys.stdlib_module_names
+
+
+def _read_by(code: types.CodeType, is_global: bool = False) -> list[str]:
+    """Return the names of the attributes, or globals, that code reads, with functions in it."""
+    kinds = ("LOAD_GLOBAL",) if is_global else ("LOAD_ATTR", "LOAD_METHOD")
+    names = [str(one.argval) for one in dis.get_instructions(code) if one.opname in kinds]
+    inside = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return sorted({*names, *(name for one in inside for name in _read_by(one, is_global))})
+
+
+def _own_functions(cls: type) -> dict[str, types.FunctionType]:
+    """Return the functions of a class that a script has written, those of its properties too."""
+    found = {}
+    for one in cls.__mro__:
+        for name, member in () if _is_of_library(one) else vars(one).items():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            function = getattr(function, "python_function", function)
+            function = inspect.unwrap(function) if callable(function) else function
+            if isinstance(function, types.FunctionType) and not _is_of_library(function):
+                found[f"{one.__qualname__}.{name}"] = function
+    return found
+
+
+def _exchange(source: Path, target: Path, stamp: str | None) -> None:
+    """Move one folder to the place of another, unless the other holds the same model.
+
+    Without a stamp, nothing tells whether it does.
+    """
+    if stamp is not None:
+        (source / _STAMP.parent).mkdir(exist_ok=True)
+        (source / _STAMP).write_text(stamp)
     with _locked(target.parent):
         there = target / _STAMP
         if there.is_file() and there.read_text() == stamp:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import pickle
 from pathlib import Path
 
@@ -96,11 +98,77 @@ def test_rank_0_may_save_alone_and_export_again(pool, tmp_path):
     assert names == ["exported", "model.keras", "model.weights.h5", *state]
 
 
+class Times(keras.Model):
+    """Its configuration does not have its factor, nor its code."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.dense, self.factors = keras.layers.Dense(3, kernel_initializer="ones"), [factor]
+
+    def get_config(self):
+        return {}
+
+    def call(self, x):
+        return self.dense(x) * self.factors[0]
+
+
+class Plus(Times):
+    def call(self, x):
+        return self.dense(x) + self.factors[0]
+
+
+def with_equal_weights():
+    """Models that differ in nothing but what they make of their weights."""
+
+    def sequential(*layers):
+        dense = keras.layers.Dense(3, kernel_initializer="ones")
+        return keras.Sequential([keras.Input((4,)), dense, *layers])
+
+    def functional(skips):
+        given = keras.Input((3,))
+        once = keras.layers.Dense(3, kernel_initializer="ones")(given)
+        twice = keras.layers.Dense(3, kernel_initializer="ones")(once)
+        return keras.Model(given, keras.layers.Add()([twice, given if skips else once]))
+
+    yield "plain", sequential()
+    for slope in (0.1, 0.9):
+        yield f"leaky {slope}", sequential(keras.layers.LeakyReLU(negative_slope=slope))
+    for scale in (1.0, 10.0):
+        yield f"rescaled {scale}", sequential(keras.layers.Rescaling(scale))
+    yield "twice", sequential(keras.layers.Lambda(lambda x: 2 * x))
+    yield "thrice", sequential(keras.layers.Lambda(lambda x: 3 * x))
+    yield "of the own", functional(False)
+    yield "of the input", functional(True)
+    for cls, factor in ((Times, 2.0), (Times, 3.0), (Plus, 3.0)):
+        model = cls(factor)
+        model(np.ones((1, 4), "float32"))
+        yield f"{cls.__name__} {factor}", model
+    for units in (1.0, 2.0):
+        model.factors = [argparse.Namespace(units=units), functools.partial(max, units)]
+        yield f"of objects {units}", model
+
+
 def test_models_with_equal_weights_are_told_apart():
     """Breaks as an export that keeps another model which stood there."""
     base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     likely = keras.Sequential([base, keras.layers.Softmax()])
     assert model_files.hash_of(base) != model_files.hash_of(likely)
+    settings = model_files.settings_of
+    first, again = ({n: settings(model) for n, model in with_equal_weights()} for _ in range(2))
+    assert first == again, "layers have other names, and nothing else"
+    assert len({*first.values()} - {None}) == len(first)
+
+
+def test_an_export_replaces_a_model_of_other_settings(tmp_path):
+    """Breaks as the first of them, which stays."""
+    model, x = Times(2.0), np.ones((1, 4), "float32")
+    model(x)
+    unknown = memoryview(b"")  # so that nothing tells what the model computes
+    for factors in ([2.0], [3.0], [5.0, unknown], [7.0, unknown]):
+        model.factors = factors
+        model.export(tmp_path / "served", verbose=False)
+        served = tf.saved_model.load(tmp_path / "served")
+        np.testing.assert_allclose(served.serve(x), model(x))
 
 
 def uncompiled(folder):
