@@ -5,6 +5,7 @@
         output/part-00000.npy          a model with one output
         output/part-00001.npy
         output.logits/part-00000.npy   one with several: named as in the structure it returns
+        data/part-00000.npy            digests of the batches that a part was predicted from
         .writing-...                   a write that is under way, or was cut short
 
 A file is written under another name, flushed to the disk and renamed: a part is there completely or
@@ -28,6 +29,7 @@ from dtk.files import DRAFT, written
 from dtk.nests import Array, Tree
 
 _FORMAT = "dtk predictions, 1"
+_DATA = "data"  # names of outputs begin otherwise
 # How outputs are nested, written to JSON: the name of a folder, or ["list" or "tuple", parts], or
 # ["dict", {name: part}].
 Structure: TypeAlias = "str | list[str | list[Structure] | dict[str, Structure]]"
@@ -50,6 +52,7 @@ class Manifest:
     # dtype of the entries, as NumPy calls it, and shape of a row, by the name of an output's folder
     outputs: dict[str, tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     parts: tuple[int, ...] | None = None  # rows of each part, when all are there; None before
+    settings: str = ""  # digest of how the model's layers are configured
 
 
 class PartFiles:
@@ -78,7 +81,7 @@ class PartFiles:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Write or replace the manifest, and make the folders of its outputs."""
-        for name in manifest.outputs:
+        for name in (_DATA, *manifest.outputs):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         with written(self.manifest_file) as draft:
             said = {"format": _FORMAT, **dataclasses.asdict(manifest)}
@@ -87,7 +90,7 @@ class PartFiles:
     def clear(self, manifest: Manifest) -> None:
         """Remove everything that was predicted, the manifest first."""
         self.manifest_file.unlink()
-        for name in manifest.outputs:
+        for name in (_DATA, *manifest.outputs):
             for file in (self.directory / name).glob("part-*.npy"):
                 file.unlink()
 
@@ -99,13 +102,23 @@ class PartFiles:
     def file(self, name: str, part: int) -> Path:
         return self.directory / name / f"part-{part:05d}.npy"
 
-    def write(self, part: int, arrays: dict[str, Array]) -> None:
-        for name, rows in arrays.items():
+    def write(self, part: int, arrays: dict[str, Array], digests: Sequence[int]) -> None:
+        # Digests last: they are of the rows that are there.
+        for name, rows in {**arrays, _DATA: np.array(digests)}.items():
             with written(self.file(name, part)) as draft, open(draft, "wb") as stream:
                 np.save(stream, rows, allow_pickle=False)
 
+    def digests(self, part: int) -> list[int] | None:
+        """Return the digests of the batches of a part; None if they are not there."""
+        try:
+            return [int(one) for one in np.load(self.file(_DATA, part), allow_pickle=False)]
+        except (OSError, ValueError):
+            return None
+
     def rows(self, manifest: Manifest, part: int) -> int | None:
         """Return how many rows a part has; None if it is not there completely."""
+        if self.digests(part) is None:
+            return None
         counts = set()
         for name, output in manifest.outputs.items():
             try:
@@ -140,8 +153,9 @@ def outputs_of(predicted: Tree) -> tuple[Structure, dict[str, Array]]:
         if isinstance(part, list | tuple):
             kind = "list" if isinstance(part, list) else "tuple"
             return [kind, [of(each, f"{name}.{index}") for index, each in enumerate(part)]]
-        # A name of a layer may be a path.
-        folder = name.replace("/", "_")
+        folder = name.replace("/", "_")  # a name of a layer may be a path
+        while folder.casefold() in map(str.casefold, arrays):  # "a/b" and "a_b"
+            folder += "_"
         arrays[folder] = _storable(np.asarray(part), folder)
         return folder
 

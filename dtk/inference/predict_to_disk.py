@@ -41,12 +41,15 @@ from dtk.inference.weights import check_ready, ranks_of, strategy_of
 from dtk.input import digests, slicing
 from dtk.nests import Array, Leaf, Tree
 from dtk.strategies.dtk_strategy import DtkStrategy
+from dtk.trainer import model_files
 from dtk.trainer.ranks.rank_checks import compare
 
 # Whatever can be predicted to disk.
 Data: TypeAlias = "Tree | Array | tf.data.Dataset | keras.utils.PyDataset | Callable[[int], Tree]"
 # The parts that a rank predicts: number -> batches.
 Parts: TypeAlias = "Iterator[tuple[int, Iterator[Tree]]]"
+# Whether the part of a number is to be read.
+Asked: TypeAlias = "Callable[[int], bool]"
 
 # Batch size of arrays when nothing is said, as Keras's.
 _BATCH_SIZE = 32
@@ -78,12 +81,12 @@ class IndexedSource:
             number = digests.add(number, digests.digest(_inputs(self.batch(index))))
         return int(number)
 
-    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
-        """Read a block of the parts that are left: neighbours, so that a disk reads on."""
-        left = [part for part in range(-(-self.steps // per_part)) if part not in done]
-        sizes = even_sizes(len(left), size)
+    def parts_of(self, rank: int, size: int, is_asked: Asked, per_part: int) -> Parts:
+        """Read a block of the parts that are asked for: neighbours, so that a disk reads on."""
+        asked = [part for part in range(-(-self.steps // per_part)) if is_asked(part)]
+        sizes = even_sizes(len(asked), size)
         first = sum(sizes[:rank])
-        for part in left[first : first + sizes[rank]]:
+        for part in asked[first : first + sizes[rank]]:
             indices = range(part * per_part, min((part + 1) * per_part, self.steps))
             yield part, map(self.batch, indices)
 
@@ -107,11 +110,11 @@ class StreamSource:
         """Return a digest of the first batch."""
         return int(digests.digest(_inputs(self.first())))
 
-    def parts_of(self, rank: int, size: int, done: Collection[int], per_part: int) -> Parts:
-        """Read everything, and yield every `size`-th of the parts that are left."""
+    def parts_of(self, rank: int, size: int, is_asked: Asked, per_part: int) -> Parts:
+        """Read everything, and yield every `size`-th of the parts that are asked for."""
         turn = 0
         for part, group in itertools.groupby(self._observed(), lambda each: each[0] // per_part):
-            if part not in done:
+            if is_asked(part):
                 if turn % size == rank:
                     yield part, (batch for _, batch in group)
                 turn += 1
@@ -243,7 +246,8 @@ def predict_to_disk(
     are within 1e-6 of `model.predict`, which may cut its batches otherwise.
 
     A run that was killed is started again with the same arguments, by any number of ranks: it keeps
-    the files that are complete and makes the others.
+    the files that are complete and makes the others. It reads all of the data, to compare it with
+    what the files were made from. The code of your own layers is not compared.
 
     Args:
         model: A built model, compiled or not, under a strategy or not.
@@ -265,7 +269,7 @@ def predict_to_disk(
         The predictions, as `read` returns them, on every rank.
 
     Raises:
-        ValueError: The directory holds predictions of other weights or data, or something else; the
+        ValueError: The directory holds predictions of another model or data, or something else; the
             data cannot be predicted; or rank 0 does not see what others wrote.
         DisagreementError: Ranks have other weights, or read other data.
         NotDistributedError: Nothing says how the processes of this job belong together.
@@ -295,22 +299,26 @@ def predict_to_disk(
     files = PartFiles(Path(directory))
 
     def begin() -> tuple[Manifest, frozenset[int]]:
+        settings = model_files.settings_of(model)
         before = _found(files, resume)
         if before is None:
             manifest = _planned(asked, source, predict, ranks.size)
+            manifest = dataclasses.replace(manifest, settings=settings)
             files.write_manifest(manifest)
             return manifest, frozenset()
-        _check_same(before, asked, files.directory)
+        _check_same(before, dataclasses.replace(asked, settings=settings), files.directory)
         done = files.done(before)
         if before.parts is not None and len(done) < len(before.parts):
             before = dataclasses.replace(before, parts=None)  # somebody has removed some
         return before, done
 
     manifest, done = on_root(ranks, begin)
+    _check_data(source, files, manifest, done, ranks)
     if manifest.parts is not None and source.steps is not None:
         return Predictions(files.directory)
-    for part, batches in source.parts_of(ranks.rank, ranks.size, done, manifest.per_part):
-        files.write(part, _predict_part(predict, batches, manifest, ranks.rank, part))
+    left = source.parts_of(ranks.rank, ranks.size, lambda part: part not in done, manifest.per_part)
+    for part, batches in left:
+        files.write(part, *_predict_part(predict, batches, manifest, ranks.rank, part))
     if source.read is not None:
         what = "batches that were read (their number, their rows and a hash)"
         compare([(what, source.read)], ranks, _SAME_DATA)
@@ -392,13 +400,42 @@ def _planned(
 
 def _check_same(before: Manifest, asked: Manifest, directory: Path) -> None:
     """Refuse to go on with what was predicted of something else."""
-    for field, (_, what) in _FIELDS.items():
+    fields = {field: what for field, (_, what) in _FIELDS.items()}
+    for field, what in {**fields, "settings": "of a model of other layers"}.items():
         theirs, ours = getattr(before, field), getattr(asked, field)
         if theirs != ours and not (field == "per_part" and ours == 0):
-            raise ValueError(
-                f"{directory} holds predictions {what} ({field} {theirs}, now {ours}); give "
-                "another directory, or resume=False to remove them and predict anew"
-            )
+            raise _other(directory, f"{what} ({field} {theirs}, now {ours})")
+
+
+def _other(directory: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{directory} holds predictions {what}; give another directory, or resume=False to remove "
+        "them and predict anew"
+    )
+
+
+def _check_data(
+    source: Source, files: PartFiles, manifest: Manifest, done: Collection[int], ranks: Communicator
+) -> None:
+    """Refuse to keep parts of which the data has changed; each rank reads its share of them."""
+    changed = []
+    if done:
+        shared = source.parts_of(ranks.rank, ranks.size, done.__contains__, manifest.per_part)
+        changed = [
+            part
+            for part, batches in shared
+            if files.digests(part) != [_digest_of(batch) for batch in batches]
+        ]
+    changed = sorted(part for of_rank in ranks.allgather_object(changed) for part in of_rank)
+    if changed:
+        first = changed[0] * manifest.per_part
+        batches = f"batches {first} to {first + manifest.per_part - 1}"
+        more = f" and of {len(changed) - 1} more parts" if changed[1:] else ""
+        raise _other(files.directory, f"of other data (a row of {batches}{more} has changed)")
+
+
+def _digest_of(batch: Tree) -> int:
+    return int(digests.digest(_inputs(batch)))
 
 
 def _predict_part(
@@ -407,10 +444,12 @@ def _predict_part(
     manifest: Manifest,
     rank: int,
     part: int,
-) -> dict[str, Array]:
-    """Return the rows of one part's outputs, by name."""
+) -> tuple[dict[str, Array], list[int]]:
+    """Return the rows of one part's outputs, by name, and digests of its batches."""
+    read: list[int] = []
     predicted: dict[str, list[Array]] = {name: [] for name in manifest.outputs}
     for batch in batches:
+        read.append(_digest_of(batch))
         structure, arrays = outputs_of(predict(batch))
         if structure != manifest.structure:
             message = (
@@ -427,7 +466,7 @@ def _predict_part(
                 )
                 raise ValueError(at_rank(rank, message))
             predicted[name].append(array)
-    return {name: np.concatenate(arrays) for name, arrays in predicted.items()}
+    return {name: np.concatenate(arrays) for name, arrays in predicted.items()}, read
 
 
 def _complete(files: PartFiles, manifest: Manifest, steps: int | None, rows: int | None) -> None:

@@ -12,15 +12,11 @@ may be reading it.
 from __future__ import annotations
 
 import contextlib
-import dis
 import fcntl
 import hashlib
-import inspect
 import os
 import shutil
-import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -30,13 +26,11 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.replica import trial_reasons
 from dtk.trainer.strategy import tell
 
 # A SavedModel has this folder for the files of other tools.
 _STAMP = Path("assets.extra", "dtk-model-hash")
-# Modules whose code is known by its names; and values that are known by their `repr`.
-_LIBRARIES = ("dtk", "keras", "ml_dtypes", "numpy", "tensorflow")
-_PLAIN = (bool, int, float, complex, bytes, range, slice, tf.DType)
 
 
 def install() -> None:
@@ -82,8 +76,9 @@ def write(model: keras.Model, path: object, save: Callable[[object], object], ho
             beside = Path(folder, target.name)
             saved = save(str(beside) if isinstance(path, str) else beside)
             if (beside / "saved_model.pb").is_file():
-                settings = settings_of(model)
-                stamp = None if settings is None else f"{hash_of(model, how)} {settings}"
+                # Nothing tells what a script's own code makes of weights.
+                own = not isinstance(model, keras.Model) or trial_reasons.of_predict(model)
+                stamp = None if own else f"{hash_of(model, how)} {settings_of(model)}"
                 _exchange(beside, target, stamp)
             else:
                 _move(Path(folder), target.parent)
@@ -157,107 +152,35 @@ def hash_of(model: keras.Model, how: str = "") -> str:
     return digest.hexdigest()
 
 
-def settings_of(model: keras.Model) -> str | None:
-    """Compute a hash of what a model makes of its weights; None where nothing tells it.
+def settings_of(model: keras.Model) -> str:
+    """Compute a hash of how a model's layers are configured and joined, but not of their code.
 
-    It is of the configurations of the layers, and of a script's own code with the attributes,
-    constants and functions that it reads. Names of layers are left out: processes count them apart.
+    Names of layers are left out: processes count them apart.
     """
-    layers = keras_models.layers_of(model)
+    layers = [model, *keras_models.layers_of(model)]
     numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
-    seen: dict[int, object] = {}
 
-    def told(value: object) -> object:
-        value = getattr(value, "python_function", value)  # of a tf.function
+    def plain(value: object) -> object:
         if isinstance(value, str):
             return numbers.get(value, value)
-        if isinstance(value, _PLAIN) or value is None or value is ...:
-            return repr(value)
+        if isinstance(value, Mapping):
+            is_lambda = value.get("class_name") == "__lambda__"  # whose code has its file's name
+            return "lambda" if is_lambda else [[plain(k), plain(v)] for k, v in value.items()]
+        if isinstance(value, list | tuple | tf.TensorShape):
+            return [plain(one) for one in value]
         if isinstance(value, np.ndarray | np.generic | tf.Tensor):
             array = np.asarray(value)
-            entries = array.tolist() if array.dtype == object else array.tobytes()
-            return [str(array.dtype), array.shape, entries]
-        if isinstance(value, Mapping):
-            # A lambda's code has the name of its file; `told_code` leaves it out.
-            left_out = ("name", "config") if value.get("class_name") == "__lambda__" else ("name",)
-            return [[told(key), told(one)] for key, one in value.items() if key not in left_out]
-        if isinstance(value, list | tuple | tf.TensorShape):
-            return [told(one) for one in value]
-        if isinstance(value, set | frozenset):
-            return sorted(repr(told(one)) for one in value)
-        if isinstance(value, types.CodeType):
-            return [value.co_code, value.co_names, told(value.co_consts)]
-        value = inspect.unwrap(value) if callable(value) else value
-        value = getattr(value, "__func__", value)
-        if isinstance(value, type | types.ModuleType) or _is_of_library(value):
-            return getattr(value, "__qualname__", type(value).__qualname__)
-        if isinstance(value, keras.Layer | keras.Metric | keras.Optimizer | tf.Module):
-            return type(value).__qualname__  # `layers` has them, or predictions do without them
-        if id(value) in seen:
-            return "seen"
-        seen[id(value)] = value
-        if isinstance(value, types.FunctionType):
-            return told_code(value)
-        return [type(value).__qualname__, told(vars(value))]  # a TypeError if it has none
+            return [str(array.dtype), array.shape, array.tobytes()]
+        is_number = value is None or isinstance(value, int | float | complex)
+        return value if is_number else type(value).__qualname__
 
-    def told_code(function: types.FunctionType) -> object:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        known, package = function.__globals__, _package_of(function)
-        read = [(name, known[name]) for name in _read_by(function.__code__, True) if name in known]
-        # Of other things, such as a whole module, it reads a part.
-        kinds = (*_PLAIN, str, tuple, np.ndarray)
-        kept = [x for x in read if isinstance(x[1], kinds) or _package_of(x[1]) == package]
-        return [told(one) for one in (function.__code__, function.__defaults__, cells, kept)]
-
-    def told_layer(layer: keras.Layer) -> object:
-        config: object = None
+    def config_of(layer: keras.Layer) -> object:
         with contextlib.suppress(NotImplementedError):  # a script's own layer needs none
-            config = told(layer.get_config())
-        functions = _own_functions(type(layer))
-        names = {name for one in functions.values() for name in _read_by(one.__code__)}
-        own = [one for one in type(layer).__mro__ if not _is_of_library(one)]
-        given = [{k: v for k, v in vars(one).items() if k in names} for one in (*own, layer)]
-        passed = [f for f in vars(layer).values() if isinstance(f, types.FunctionType)]
-        passed = [f for f in passed if not _is_of_library(f)]
-        return [type(layer).__name__, config, told([*functions.items(), *given, *passed])]
-
-    try:
-        told_layers = repr([told_layer(layer) for layer in layers])
-    except Exception:  # a script's own objects raise whatever they raise
+            return plain(layer.get_config())
         return None
-    return hashlib.blake2b(told_layers.encode(), digest_size=16).hexdigest()
 
-
-def _package_of(value: object) -> str:
-    """Return the first name of the module that defines a function, class, or an object's class."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return str(module).partition(".")[0]
-
-
-def _is_of_library(value: object) -> bool:
-    package = _package_of(value)
-    return package in _LIBRARIES or package != "__main__" and package in sys.stdlib_module_names
-
-
-def _read_by(code: types.CodeType, is_global: bool = False) -> list[str]:
-    """Return the names of the attributes, or globals, that code reads, with functions in it."""
-    kinds = ("LOAD_GLOBAL",) if is_global else ("LOAD_ATTR", "LOAD_METHOD")
-    names = [str(one.argval) for one in dis.get_instructions(code) if one.opname in kinds]
-    inside = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return sorted({*names, *(name for one in inside for name in _read_by(one, is_global))})
-
-
-def _own_functions(cls: type) -> dict[str, types.FunctionType]:
-    """Return the functions of a class that a script has written, those of its properties too."""
-    found = {}
-    for one in cls.__mro__:
-        for name, member in () if _is_of_library(one) else vars(one).items():
-            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            function = getattr(function, "python_function", function)
-            function = inspect.unwrap(function) if callable(function) else function
-            if isinstance(function, types.FunctionType) and not _is_of_library(function):
-                found[f"{one.__qualname__}.{name}"] = function
-    return found
+    configs = repr([config_of(layer) for layer in layers])
+    return hashlib.blake2b(configs.encode(), digest_size=16).hexdigest()
 
 
 def _exchange(source: Path, target: Path, stamp: str | None) -> None:

@@ -86,9 +86,9 @@ def on_every_rank(folder):
         data, more = data_of(kind)
         place = Path(folder, kind)
         files, write = [], dtk.inference.part_files.PartFiles.write
-        dtk.inference.part_files.PartFiles.write = lambda self, part, arrays, w=write, f=files: (
+        dtk.inference.part_files.PartFiles.write = lambda self, part, *more, w=write, f=files: (
             f.append(part),
-            w(self, part, arrays),
+            w(self, part, *more),
         )
         try:
             found = predict_to_disk(model, data, place, rows_per_file=2 * bodies.BATCH, **more)
@@ -247,7 +247,7 @@ def test_parts_that_are_gone_or_cut_are_made_again(tmp_path, plain):
     model, x = bodies.model(), bodies.data()
     predict_to_disk(model, x, tmp_path, batch_size=8, rows_per_file=20)
     before = whole_parts(tmp_path)
-    assert len(before) == 9 * 3, "20 rows are three batches of 8"
+    assert len(before) == 9 * 4, "20 rows are three batches of 8"
     cut = tmp_path / "output.logits/part-00002.npy"
     gone = tmp_path / "output.parts.1/part-00004.npy"
     cut.write_bytes(cut.read_bytes()[:-8])
@@ -265,7 +265,7 @@ def test_a_stream_that_has_grown_is_not_taken_for_predicted(tmp_path):
 
     model = bodies.model()
     predict_to_disk(model, rows(60), tmp_path, rows_per_file=16)
-    with pytest.raises(ValueError, match="holds 96 rows .* and the data has 100"):
+    with pytest.raises(ValueError, match="of other data .*batches 6 to 7 has changed"):
         predict_to_disk(model, rows(100), tmp_path)
     assert len(predict_to_disk(model, rows(100), tmp_path, resume=False)) == 100
 
@@ -295,6 +295,51 @@ def test_another_plan_is_refused_and_removed_when_asked(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 7}')
     with pytest.raises(ValueError, match="is not what predict_to_disk writes"):
         again()
+
+
+def test_a_row_that_has_changed_is_found_wherever_it_is(tmp_path):
+    """Breaks as the row of before, in batches that nothing had looked at."""
+    model, x = bodies.model(), bodies.data()
+
+    def again(row):
+        changed = np.where(np.arange(bodies.ROWS)[:, None] == row, 5, x["extra"])
+        return predict_to_disk(model, {**x, "extra": changed}, tmp_path, batch_size=8)
+
+    again(None)
+    with pytest.raises(ValueError, match=r"of other data \(a row of batches 3 to 5 has changed"):
+        again(37)
+    (tmp_path / "output.logits/part-00008.npy").unlink()  # the others stay, and are compared
+    with pytest.raises(ValueError, match="resume=False"):
+        again(37)
+    assert len(again(None)) == bodies.ROWS
+
+
+def test_a_model_that_computes_otherwise_is_another(tmp_path):
+    """Breaks as what the model of before has predicted."""
+    x = np.ones((10, 3), "float32")
+
+    one, other = (
+        keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(scale)]) for scale in (1, 2)
+    )
+    assert predict_to_disk(one, x, tmp_path)[0].tolist() == [1.0] * 3
+    assert predict_to_disk(one, x, tmp_path)[0].tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match="of a model of other layers"):
+        predict_to_disk(other, x, tmp_path)
+
+
+class Named(keras.Model):
+    """Returns outputs whose names would be one on a disk."""
+
+    def call(self, x):
+        return {"a/b": x, "a_b": x + 1, "A_b": x + 2, "c": {"d": x + 3}, "c.d": x + 4}
+
+
+def test_outputs_of_like_names_are_kept_apart(tmp_path):
+    """Breaks as an output that is read back in place of another."""
+    model, x = Named(), np.ones((10, 3), "float32")
+    model.built = True
+    for _ in range(2):
+        assert_same(predict_to_disk(model, x, tmp_path)[:], model(x))
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):
