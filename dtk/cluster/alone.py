@@ -1,7 +1,6 @@
 """What says that a process which trains alone may be one of several.
 
-DTK_ALONE=1 trains alone on purpose: where no launcher of MPI, Slurm or TF_CONFIG says otherwise,
-and in programs that a rank has started.
+DTK_ALONE=1 trains alone on purpose, where no launcher of MPI, Slurm or TF_CONFIG says otherwise.
 """
 
 from __future__ import annotations

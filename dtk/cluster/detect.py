@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from dtk.cluster import addressed, alone, slurm, tf_config
 from dtk.cluster.place import Place
@@ -85,14 +85,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     if is_child_of_rank(environ):
         reason = f"multiprocessing has started it, and process {environ[JOINED]} is the rank"
         return dataclasses.replace(_ALONE, reason=reason)
-    if JOINED in environ and environ[JOINED] in map(str, _ancestors()):
-        if alone.is_on_purpose(environ):
-            return _ALONE
-        raise ClusterError(
-            f"this program, {sys.argv[0]}, has been started by process {environ[JOINED]}, which is "
-            "a rank of a job already; with the same variables it would wait for a place that is "
-            f"taken. To let it train alone, start it with {alone.ALONE}=1 in its environment"
-        )
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
     config = tf_config.parse(environ.get("TF_CONFIG", ""))
@@ -121,18 +113,6 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     process = sys.modules.get("multiprocessing.process")  # which it has imported
     is_child = process is not None and process.current_process().name != "MainProcess"
     return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
-
-
-def _ancestors() -> Iterator[int]:
-    """Yield the processes that have led to this one."""
-    pid = os.getppid()
-    while pid > 1:
-        yield pid
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended, or belongs to somebody else
-            return
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Place:

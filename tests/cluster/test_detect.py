@@ -212,21 +212,6 @@ def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")
 
 
-@pytest.mark.parametrize("alone", ["", "1"])
-def test_another_program_that_a_rank_starts_waits_for_no_place(alone):
-    """It waited for the others, where its rank's place was taken, and its rank for it."""
-    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "DTK_ALONE": alone}
-    done = subprocess.run(
-        [sys.executable, "-c", "from dtk.cluster.detect import detect; print(detect().size)"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, JOINED: str(os.getpid()), **environ},
-        timeout=60,
-    )
-    refusal = f"started by process {os.getpid()}, which is a rank of a job already"
-    assert done.stdout == "1\n" if alone else refusal in done.stderr
-
-
 def told(text):
     return dict(one.split("=", 1) for one in text.split())
 
