@@ -542,8 +542,8 @@ class Feed:
 
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
-        is_endless = iterator.steps_per_epoch is not None
-        is_inside = position["open"] if is_endless else step > 0
+        is_stream = iterator.steps_per_epoch is not None
+        is_inside = position["open"] if is_stream else step > 0
         if iterator._num_batches is None and not self._batch_size:
             iterator._num_batches = position["batches"]
         if is_inside and self._items is not None:
@@ -551,7 +551,7 @@ class Feed:
         if not isinstance(iterator.data_adapter, ArrayDataAdapter):
             while self._openings < position["iterators"] - is_inside:
                 iter(iterator._get_iterator())
-        if is_endless and is_inside:
+        if is_stream and is_inside:
             opened = iterator._current_iterator = iter(iterator._get_iterator())
             _pass_over(opened, position["seen"])
             iterator._steps_seen = position["seen"] - step

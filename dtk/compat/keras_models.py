@@ -6,9 +6,9 @@ for good         keras.Model.fit and its like               patch_calls
 inside a scope   keras.Model.compile                        patch_compile
 of one model     methods, by a class made for it            made_classes
                  _maybe_symbolic_build                      AdoptedModel
-of callbacks     ModelCheckpoint._save_model, during `fit`  saving_nothing
                  _get_metrics_result_or_logs, once          set_next_epoch_logs,
                                                             answer_without_steps
+of a callback    ModelCheckpoint._save_model, during `fit`  saving_nothing
 """
 
 from __future__ import annotations

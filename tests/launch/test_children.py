@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
+
+from dtk.errors import TRY_AGAIN
 
 from support.launched import dtk_run
 
@@ -60,6 +67,30 @@ def test_an_exception_in_the_thread_that_trains_ends_the_rank(tmp_path):
     done = run(STRATEGY + THREAD, tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: boom"), done.stderr
+
+
+def test_a_rank_that_lost_another_s_thread_ends_and_says_who_failed(tmp_path):
+    """Where no launcher of dtk's is: what the thread that calls fit waits for is seen."""
+    (tmp_path / "train.py").write_text(STRATEGY + THREAD)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, TRY_AGAIN], said
+    assert "failed first at train.py:" in said[1] and said[1].endswith("ValueError: boom\n"), said
 
 
 CHILD = """

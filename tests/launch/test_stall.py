@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtk.cluster import usage
+from dtk.cluster import progress, usage
 from dtk.cluster.stall import (
     ALONE,
     RankReport,
@@ -388,6 +390,12 @@ def test_what_a_stopped_launcher_has_not_heard_is_held_against_nobody():
     silent = status(120, False, heard=120)
     silent.delay(50)
     assert replaceable(worker0=silent) == {}
+
+
+def test_a_rank_tells_where_it_is_without_a_folder_for_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    stack, _ = progress.stacks_of_this_process(threading.get_ident())
+    assert "in test_a_rank_tells_where_it_is_without_a_folder_for_files" in stack
 
 
 # With real ranks.
