@@ -246,8 +246,11 @@ class Cluster:
         ]
         for pod in self.running:
             own = f"127.0.0.1 localhost\n{pod.address} {pod.host}\n"
-            # In place: the file is mounted in the pod.
-            Path("/etc/netns", pod.namespace, "hosts").write_text(own + "".join(lines))
+            # In place, as the file is mounted in the pod, and seldom: who reads it meanwhile may
+            # find no name in it, and TensorFlow does not look again.
+            file, told = Path("/etc/netns", pod.namespace, "hosts"), own + "".join(lines)
+            if file.read_text() != told:
+                file.write_text(told)
 
     def play(
         self,
