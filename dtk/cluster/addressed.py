@@ -139,7 +139,7 @@ def meeting(environ: Mapping[str, str], row: _Row = _TORCH) -> str:
 
 
 def _place(row: _Row, environ: Mapping[str, str]) -> Place:
-    told = {name: environ[name] for name in (row.rank, row.size) if environ.get(name)}
+    told = {name: environ[name].strip() for name in (row.rank, row.size) if environ.get(name)}
     seen = " and ".join(f"{name}={value}" for name, value in told.items())
     by = f"{seen} {'are' if len(told) > 1 else 'is'} set, as by {row.launcher}"
     at = meeting(environ, row)
@@ -174,5 +174,7 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:
         return 0
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
+    if rank and size and not is_number(size):
+        return 2  # or more: who reads it says that it is no number
     known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if is_number(text)]
     return max(known, default=0)

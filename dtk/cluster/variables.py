@@ -59,8 +59,11 @@ def is_foreign(name: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a variable's text is a rank's number, or how many there are."""
-    return re.fullmatch("[0-9]{1,9}", text) is not None
+    """Return whether a variable's text is a rank's number, or how many there are.
+
+    As to `int`, spaces around it do not matter, such as the end of a line of a file from Windows.
+    """
+    return re.fullmatch("[0-9]{1,9}", text.strip()) is not None
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:

@@ -263,6 +263,7 @@ def test_ranks_that_meet_at_one_address(environ, place, meeting):
         ("WORLD_SIZE=2", "WORLD_SIZE=2 is set, as by torchrun.* but RANK and MASTER_ADDR are not"),
         ("RANK=3 MASTER_ADDR=a", "but WORLD_SIZE is not.* DTK_ALONE=1"),
         (f"{TORCH} RANK=4", "RANK=4 with WORLD_SIZE=4: expected 0 <= rank < size"),
+        ("RANK=0 WORLD_SIZE='4' MASTER_ADDR=a", "WORLD_SIZE=.*'4'.*, expected a whole number"),
         (f"{TORCH} MASTER_PORT=65535", "MASTER_PORT='65535', expected a port"),
         ("SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2", "SkyPilot, but SKYPILOT_NODE_IPS is not"),
         ("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2", "Flux, but MASTER_ADDR is not"),
@@ -279,6 +280,14 @@ def test_half_a_place_is_refused(environ, said):
     with pytest.raises(ClusterError, match=said):
         detect(told(environ))
     assert "TF_CONFIG" in environ or detect({**told(environ), "DTK_ALONE": "1"}).size == 1
+
+
+def test_a_size_with_the_end_of_a_line_counts():
+    """Rank 0 trained alone, and the others waited for it."""
+    torch = {**told("RANK=0 MASTER_ADDR=a"), "WORLD_SIZE": "4\r\n"}
+    assert detect(torch).size == 4
+    with pytest.raises(ClusterError, match="OMPI_COMM_WORLD_RANK=1 .* but RANK=0"):
+        detect({**torch, **open_mpi(1, 4)})
 
 
 def test_an_address_beside_a_launcher():
