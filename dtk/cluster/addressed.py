@@ -94,9 +94,8 @@ def read(environ: Mapping[str, str]) -> Place | None:
     """
     if is_on_purpose(environ):
         return None
-    there = [row for row in _ROWS if _count(row, environ) > 1]
-    whole = (row for row in there if {row.rank, row.size} <= environ.keys())
-    row = next(whole, there[0] if there else None)
+    half = next((row for row in _ROWS if _count(row, environ) > 1), None)
+    row = _whole(environ) or half
     return None if row is None else _place(row, environ)
 
 
@@ -106,10 +105,10 @@ def add_to(here: Place, environ: Mapping[str, str]) -> Place:
     Raises:
         ClusterError: RANK and WORLD_SIZE tell another place.
     """
-    told = [environ.get(name, "") for name in (_TORCH.rank, _TORCH.size)]
+    if here.kind == "slurm" and here.size == 1 and _whole(environ):
+        return read(environ) or here  # srun is also how one process is started
+    told = [environ.get(name, "").strip() for name in (_TORCH.rank, _TORCH.size)]
     if all(map(is_number, told)) and int(told[1]) > 1:
-        if here.kind == "slurm" and here.size == 1:
-            return read(environ) or here  # srun is also how one process is started
         if (int(told[0]), int(told[1])) != (here.rank, here.size):
             raise ClusterError(
                 f"{here.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
@@ -166,6 +165,12 @@ def _place(row: _Row, environ: Mapping[str, str]) -> Place:
         reason += ", one port further, where torchrun does not listen"
     is_told = here.tells_local_rank or row.is_alone
     return dataclasses.replace(here, reason=reason, tells_local_rank=is_told, meeting=at)
+
+
+def _whole(environ: Mapping[str, str]) -> _Row | None:
+    """Return the first row of which rank and size are there, and that names several processes."""
+    whole = (row for row in _ROWS if {row.rank, row.size} <= environ.keys())
+    return next((row for row in whole if _count(row, environ) > 1), None)
 
 
 def _count(row: _Row, environ: Mapping[str, str]) -> int:

@@ -240,6 +240,7 @@ SKY["SKYPILOT_NODE_IPS"] = "10.0.0.4\n10.0.0.5"
             "a:29500",
         ),
         (SKY, (1, 2, 0, 1), "10.0.0.4:29500"),
+        (SKY | srun(0, 1), (1, 2, 0, 1), "10.0.0.4:29500"),  # each node's task trained alone
         (told("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 MASTER_ADDR=::1"), (1, 2, 0, 1), "[::1]:29500"),
         (
             told("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 MASTER_ADDR=a")
