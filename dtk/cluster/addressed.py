@@ -108,12 +108,12 @@ def add_to(here: Place, environ: Mapping[str, str]) -> Place:
     if here.kind == "slurm" and here.size == 1 and _whole(environ):
         return read(environ) or here  # srun is also how one process is started
     told = [environ.get(name, "").strip() for name in (_TORCH.rank, _TORCH.size)]
-    if all(map(is_number, told)) and int(told[1]) > 1:
-        if (int(told[0]), int(told[1])) != (here.rank, here.size):
-            raise ClusterError(
-                f"{here.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
-                "them; unset RANK and WORLD_SIZE, or give each rank its own"
-            )
+    is_told = all(map(is_number, told)) and int(told[1]) > 1
+    if is_told and (int(told[0]), int(told[1])) != (here.rank, here.size):
+        raise ClusterError(
+            f"{here.reason}, but RANK={told[0]} and WORLD_SIZE={told[1]}, as torchrun sets "
+            "them; unset RANK and WORLD_SIZE, or give each rank its own"
+        )
     if here.size == 1 or here.addresses or here.meeting:
         return here
     with contextlib.suppress(ClusterError):  # it may do without
