@@ -45,8 +45,8 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
 
     Raises:
         ClusterError: It was called on a rank of a job, `n` is below 1, or `fn` cannot be copied.
-        RankError: A rank has failed. The message names it, its traceback is in the cell, and
-            `__cause__` is its exception, where that can be copied.
+        RankError: A rank has failed, or rank 0 has ended before `fn` has. The message names it, its
+            traceback is in the cell, and `__cause__` is its exception, where that can be copied.
         ModuleNotFoundError: cloudpickle is not installed.
 
     Example:
@@ -67,7 +67,13 @@ def notebook_launcher(fn: Callable[[], Result], n: int = 2, communicator: str = 
         if code := running.wait():
             job = running.jobs[-1]
             raise RankError(_reason(job, code)) from _exception(job, folder)
-        result: Result = pickle.loads(Path(folder, _END.format(0)).read_bytes())
+        end = Path(folder, _END.format(0))
+        if not end.exists():
+            raise RankError(
+                "rank 0 ended with exit code 0 before the function returned, as by sys.exit; "
+                "return in place of that"
+            )
+        result: Result = pickle.loads(end.read_bytes())
         return result
 
 

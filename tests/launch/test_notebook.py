@@ -56,6 +56,12 @@ def test_a_rank_that_fails_is_named_and_its_traceback_is_shown(capfd):
     assert ", in train\nValueError: boom\n" in capfd.readouterr().err
 
 
+def test_a_function_that_exits_returns_nothing():
+    """A FileNotFoundError named a file of dtk's."""
+    with pytest.raises(dtk.errors.RankError, match="^rank 0 ended .* before the function returned"):
+        dtk.notebook_launcher(lambda: sys.exit(0), n=2, communicator="collective")
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_an_exception_of_a_rank_is_the_cause_where_it_can_be_copied(copies):
     class Lost(LookupError):  # of the notebook
