@@ -58,4 +58,8 @@ def check(
             variables={SELF_TEST: "only"},
         )
     )
-    sys.exit(job_options.interruptible(running.wait, "check", running.jobs))
+    code = job_options.interruptible(running.wait, "check", running.jobs)
+    if code == 0 and not running.jobs[-1].worked_together:  # with a strategy a rank says so itself
+        click.echo("dtk check: the script ended without making a strategy", err=True)
+        code = 1
+    sys.exit(code)

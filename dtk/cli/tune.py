@@ -171,6 +171,8 @@ def measure(spec: JobSpec, variables: Variables) -> Timing:
         asked = dataclasses.replace(spec, communicator=communicator, variables=env)
         if code := JobRun(asked, stdout=io.StringIO(), stderr=said).wait():
             raise TuneError(f"the script ended with exit code {code}:\n{said.getvalue().rstrip()}")
+        if not file.exists():  # with a strategy a rank says so itself
+            raise TuneError("the script ended without making a strategy")
         return Timing(**json.loads(file.read_text()))
 
 

@@ -170,18 +170,19 @@ class Job:
         return self._state.stopping
 
     @property
-    def failed_before_working_together(self) -> bool:
-        """Whether a process failed by itself before the ranks did anything together.
+    def worked_together(self) -> bool:
+        """Whether the ranks did anything together.
 
-        Known only where they report, so with a `stall_timeout`.
+        Known only where they report, so with a `stall_timeout`; else it is said that they did.
         """
+        reports = self._state.spec.stall_timeout > 0
+        return not reports or any(rank.status.worked for rank in self._state.tasks)
+
+    @property
+    def failed_before_working_together(self) -> bool:
+        """Whether a process failed by itself before the ranks did anything together."""
         culprit = self._supervisor.culprit
-        return (
-            culprit is not None
-            and culprit.failed_by_itself
-            and self._state.spec.stall_timeout > 0
-            and not any(rank.status.worked for rank in self._state.tasks)
-        )
+        return culprit is not None and culprit.failed_by_itself and not self.worked_together
 
     @property
     def states(self) -> dict[int | str, tuple[str, str]]:

@@ -59,6 +59,16 @@ def test_a_script_that_trains_nothing(tmp_path):
     assert "dtk check: the script ended without training a model" in done.stderr
 
 
+@pytest.mark.parametrize(("command", "code"), [("check", 1), ("tune", 2)])
+def test_a_script_that_makes_no_strategy(tmp_path, command, code):
+    """`dtk check` said that all is well, and `dtk tune` that a file of its own is not there."""
+    script = tmp_path / "train.py"
+    script.write_text("if __name__ == 'main': train()")
+    done = check(str(script), command=command)
+    assert done.returncode == code
+    assert f"dtk {command}: the script ended without making a strategy" in done.stderr
+
+
 LATE = """
 import dtk, time
 rank = dtk.cluster.detect().rank
