@@ -38,6 +38,8 @@ _OTHERS = {
         "TensorFlow's own strategy, with which Keras 3 does not train on several workers: {}"
     ),
 }
+# Variables that tell a rank its place, of which `dtk run` gives each its own.
+_PLACES = ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "DTK_RUN", "DTK_HOSTS", "DTK_JOB")
 _USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 
 
@@ -238,6 +240,10 @@ def _variable(assignment: str) -> tuple[str, str]:
     if not name:
         raise ClusterError(
             f"-x {assignment}: no name; give -x NAME=VALUE, or the NAME of a set one"
+        )
+    if name in _PLACES:
+        raise ClusterError(
+            f"-x {assignment}: `dtk run` gives each rank a {name} of its own; leave this one out"
         )
     if not equals and name not in os.environ:
         raise ClusterError(

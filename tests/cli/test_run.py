@@ -208,6 +208,8 @@ MISTAKES = {
     ),
     "no variable": (["-n", "1", "-x", "NO_SUCH", SCRIPT], "NO_SUCH is not set here; set it, or"),
     "variable without a name": (["-n", "1", "-x", "=3", SCRIPT], "-x =3: no name; give -x NAME="),
+    # Each rank trained alone.
+    "a place": (["-n", "2", "-x", "TF_CONFIG={}", SCRIPT], "gives each rank a TF_CONFIG of its own"),
     "negative restarts": (
         ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
         "--max-restarts -1: expected 0 or more",
