@@ -97,7 +97,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def check_not_launched(environ: Mapping[str, str]) -> None:
-    """Raise where another launcher has started several of this process, which is to start a job."""
+    """Raise where another launcher has started several of this process, which is to start a job.
+
+    A rank of `dtk run` starts one on purpose: its place is the rank's, and not that of the command.
+    """
+    if environ.get("DTK_RUN") == "1":
+        return
     # Of rank 0's address alone, `dtk run` on one of the hosts may make use.
     here = addressed.read(environ) if addressed.is_of_torchrun(environ) else _numbers(environ)
     if here is not None and here.size > 1:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import dtk as dtk_package
 from dtk.cli import run
 from dtk.cli.main import main
+from dtk.cluster.detect import check_not_launched
 from dtk.errors import ClusterError
 from dtk.launch import assign, job_options, job_run
 
@@ -209,7 +210,7 @@ MISTAKES = {
     "no variable": (["-n", "1", "-x", "NO_SUCH", SCRIPT], "NO_SUCH is not set here; set it, or"),
     "variable without a name": (["-n", "1", "-x", "=3", SCRIPT], "-x =3: no name; give -x NAME="),
     # Each rank trained alone.
-    "a place": (["-n", "2", "-x", "TF_CONFIG={}", SCRIPT], "gives each rank a TF_CONFIG of its own"),
+    "a place": (["-n", "2", "-x", "TF_CONFIG={}", SCRIPT], "gives each rank a TF_CONFIG of its"),
     "negative restarts": (
         ["-n", "1", "--ps", "1", "--max-restarts", "-1", SCRIPT],
         "--max-restarts -1: expected 0 or more",
@@ -251,6 +252,9 @@ def test_a_job_in_each_rank_of_mpirun_is_refused(script, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     said = refused("-n", "2", script("print('must not run')"))
     assert "each of 2 processes would start a job of its own" in said
+    # A rank of `dtk run` over MPI has the same variables, and may start a job.
+    monkeypatch.setenv("DTK_RUN", "1")
+    check_not_launched(os.environ)
 
 
 def test_horovod_that_is_not_installed_names_the_cure(script, monkeypatch):
