@@ -32,6 +32,7 @@ from dtk.cluster.usage import NO_MEMORY, MemoryKills, cores_allowed, usage_of
 from dtk.launch.job_processes import abort, end, members, start
 
 _SIOCGIFADDR = 0x8915
+NO_ADDRESS = 68  # exit code of an agent whose host does not know its own name; as of sysexits(3)
 _LOOKS = 10  # at the silence of a launcher, before it counts as gone
 _LAST_WORDS = 2.0  # seconds in which the last reports of a rank that has ended are read
 _MARGIN = 1.0  # seconds: ranks that are out of patience say so themselves
@@ -355,7 +356,11 @@ def serve_mpi(job: str, silence: float, **order: object) -> int:
 
 def tell(host: str, ports: int) -> None:
     """Tell the launcher about this host."""
-    facts = survey(host, ports)._replace(versions=versions(), ahead=time.time())
+    try:
+        facts = survey(host, ports)._replace(versions=versions(), ahead=time.time())
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        sys.exit(NO_ADDRESS)
     print(json.dumps(facts._asdict()))
 
 

@@ -104,6 +104,12 @@ def survey(
             return facts._replace(ahead=ahead)
         said = answer.stderr.decode(errors="replace").strip().splitlines()
         cause = said[-1] if said else "no answer"
+        if answer.returncode == agent.NO_ADDRESS:
+            raise ClusterError(
+                f"host {host} can be reached, but {host} is no address of its own there ({cause}): "
+                "ranks find each other by these names, which DNS or /etc/hosts of every host must "
+                "know; one of ~/.ssh/config alone will not do"
+            )
         if answer.returncode in _NO_PROGRAM:
             raise ClusterError(
                 f"host {host} cannot run {python} ({cause}); it must be at the same path on "

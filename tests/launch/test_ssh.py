@@ -130,6 +130,13 @@ def test_a_program_missing_over_there_is_named(run, shell):
     assert "cannot start no-such-program" in err
 
 
+def test_a_name_that_only_ssh_knows_is_no_host_that_cannot_be_reached(shell):
+    """The command to try worked."""
+    said = "host node.invalid can be reached, but node.invalid is no address of its own there"
+    with pytest.raises(ClusterError, match=said):
+        ssh.survey("node.invalid", 1, remote_shell=shell)
+
+
 @pytest.mark.parametrize(
     "answer", ["echo 'Permission denied (publickey).' >&2; exit 255", "exit 0"]
 )
