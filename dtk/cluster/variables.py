@@ -33,7 +33,7 @@ FUSED_BATCH_NORM = "DTK_FUSED_BATCH_NORM"
 STEP_SETTINGS = "DTK_STEP_SETTINGS"
 # What another launcher, or an outer `dtk run`, may have left in the environment: a rank must not
 # take it for its own.
-_OF_OTHER_LAUNCHERS = (
+OF_OTHER_LAUNCHERS = (
     "TF_CONFIG",
     "DTK_HOSTS",
     MPI_SERVER,
@@ -55,7 +55,7 @@ _OF_OTHER_LAUNCHERS = (
 
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job."""
-    return name.startswith(_OF_OTHER_LAUNCHERS)
+    return name.startswith(OF_OTHER_LAUNCHERS)
 
 
 def is_number(text: str) -> bool:

@@ -217,6 +217,7 @@ def run_rank(
     watch_every: float,  # seconds between two looks at it, told to the launcher; 0 for none
     reserved: str,  # a port to hold until it ends, "host:port"; "" for none
     cores: Sequence[int],  # those it is bound to; all when empty
+    foreign: Sequence[str],  # how variables begin that it must not take from this environment
     silence: float,  # seconds after which a launcher that says nothing is gone
 ) -> int:
     """Run one rank here until it ends or the launcher is gone; see `Order`."""
@@ -226,7 +227,8 @@ def run_rank(
         with contextlib.suppress(OSError):  # a port in use is reported by the rank itself
             held.enter_context(reserve(host, int(port)))
     reports, end_of_rank = pair()
-    environ = {**os.environ, **env, **variables(end_of_rank)}
+    own = {name: text for name, text in os.environ.items() if not name.startswith(tuple(foreign))}
+    environ = {**own, **env, **variables(end_of_rank)}
     try:
         with end_of_rank:
             rank = start(argv, environ, job, cores, cwd=cwd, keeps=[end_of_rank.fileno()])

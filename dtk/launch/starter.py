@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from dtk.cluster import mpi_installs, progress, report_channel
-from dtk.cluster.variables import COMMUNICATOR, RESTARTS, is_foreign
+from dtk.cluster.variables import COMMUNICATOR, OF_OTHER_LAUNCHERS, RESTARTS, is_foreign
 from dtk.errors import ClusterError, CommunicatorError
 from dtk.launch import agent, job_processes, mpi_servers, ssh
 from dtk.launch.output import JobOutput
@@ -211,6 +211,7 @@ class Starter:
             watch_every=min(_WATCH, spec.stall_timeout / 10),
             reserved=process.address,
             cores=list(process.cores),
+            foreign=OF_OTHER_LAUNCHERS,
             silence=ssh.SILENCE,
         )
         return popen, None

@@ -43,6 +43,14 @@ def test_ranks_run_over_there_with_their_variables_and_directory(run, shell, mon
     ]
 
 
+def test_places_that_a_host_has_set_are_not_of_a_rank(run, shell):
+    """Each rank trained alone, where a shell over there, or srun, had variables of another job."""
+    text = Path(shell).read_text()
+    Path(shell).write_text(text.replace("REACHED=", "HOROVOD_RANK=0 REACHED="))
+    code = "import os; print(os.environ['REACHED'], os.environ.get('HOROVOD_RANK'))"
+    assert run(remote(code, 1), remote_shell=shell)[1] == "[0] node0.invalid None\n"
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_rank_is_bound_over_there_to_cores_that_there_are(run, shell, is_there):
     code = "import os; print(*os.sched_getaffinity(0))"
