@@ -125,14 +125,18 @@ def check_number(name: str, value: object, expected: str, fits: Callable[[float]
 
 def check_writable(files: Mapping[str, object]) -> None:
     """Refuse, before anything is done, a file that could not be written; by its option."""
+    options: dict[Path, str] = {}  # by the file of each
     for option, file in files.items():
         path, why = Path(str(file or os.devnull)), ""
+        other = options.setdefault(path.resolve(), option)
         if path.is_dir():
             why = f" is a directory; name a file, e.g. `{path / 'file'}`"
         elif not path.parent.is_dir():
             why = f": there is no directory {path.parent}; make it first"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
             why = ": this user may not write there; name another file"
+        elif other != option and (path.is_file() or not path.exists()):
+            why = f" is the file of {other} already; name another"
         if why:
             raise UnwritableError(f"{option} {file}{why}")
 

@@ -250,6 +250,16 @@ def test_a_file_that_cannot_be_written_is_refused(option, tmp_path):
     assert f"{option} {gone}: there is no directory {tmp_path / 'gone'}" in done.stderr
 
 
+def test_a_file_of_two_options_is_refused(tmp_path):
+    """The report took the place of the events, those of jobs before included."""
+    (tmp_path / "train.py").write_text("")
+    file, same = str(tmp_path / "all"), str(tmp_path / "." / "all")
+    options = ["--events", file, "--report", same]
+    done = CliRunner().invoke(main, ["run", "-n", "1", *options, str(tmp_path / "train.py")])
+    assert done.exit_code == 2
+    assert f"--report {file} is the file of --events already" in done.stderr
+
+
 def test_a_fault_in_drawing_is_told_and_events_are_added_to_those_of_earlier_jobs(
     tmp_path, monkeypatch
 ):
