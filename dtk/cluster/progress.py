@@ -282,10 +282,12 @@ def inside(what: str) -> AbstractContextManager[None]:
     reporter = _mine()
     if reporter is None:
         return nullcontext()
-    number, depth, _, _, is_alone, _ = reporter.position
+    number, depth, before, _, is_alone, _ = reporter.position
     reporter.times[what] += 1
     place = _Position(number + 1, depth + 1, f"{what} {reporter.times[what]}")
-    return reporter.at(place, stays=not (depth or is_alone))
+    # After a step, the collectives of callbacks tell less than the step.
+    is_of_callbacks = what == "collective" and " step " in before
+    return reporter.at(place, stays=not (depth or is_alone or is_of_callbacks))
 
 
 def alone(what: str) -> AbstractContextManager[None]:

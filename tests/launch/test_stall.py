@@ -398,6 +398,18 @@ def test_a_rank_tells_where_it_is_without_a_folder_for_files(monkeypatch, tmp_pa
     assert "in test_a_rank_tells_where_it_is_without_a_folder_for_files" in stack
 
 
+def test_after_the_collectives_of_callbacks_a_rank_is_after_its_step(monkeypatch):
+    """`dtk top` showed "after collective 98" in place of the step."""
+    monkeypatch.setattr(progress, "_reporter", progress._Reporter(60.0, lambda report: None))
+    places = []
+    for what in ("collective", "train step", "collective"):
+        with progress.inside(what):
+            places.append(progress._reporter.position.what)
+        places.append(progress._reporter.position.what)
+    assert places == ["collective 1"] * 2 + ["train step 1"] * 2 + ["collective 2", "train step 1"]
+    assert progress._reporter.position.number == 3
+
+
 # With real ranks.
 
 LOOPS = """
