@@ -164,7 +164,8 @@ def _task(packed: bytes, job: str, secret: str, rows: object) -> Iterator[tuple[
         finally:
             job_processes.end(mark, 0.0)
             guard.close()
-        if code or Path(folder, _FAILURE).is_file():  # such as of sys.exit(0)
+        is_complete = rank > 0 or Path(folder, _RESULT).is_file()  # not so after os._exit(0)
+        if code or not is_complete or Path(folder, _FAILURE).is_file():  # such as of sys.exit(0)
             if code == STUCK and rank:
                 time.sleep(_LAST_WORDS)  # Spark tells the first failure, and rank 0 knows more
             host = context.getTaskInfos()[rank].address

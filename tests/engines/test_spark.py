@@ -149,6 +149,15 @@ def test_a_rank_that_fails_is_named_with_its_line(spark):
 
 
 @pytest.mark.full("Spark is 600 MB with Java")
+def test_a_rank_that_leaves_without_a_result_is_named(spark):
+    """Spark's error was about a file in a temporary folder."""
+    import os
+
+    with pytest.raises(dtk.errors.RankError, match="^rank 0 on .* ended with exit code 0;"):
+        dtk.engines.spark.run(lambda: os._exit(0), 2)
+
+
+@pytest.mark.full("Spark is 600 MB with Java")
 def test_a_rank_that_is_waited_for_and_one_that_trains_alone_are_refused(spark):
     def stalls():
         import os
