@@ -175,11 +175,13 @@ def _whole(environ: Mapping[str, str]) -> _Row | None:
 
 def _count(row: _Row, environ: Mapping[str, str]) -> int:
     """Return how many processes a row names at least."""
+    if is_of_torchrun(environ) and row is not _TORCH:
+        return 0  # by these torchrun itself was started
+    rank, size = (environ.get(name, "") for name in (row.rank, row.size))
+    if rank and not is_number(size) and (size or environ.get(row.address)):
+        return 2  # or more: who reads the size says what is wrong with it
     # Pods have no other way to have several processes than to be told so.
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:
         return 0
-    rank, size = (environ.get(name, "") for name in (row.rank, row.size))
-    if rank and size and not is_number(size):
-        return 2  # or more: who reads it says that it is no number
     known = [int(text) + more for text, more in ((rank, 1), (size, 0)) if is_number(text)]
     return max(known, default=0)

@@ -263,6 +263,8 @@ def test_ranks_that_meet_at_one_address(environ, place, meeting):
         ("RANK=1 WORLD_SIZE=4", "RANK=1 and WORLD_SIZE=4 are set, .* but MASTER_ADDR is not"),
         ("WORLD_SIZE=2", "WORLD_SIZE=2 is set, as by torchrun.* but RANK and MASTER_ADDR are not"),
         ("RANK=3 MASTER_ADDR=a", "but WORLD_SIZE is not.* DTK_ALONE=1"),
+        ("RANK=0 MASTER_ADDR=a", "but WORLD_SIZE is not"),
+        ("JOB_COMPLETION_INDEX=0 MASTER_ADDR=a", "Indexed Job, but WORLD_SIZE is not"),
         (f"{TORCH} RANK=4", "RANK=4 with WORLD_SIZE=4: expected 0 <= rank < size"),
         ("RANK=0 WORLD_SIZE='4' MASTER_ADDR=a", "WORLD_SIZE=.*'4'.*, expected a whole number"),
         (f"{TORCH} MASTER_PORT=65535", "MASTER_PORT='65535', expected a port"),
@@ -303,7 +305,12 @@ def test_an_address_beside_a_launcher():
 
 
 @pytest.mark.parametrize(
-    "environ", ["RANK=0", "RANK=0 WORLD_SIZE=1", "RANK=", "RANK=high", "WORLD_SIZE=1"]
+    "environ",
+    [
+        *("RANK=0", "RANK=0 WORLD_SIZE=1", "RANK=", "RANK=high", "WORLD_SIZE=1"),
+        # torchrun's options, which those that it starts inherit
+        "TORCHELASTIC_RUN_ID=1 RANK=0 WORLD_SIZE=1 MASTER_ADDR=a PET_NODE_RANK=0 PET_NNODES=1:4",
+    ],
 )
 def test_numbers_of_one_process_do_not_matter(environ):
     assert detect(dict(one.split("=") for one in environ.split())).kind == "single"
