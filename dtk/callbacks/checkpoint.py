@@ -194,7 +194,8 @@ class Checkpoint(StrategyCallback):
             contents.restore(state, trainer, epochs, parts)
             self._metrics, self._resumed_step = state["metrics"], state["step"]
             self.best, self._trained = state["best"], state["trained"]
-            if self._resumed_step or self._trained is not None:
+            begun = state["data"].get("begun", self._resumed_step > 0)
+            if begun or self._trained is not None:
                 self._rates = [(v, v.numpy()) for v in contents.learning_rates(self.model)]
             self.say(contents.resume_message(state, epochs, self.directory / name))
 

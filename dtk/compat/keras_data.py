@@ -240,6 +240,7 @@ class FeedPosition(TypedDict):
     iterators: int  # how often the data was opened
     seen: int  # steps read since the data was last opened
     open: bool  # whether an epoch goes on with the open data
+    begun: NotRequired[bool]  # whether the epoch has begun, though perhaps with no step done
     batch_size: int | None  # rows of a global batch; None where unknown
     batches: int | None  # batches of an epoch; None where unknown
     # numbers of the items of a shuffled `PyDataset`, as the open data gives them; None where the
@@ -479,6 +480,7 @@ class Feed:
             "iterators": self._openings,
             "seen": seen,
             "open": in_epoch or iterator._current_iterator is not None,
+            "begun": in_epoch,
             "batch_size": self.batch_size(),
             "batches": None if self._batch_size else iterator._num_batches,
             "items": order,
@@ -543,7 +545,7 @@ class Feed:
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
         is_stream = iterator.steps_per_epoch is not None
-        is_inside = position["open"] if is_stream else step > 0
+        is_inside = position["open"] if is_stream else position.get("begun", step > 0)
         if iterator._num_batches is None and not self._batch_size:
             iterator._num_batches = position["batches"]
         if is_inside and self._items is not None:

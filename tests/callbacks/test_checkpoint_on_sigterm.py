@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import multiprocessing
+import os
 import signal
 import time
 
@@ -137,6 +138,35 @@ def test_sigterm_during_validation_in_one_process(alone, tmp_path):
 def test_sigterm_in_one_process(alone, tmp_path):
     [(code, restored, (epoch, step, _), difference)] = alone.run(terminated, str(tmp_path))
     assert (code, restored, epoch, step) == (143, True, 1, 2)
+    assert difference <= EXACT
+
+
+def terminated_as_an_epoch_begins(directory):
+    """SIGTERM before the first step of epoch 1, when the rate has fallen and the data are open."""
+    x, y = data()
+
+    def run(*callbacks):
+        keras.utils.set_random_seed(5)
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(BATCH)
+        model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
+        falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
+        model.fit(rows, epochs=3, verbose=0, callbacks=[*callbacks, falling])
+        return everything(model)
+
+    def end(epoch, logs):
+        if epoch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = run()
+    ending = keras.callbacks.LambdaCallback(on_epoch_begin=end)
+    code = exit_code(run, dtk.callbacks.Checkpoint(directory), ending)
+    return code, difference(run(dtk.callbacks.Checkpoint(directory)), whole)
+
+
+def test_sigterm_before_the_first_step_of_an_epoch(alone, tmp_path):
+    """Breaks as a rate that falls twice, and as the order of rows of the epoch after."""
+    [(code, difference)] = alone.run(terminated_as_an_epoch_begins, str(tmp_path))
+    assert code == 143
     assert difference <= EXACT
 
 
