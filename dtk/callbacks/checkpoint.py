@@ -199,8 +199,8 @@ class Checkpoint(StrategyCallback):
                 self._rates = [(v, v.numpy()) for v in contents.learning_rates(self.model)]
             self.say(contents.resume_message(state, epochs, self.directory / name))
 
-    # Saving. Between steps means at the beginning of a batch: the step before it is complete on
-    # every rank, and Keras need not wait for a step's logs.
+    # Saving. Between steps means before the beginning of a batch: the step before it is complete on
+    # every rank, Keras need not wait for a step's logs, and no callback has counted the next step.
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Put back the metrics of an epoch that is resumed in its middle."""
@@ -220,7 +220,7 @@ class Checkpoint(StrategyCallback):
             variable.assign(rate)
         self._rates = []
 
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+    def on_before_train_batch(self, batch: int) -> None:
         """Save between two steps."""
         self._frequency.count(batch, self.trainer.feed, self.model)
         self._notice_failure()

@@ -337,6 +337,10 @@ class BeforeCallbacks(keras.callbacks.Callback):
         super().__init__()
         self.trainer = trainer
 
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Tell callbacks that a step is next, which none of them has begun."""
+        notify(self.trainer.callbacks.callbacks, "on_before_train_batch", batch)
+
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Note that a step has ended, before other callbacks take their time."""
         self.trainer.recorder.end(batch, logs)
@@ -367,9 +371,10 @@ class BeforeCallbacks(keras.callbacks.Callback):
 class RankChecks(keras.callbacks.Callback):
     """Callback after the user's: if one of them stops training on one rank, all ranks stop.
 
-    A callback that must run after all others, such as one that saves their state, defines
+    A callback that must run after or before all others, such as one that saves their state, defines
 
         on_epoch_started(epoch)         every on_epoch_begin has run
+        on_before_train_batch(batch)    the step before is over, and no on_train_batch_begin has run
         on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
         on_end_agreed(logs)             every on_train_end has run: training ended without exception

@@ -170,6 +170,62 @@ def test_sigterm_before_the_first_step_of_an_epoch(alone, tmp_path):
     assert difference <= EXACT
 
 
+class Counting(keras.callbacks.Callback):
+    """Counts calls of one of its methods, and lowers the rate by the count."""
+
+    def __init__(self, counted):
+        super().__init__()
+        self.count, self.counted = 0, counted
+        setattr(self, counted, self._called)
+
+    def _called(self, *args, **kwargs):
+        self.count += 1
+        if self.counted != "on_test_end":  # which is also called where a validation is cut short
+            self._lower()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.counted == "on_test_end":
+            self._lower()
+
+    def _lower(self):
+        self.model.optimizer.learning_rate = 0.05 * 0.9**self.count
+
+    def get_state(self):
+        return {"count": self.count}
+
+    def set_state(self, state):
+        self.count = state["count"]
+
+
+def counting(directory, counted, validation):
+    """SIGTERM in epoch 1, to callbacks that count on both sides of the one that saves."""
+
+    def run(*callbacks):
+        keras.utils.set_random_seed(5)
+        model = compiled(keras.optimizers.SGD(0.05, momentum=0.9))
+        around = Counting(counted), *callbacks, Counting(counted)
+        fitted(model, *around, epochs=3, validation_data=data(), validation_batch_size=8)
+        return everything(model), around[0].count, around[-1].count
+
+    whole, *counts = run()
+    ends = Preempted(1, 2, validation)
+    code = exit_code(run, dtk.callbacks.Checkpoint(directory), ends)
+    again, *counts_again = run(dtk.callbacks.Checkpoint(directory))
+    return code, difference(again, whole), counts, counts_again
+
+
+COUNTED = [("on_train_batch_begin", False)]
+
+
+@pytest.mark.parametrize("counted, validation", COUNTED)
+def test_callbacks_count_what_they_are_resumed_in_once(alone, tmp_path, counted, validation):
+    """Breaks as a count that is one more, by the place of a callback in the list."""
+    [result] = alone.run(counting, str(tmp_path), counted, validation)
+    code, difference, counts, counts_again = result
+    assert code == 143 and counts_again == counts
+    assert difference <= EXACT
+
+
 def two_of_them(first, second, ends):
     """Two in one fit, of which the second saves seldom; SIGTERM in epoch 1 if it ends early."""
     handler = signal.getsignal(signal.SIGTERM)
