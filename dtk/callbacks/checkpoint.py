@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import keras
 
+from dtk.callbacks.checkpointing import checkpoint_state as states
 from dtk.callbacks.checkpointing import contents
 from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 from dtk.callbacks.checkpointing.contents import Background, TrainingProgress, on_chief
@@ -139,6 +140,7 @@ class Checkpoint(StrategyCallback):
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
         self._rates: list[tuple[keras.Variable, Array]] = []
+        self._resumed_state: states.CheckpointState | None = None  # of an epoch that has begun
         self._trained: Logs | None = None
         self._initial_epoch: int | None = None
 
@@ -197,6 +199,7 @@ class Checkpoint(StrategyCallback):
             begun = state["data"].get("begun", self._resumed_step > 0)
             if begun or self._trained is not None:
                 self._rates = [(v, v.numpy()) for v in contents.learning_rates(self.model)]
+                self._resumed_state = state
             self.say(contents.resume_message(state, epochs, self.directory / name))
 
     # Saving. Between steps means before the beginning of a batch: the step before it is complete on
@@ -212,13 +215,19 @@ class Checkpoint(StrategyCallback):
         self._frequency.begin_epoch(done, self.trainer.feed, self.model)
 
     def on_epoch_started(self, epoch: int) -> None:
-        """Put back the rates of an epoch that is resumed in its middle: they hold for all of it.
+        """Put back what callbacks have changed again, of an epoch that is resumed in its middle.
 
         LearningRateScheduler multiplies the rate where an epoch begins, and has done so for this.
+        dtk's own callbacks know that an epoch may begin twice.
         """
         for variable, rate in self._rates:
             variable.assign(rate)
-        self._rates = []
+        if self._resumed_state is not None:
+            every = self.beside(keras.callbacks.Callback)
+            others = [one for one in every if not isinstance(one, StrategyCallback)]
+            states.to_callbacks(self._resumed_state["callbacks"], others)
+            states.to_generators(self._resumed_state["random"])
+        self._rates, self._resumed_state = [], None
 
     def on_before_train_batch(self, batch: int) -> None:
         """Save between two steps."""
