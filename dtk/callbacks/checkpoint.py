@@ -141,6 +141,7 @@ class Checkpoint(StrategyCallback):
         self._metrics: list[Array] | None = None
         self._rates: list[tuple[keras.Variable, Array]] = []
         self._resumed_state: states.CheckpointState | None = None  # of an epoch that has begun
+        self._learned: states.Learned = {}  # by callbacks, before the validation that goes on
         self._trained: Logs | None = None
         self._initial_epoch: int | None = None
 
@@ -239,9 +240,10 @@ class Checkpoint(StrategyCallback):
         if self._frequency.due and batch:
             self.save(progress)
 
-    def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Keep the training metrics of this epoch, which validation is about to reset."""
+    def on_before_test(self) -> None:
+        """Keep what validation is about to change: training metrics, and callbacks that learn."""
         if self._termination is not None:
+            on_chief(self.strategy, self._keep_learned)
             self._termination.find_pace()
             if self._trained is None:
                 results = self.model.get_metrics_result()
@@ -253,7 +255,8 @@ class Checkpoint(StrategyCallback):
             # A callback that validates other weights takes them out of the model again.
             self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
             steps = self.trainer.feed.iterator.num_batches or 0
-            self._exit(TrainingProgress(self._epoch, steps, in_epoch=False, trained=self._trained))
+            progress = TrainingProgress(self._epoch, steps, in_epoch=False, trained=self._trained)
+            self._exit(progress._replace(learned=self._learned))
 
     def on_epoch_agreed(self, epoch: int, logs: Logs | None = None) -> None:
         """Save after an epoch, when all callbacks have seen it."""
@@ -392,6 +395,10 @@ class Checkpoint(StrategyCallback):
             ValueError: It belongs to another model.
         """
         return contents.load_weights(self.files, model, name)
+
+    def _keep_learned(self) -> None:
+        """Copy what callbacks have learned: a validation that is cut short is begun anew."""
+        self._learned = states.copies_of_callbacks(self.beside(keras.callbacks.Callback))
 
     def _asked_by_sigterm(self) -> list[Checkpoint]:
         """Return the callbacks that save on SIGTERM; the last one acts, after all saw the step."""

@@ -348,8 +348,9 @@ class BeforeCallbacks(keras.callbacks.Callback):
             self.trainer.recorder.end_steps()
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Note that validation begins."""
+        """Note that validation begins, and tell callbacks, none of which has begun it."""
         self.trainer.recorder.end_steps()
+        notify(self.trainer.callbacks.callbacks, "on_before_test")
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Average the weights of replicas with local steps, and logged numbers that differ."""
@@ -375,6 +376,7 @@ class RankChecks(keras.callbacks.Callback):
 
         on_epoch_started(epoch)         every on_epoch_begin has run
         on_before_train_batch(batch)    the step before is over, and no on_train_batch_begin has run
+        on_before_test()                no on_test_begin of this validation has run
         on_train_agreed(logs)           every on_train_begin has run and the ranks start equal
         on_epoch_agreed(epoch, logs)    every on_epoch_end has run and the ranks agree on stopping
         on_end_agreed(logs)             every on_train_end has run: training ended without exception

@@ -214,7 +214,11 @@ def counting(directory, counted, validation):
     return code, difference(again, whole), counts, counts_again
 
 
-COUNTED = [("on_train_batch_begin", False), ("on_epoch_begin", False)]
+COUNTED = [
+    ("on_train_batch_begin", False),
+    ("on_epoch_begin", False),
+    ("on_test_end", True),
+]
 
 
 @pytest.mark.parametrize("counted, validation", COUNTED)

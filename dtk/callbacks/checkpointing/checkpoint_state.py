@@ -38,6 +38,8 @@ _MARKED = ({"array"}, {_PAIRS})
 # What goes to JSON, and the path, the shape and the dtype of each variable there.
 Packed: TypeAlias = "bool | int | float | str | list[Packed] | dict[str, Packed] | None"
 Described: TypeAlias = list[tuple[str, list[int], str]]
+# What callbacks have learned, by class and position.
+Learned: TypeAlias = "dict[str, dict[str, object]]"
 
 
 class Generators(TypedDict):
@@ -58,7 +60,7 @@ class CheckpointState(TypedDict):
     best: float | None  # best value of the monitored number; None before the first
     stopped: bool  # whether a callback has stopped training
     seeds: list[Array]  # state of the model's random number generators
-    callbacks: dict[str, dict[str, object]]  # what callbacks have learned, by class and position
+    callbacks: Learned
     random: Generators  # state of the global random number generators
     tensorflow_seed: int | None  # tensorFlow's global seed; None when none was set
     # what the rows of arrays are shuffled from; None where Keras draws their order
@@ -132,7 +134,7 @@ def _key(value: object) -> object:
     return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
-def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, object]]:
+def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> Learned:
     """Return what every callback has learned: its `get_state()`, or the attributes in `KNOWN`."""
     states = {}
     for name, callback in _named(callbacks):
@@ -144,9 +146,15 @@ def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dic
     return states
 
 
-def to_callbacks(
-    states: dict[str, dict[str, object]], callbacks: Iterable[keras.callbacks.Callback]
-) -> None:
+def copies_of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> Learned:
+    """Return what every `get_state()` returns, which later changes of the callback leave alone."""
+    own, arrays = [one for one in callbacks if hasattr(one, "get_state")], dict[str, Array]()
+    packed = pack(of_callbacks(own), arrays)
+    copies = {name: np.array(array) for name, array in arrays.items()}
+    return cast(Learned, unpack(packed, copies))
+
+
+def to_callbacks(states: Learned, callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Give callbacks what `of_callbacks` returned; those that are not here any more are skipped."""
     for name, callback in _named(callbacks):
         if name not in states:

@@ -71,6 +71,8 @@ class TrainingProgress(NamedTuple):
     logs: Logs | None = None  # the numbers of an epoch that is over; None before
     # the numbers of an epoch of which only the validation is left; else None
     trained: Logs | None = None
+    # what callbacks had learned before a validation that is cut short; on rank 0
+    learned: states.Learned = {}
 
 
 class NotFiniteError(Exception):
@@ -194,7 +196,7 @@ def _state(
         "best": best,
         "stopped": bool(model.stop_training),
         "seeds": [shared_weights.copies_of(v, strategy)[0] for v in whole.seed_states()],
-        "callbacks": states.of_callbacks(trainer.callbacks.callbacks),
+        "callbacks": states.of_callbacks(trainer.callbacks.callbacks) | progress.learned,
         "random": states.of_generators(),
         "tensorflow_seed": tf_replicas.global_seed(),
         "shuffle_seed": strategy.shuffle_seed.value,
