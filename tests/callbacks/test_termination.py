@@ -88,6 +88,22 @@ def test_a_second_signal_ends_as_before():
     assert code == -signal.SIGTERM
 
 
+def test_a_signal_after_the_last_question_ends_as_before():
+    """Breaks as a process that never ends: what came between the last step and fit's end was lost.
+
+    An exception that leaves fit is told, as without the signal.
+    """
+    late = "asked.install(); asked.wanted(); os.kill(os.getpid(), signal.SIGTERM);"
+    code, _, _ = run(f"{late} asked.remove(); time.sleep(30)")
+    assert code == -signal.SIGTERM
+    code, _, error = run(
+        f"{late}\n"
+        "        try: raise ValueError('the reason')\n"
+        "        finally: asked.remove()"
+    )
+    assert code == 1 and "ValueError: the reason" in error
+
+
 def test_installing_and_removing_leaves_nothing_behind():
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(3):

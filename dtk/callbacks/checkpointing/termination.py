@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -80,7 +81,14 @@ class Termination:
         return True
 
     def remove(self) -> None:
-        """Restore the handler of SIGTERM that was there before."""
+        """Restore the handler of SIGTERM that was there before, and give it what came too late."""
+        # An exception that leaves `fit` ends the process as well, and says why.
+        unheard = self._caught and not self._agreed.is_set() and sys.exc_info()[0] is None
+        self._restore()
+        if unheard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _restore(self) -> None:
         self._agreed.set()
         if self._pipe is not None:
             progress.tell_saving("over")
@@ -128,7 +136,7 @@ class Termination:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         if self._caught and not progress.is_launcher_told_of_saving():
-            self.remove()
+            self._restore()
             os.kill(os.getpid(), signal.SIGTERM)
         self._caught = True
 
