@@ -542,6 +542,14 @@ class Feed:
                 "cannot continue the epoch; use the same, or a checkpoint from the end of an epoch"
             )
 
+        together = self.iterator.steps_per_execution
+        if step % together:
+            raise ValueError(
+                f"step {step} of an epoch lies within an execution of steps_per_execution="
+                f"{together}, which would pass over steps; compile with one that divides {step}, "
+                "or use a checkpoint from the end of an epoch"
+            )
+
     def _find_position(self, step: int, position: FeedPosition) -> None:
         iterator = self.iterator
         is_stream = iterator.steps_per_epoch is not None

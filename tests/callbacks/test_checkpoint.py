@@ -286,7 +286,7 @@ def test_another_world_size_resumes(pool, alone, tmp_path):
 
 
 def in_other_batches(directory):
-    """Resume in the middle of an epoch, of which other batches are left than there were."""
+    """Resume in the middle of an epoch, of which other steps are left than there were."""
     items, arrays = (pathlib.Path(directory, name) for name in ("items", "steps"))
     train("items", items, crash=True)
     with patch(Items, __len__=lambda self: 3):
@@ -294,14 +294,20 @@ def in_other_batches(directory):
     train("steps", arrays, crash=True)
     with patch(sys.modules[__name__], BATCH=4):
         smaller = fails(train, "steps", arrays)
-    return fewer, smaller
+    together = {**CASES["steps"](), "compile": {"weighted_metrics": [Counted()]}}
+    together["compile"]["steps_per_execution"] = 3
+    with patch(sys.modules[__name__], CASES={"steps": lambda: together}):
+        passed_over = fails(train, "steps", arrays)
+    return fewer, smaller, passed_over
 
 
 @pytest.mark.worlds(("local", 1))
 def test_an_epoch_in_other_batches_is_refused(pool, tmp_path):
-    [(fewer, smaller)] = pool.run(in_other_batches, str(tmp_path), timeout=120)
+    [failures] = pool.run(in_other_batches, str(tmp_path), timeout=120)
+    fewer, smaller, passed_over = failures
     assert "len(PyDataset)=5, so len(PyDataset)=3 cannot continue the epoch" in fewer[1]
     assert "batch_size=8, so batch_size=4 cannot continue the epoch" in smaller[1]
+    assert "step 2 of an epoch lies within an execution of steps_per_execution=3" in passed_over[1]
 
 
 def beside_another(directory):
