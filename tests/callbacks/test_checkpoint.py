@@ -416,6 +416,24 @@ def test_state_has_keys_of_any_kind():
     assert unpack(before, {"a0": 7}) == {"by": {"0": 1.5}, "weights": [7]}, "of before"
 
 
+@pytest.mark.parametrize("value", [np.array(["a", None]), np.longdouble(1)])
+def test_state_that_could_not_be_read_is_refused_by_name(value):
+    """Breaks as a directory of which no checkpoint can be read: such arrays are pickled."""
+    with pytest.raises(TypeError, match=r"cannot save callbacks\['Mine.0'\]\['best'\], an? "):
+        pack({"Mine.0": {"best": value}}, {}, "callbacks")
+
+
+def test_state_keeps_types_that_are_not_numpys(tmp_path):
+    """Breaks as weights of bfloat16 that come back as bytes."""
+    weights, arrays = tf.constant([1.5, -2.0], tf.bfloat16), {}
+    packed = pack({"best_weights": [weights, weights[0]]}, arrays)
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    with np.load(tmp_path / "arrays.npz", allow_pickle=False) as stored:
+        vector, scalar = unpack(packed, stored)["best_weights"]
+    assert vector.dtype == scalar.dtype == tf.bfloat16
+    assert (vector.tolist(), scalar.tolist()) == ([1.5, -2.0], 1.5)
+
+
 @two_ranks
 def test_when_rank_0_cannot_write_every_rank_raises(pool, tmp_path):
     first, second = pool.run(full_disk, str(tmp_path / "taken"))

@@ -31,6 +31,8 @@ KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
 # Raised when what is written cannot be read by an older dtk.
 FORMAT = 1
 
+_ANOTHER_LIBRARY_S = 2  # `numpy.dtype.isbuiltin` of a type that another library has added
+
 _PAIRS = "(key, value)"
 # Dicts with this key alone stand for an array, and for a dict with other keys than strings.
 _MARKED = ({"array"}, {_PAIRS})
@@ -85,8 +87,8 @@ def check(state: CheckpointState) -> None:
             raise ValueError(f"{name} is {value!r:.60}, expected a number of at least {least}")
 
 
-def pack(value: object, arrays: dict[str, Array]) -> Packed:
-    """Turn a value into JSON, moving its arrays to `arrays`.
+def pack(value: object, arrays: dict[str, Array], where: str = "state") -> Packed:
+    """Turn a value into JSON, moving its arrays to `arrays`; messages call it `where`.
 
     Example:
         >>> import numpy as np
@@ -102,19 +104,27 @@ def pack(value: object, arrays: dict[str, Array]) -> Packed:
         return value
     if isinstance(value, dict):
         if set(value) not in _MARKED and all(isinstance(key, str) for key in value):
-            return {key: pack(item, arrays) for key, item in value.items()}
+            return {key: pack(one, arrays, f"{where}[{key!r}]") for key, one in value.items()}
         # JSON has no other keys, and dicts with the names of these marks stand for something else.
-        return {_PAIRS: pack(list(value.items()), arrays)}
+        return {_PAIRS: pack(list(value.items()), arrays, where)}
     if isinstance(value, list | tuple):
-        return [pack(item, arrays) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
+        return [pack(item, arrays, where) for item in value]
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return pack(value.item(), arrays, where)
+    kind = f"a {type(value).__name__}"
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
-        name, tensor = f"a{len(arrays)}", cast("tf.Tensor", value)
-        arrays[name] = value if isinstance(value, np.ndarray) else tensor.numpy()
-        return {"array": name}
-    kind = type(value).__name__
-    raise TypeError(f"cannot save a {kind}; use numbers, strings, arrays, lists and dicts of these")
+        array = value if isinstance(value, np.ndarray) else cast("tf.Tensor", value).numpy()
+        kind = f"an array of {array.dtype}"
+        if not array.dtype.hasobject:  # which a file would hold, and nobody read
+            # Of bfloat16 and the like, which are not numpy's own, a file of arrays holds the bytes.
+            dtype = f":{array.dtype.name}" if array.dtype.isbuiltin == _ANOTHER_LIBRARY_S else ""
+            name = f"a{len(arrays)}{dtype}"
+            arrays[name] = array
+            return {"array": name}
+    raise TypeError(
+        f"cannot save {where}, {kind}; use numbers, strings, arrays of numbers, lists and dicts of "
+        "these"
+    )
 
 
 def unpack(value: object, arrays: Mapping[str, Array]) -> object:
@@ -123,7 +133,8 @@ def unpack(value: object, arrays: Mapping[str, Array]) -> object:
         return [unpack(item, arrays) for item in value]
     if isinstance(value, dict):
         if set(value) == {"array"}:
-            return arrays[value["array"]]
+            array, dtype = arrays[value["array"]], value["array"].partition(":")[2]
+            return array.view(dtype) if dtype else array
         if set(value) == {_PAIRS}:
             return {_key(key): unpack(item, arrays) for key, item in value[_PAIRS]}
         return {key: unpack(item, arrays) for key, item in value.items()}

@@ -155,7 +155,7 @@ def save(
         if told := non_finite_weights(model):
             raise NotFiniteError(told)
         state = _state(trainer, whole, progress, best, metrics, exchange)
-        packed = {key: states.pack(value, arrays) for key, value in state.items()}
+        packed = {key: states.pack(value, arrays, key) for key, value in state.items()}
         if background is None:
             return files.save(lambda path: save_weights(model, path), packed, arrays, keep, note)
         weights = MemoryFile()
