@@ -150,7 +150,7 @@ def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> Learned:
     states = {}
     for name, callback in _named(callbacks):
         known = next((names for kind, names in KNOWN if isinstance(callback, kind)), ())
-        if hasattr(callback, "get_state"):
+        if _learns(callback):
             states[name] = callback.get_state()
         elif known:
             states[name] = {attribute: getattr(callback, attribute, None) for attribute in known}
@@ -159,7 +159,7 @@ def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> Learned:
 
 def copies_of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> Learned:
     """Return what every `get_state()` returns, which later changes of the callback leave alone."""
-    own, arrays = [one for one in callbacks if hasattr(one, "get_state")], dict[str, Array]()
+    own, arrays = [one for one in callbacks if _learns(one)], dict[str, Array]()
     packed = pack(of_callbacks(own), arrays)
     copies = {name: np.array(array) for name, array in arrays.items()}
     return cast(Learned, unpack(packed, copies))
@@ -170,11 +170,16 @@ def to_callbacks(states: Learned, callbacks: Iterable[keras.callbacks.Callback])
     for name, callback in _named(callbacks):
         if name not in states:
             continue
-        if hasattr(callback, "set_state"):
+        if _learns(callback):
             callback.set_state(states[name])
         else:
             for attribute, value in states[name].items():
                 setattr(callback, attribute, value)
+
+
+def _learns(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback saves and takes what it learns; `get_state` alone may mean else."""
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
 def _named(
