@@ -83,6 +83,7 @@ ARGUMENTS = {
     ProgressPrinter: [((-1,), "got -1")],
 }
 CHECKPOINT = [
+    ({"directory": "gs://bucket/run"}, "'gs://bucket/run' is an address, .* mount it"),
     *(({"max_to_keep": given}, f"max_to_keep must be .*{given}") for given in (0, 2.5, True)),
     *(({"save_freq": given}, f"save_freq must be .*{given}") for given in (0, 1.5, True, "batch")),
     *(

@@ -61,6 +61,11 @@ class CheckpointFiles:
                 f"directory={directory!r}; expected the path of a folder for checkpoints, such as "
                 "'checkpoints'"
             )
+        if "://" in os.fspath(directory):
+            raise ValueError(
+                f"directory={os.fspath(directory)!r} is an address, and checkpoints are written to "
+                "a folder; mount it, such as by gcsfuse or s3fs, and give the path of its folder"
+            )
         self.directory = Path(directory)
 
     def check_writable(self) -> None:
