@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import dtk
 import dtk.exchange
+from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 from dtk.callbacks.checkpointing.checkpoint_state import of_callbacks, pack, unpack
 from dtk.patches import patch
 
@@ -512,6 +513,32 @@ def test_the_best_of_an_earlier_run_stays_the_best(pool, tmp_path):
             "checkpoint-00000003",
             "checkpoint-00000004",
         ]
+
+
+def ended_before_the_best_was_kept(directory):
+    """A job ends when the best epoch's checkpoint is written, and nothing is beside it; resume."""
+
+    def end(self, name, best):
+        raise Crash
+
+    def run():
+        model = compiled("sgd")
+        with contextlib.suppress(Crash):
+            fitted(model, dtk.callbacks.Checkpoint(directory, monitor="loss"))
+        return model
+
+    with patch(CheckpointFiles, keep_best=end):
+        trained = run().get_weights()
+    best = pathlib.Path(directory, "best.weights.h5")
+    before, model = best.exists(), run()  # which has trained its one epoch
+    model.load_weights(best)
+    return before, all(map(np.array_equal, model.get_weights(), trained))
+
+
+@pytest.mark.worlds(("local", 1))
+def test_the_best_is_kept_by_the_next_start_where_a_job_was_killed(pool, tmp_path):
+    """Breaks as a best.weights.h5 of an older epoch, or none, that no later epoch replaces."""
+    assert pool.run(ended_before_the_best_was_kept, str(tmp_path)) == [(False, True)]
 
 
 def blown_up(directory):

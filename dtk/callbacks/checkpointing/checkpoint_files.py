@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 WEIGHTS, ARRAYS, STATE = "weights.weights.h5", "arrays.npz", "state.json"
+_BEST = "best.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 # What reading JSON and arrays raises where they are not what was written.
 _UNREADABLE = (
@@ -196,11 +197,20 @@ class CheckpointFiles:
         for draft in self.directory.glob(f"{DRAFT}*"):
             _remove(draft)
 
+    def complete_best(self, name: str, note: Mapping[str, object]) -> None:
+        """Keep the best where a job has written its checkpoint, and was ended before it kept it."""
+        try:
+            kept = json.loads((self.directory / _BEST).read_text())
+        except (OSError, *_UNREADABLE):
+            kept = None
+        if kept != note:
+            self.keep_best(name, note)
+
     def keep_best(self, name: str, note: Mapping[str, object]) -> None:
         """Copy one checkpoint's weights to `best.weights.h5`, and a note to `best.json`."""
         with written(self.directory / "best.weights.h5") as draft:
             shutil.copyfile(self.weights(name), draft)
-        with written(self.directory / "best.json") as draft:
+        with written(self.directory / _BEST) as draft:
             draft.write_text(json.dumps(note))
 
 

@@ -60,6 +60,7 @@ class CheckpointState(TypedDict):
     iterations: NotRequired[int | None]  # steps of the optimizer; None without one
     variables: Described  # of the model and its optimizer, as `describe` says them
     best: float | None  # best value of the monitored number; None before the first
+    note: NotRequired[Mapping[str, object] | None]  # of `best.json`, if this is the best so far
     stopped: bool  # whether a callback has stopped training
     seeds: list[Array]  # state of the model's random number generators
     callbacks: Learned

@@ -155,6 +155,7 @@ def save(
         if told := non_finite_weights(model):
             raise NotFiniteError(told)
         state = _state(trainer, whole, progress, best, metrics, exchange)
+        state["note"] = note
         packed = {key: states.pack(value, arrays, key) for key, value in state.items()}
         if background is None:
             return files.save(lambda path: save_weights(model, path), packed, arrays, keep, note)
@@ -290,6 +291,8 @@ def load_newest(
         raise
     check_same_counts(packed, state, path)
     state.model.load_weights(files.weights(name))
+    if (note := packed.get("note")) is not None:
+        files.complete_best(name, note)
     # The keys stay, and arrays take the places of their names.
     loaded = cast(states.CheckpointState, states.unpack(packed, arrays))
     for variable, value in zip(lora_weights(state.model), loaded.get("lora", ()), strict=True):
