@@ -515,6 +515,32 @@ def test_the_best_of_an_earlier_run_stays_the_best(pool, tmp_path):
         ]
 
 
+def counted_by_kerass(directory):
+    """What ModelCheckpoint saves every 4 steps, and TensorBoard's steps; whole and resumed."""
+
+    def run(name, *callbacks):
+        folder = pathlib.Path(directory, name)
+        files = keras.callbacks.ModelCheckpoint(
+            f"{folder}/{{epoch}}-{{batch}}.weights.h5", save_freq=4, save_weights_only=True
+        )
+        board = keras.callbacks.TensorBoard(f"{folder}-logs", update_freq=1)
+        with contextlib.suppress(Crash):
+            fitted(compiled("sgd"), files, board, *callbacks, epochs=EPOCHS)
+        return sorted(file.name for file in folder.iterdir()), board._global_train_batch
+
+    place = pathlib.Path(directory, "checkpoints")
+    whole = run("whole")
+    run("resumed", dtk.callbacks.Checkpoint(place, save_freq=7), crash_at(2, 2))
+    return whole, run("resumed", dtk.callbacks.Checkpoint(place, save_freq=7))
+
+
+@pytest.mark.worlds(("local", 1))
+def test_kerass_callbacks_count_batches_on(pool, tmp_path):
+    """Breaks as files of other steps, and as curves that begin anew at step 1."""
+    [(whole, resumed)] = pool.run(counted_by_kerass, str(tmp_path), timeout=120)
+    assert whole[1] == 20 and resumed == whole
+
+
 def ended_before_the_best_was_kept(directory):
     """A job ends when the best epoch's checkpoint is written, and nothing is beside it; resume."""
 

@@ -16,15 +16,20 @@ from dtk.exchange.contract import SavedItem
 from dtk.nests import Array, Logs
 
 # What Keras's own callbacks learn while training. Everything else about them is in the script.
+# Names with an underscore are Keras's own, tested in tests/callbacks/test_checkpoint.py.
 KNOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         keras.callbacks.EarlyStopping,
         ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     ),
     (keras.callbacks.ReduceLROnPlateau, ("wait", "cooldown_counter", "best")),
-    (keras.callbacks.ModelCheckpoint, ("best",)),
+    (
+        keras.callbacks.ModelCheckpoint,
+        ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    ),
+    (keras.callbacks.TensorBoard, ("_global_train_batch", "_global_test_batch")),
     (keras.callbacks.History, ("history", "epoch")),
-    # Which weights are in the model; Keras's own name for it, tested in test_keras_seam.py.
+    # Which weights are in the model.
     (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
