@@ -214,6 +214,29 @@ def counting(directory, counted, validation):
     return code, difference(again, whole), counts, counts_again
 
 
+def stopped_and_terminated(directory):
+    """SIGTERM in the validation of the epoch in which a callback has stopped training."""
+
+    def stop(batch, logs):
+        model.stop_training = True
+
+    stopping = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    for more in (Preempted(0, 0, validation=True), None):
+        model = compiled("sgd")
+        saving = dtk.callbacks.Checkpoint(directory, monitor="val_loss")
+        given = {"epochs": 3, "validation_data": data(), "validation_batch_size": BATCH}
+        callbacks = [saving, stopping, *([more] if more else [])]
+        code = exit_code(fitted, model, *callbacks, **given)
+        assert (code == 143) == bool(more)
+    history = model.history
+    return history.epoch, history.history["val_loss"] == [saving.best]
+
+
+def test_a_validation_after_training_was_stopped_is_resumed(alone, tmp_path):
+    """Breaks as an epoch that no callback has seen the end of: its weights were never the best."""
+    assert alone.run(stopped_and_terminated, str(tmp_path)) == [([0], True)]
+
+
 COUNTED = [
     ("on_train_batch_begin", False),
     ("on_epoch_begin", False),

@@ -436,9 +436,11 @@ def restore(
     states.to_callbacks(state["callbacks"], trainer.callbacks.callbacks)
     states.to_generators(state["random"])
     _restore_seeds(state, trainer)
-    if state["stopped"]:
+    if is_over(state):
         keras_models.set_initial_epoch(trainer.model, max(state["epoch"], epochs))
         return
+    if state["stopped"]:
+        trainer.model.stop_training = True
     keras_models.set_initial_epoch(trainer.model, state["epoch"])
     if state["trained"] is None:
         trainer.feed.resume_at(state["step"], state["data"])
@@ -485,9 +487,14 @@ def _restore_seeds(state: states.CheckpointState, trainer: DistributedTrainer) -
         trainer.feed.set_batches(trainer.feed.iterator.data_adapter)
 
 
+def is_over(state: states.CheckpointState) -> bool:
+    """Return whether a callback has stopped training, and the validation of that epoch is done."""
+    return state["stopped"] and state["trained"] is None
+
+
 def resume_message(state: states.CheckpointState, epochs: int, path: Path) -> str:
     """Return the line that says where training goes on."""
-    if state["stopped"]:
+    if is_over(state):
         return f"a callback had stopped training after epoch {state['epoch']} ({path})"
     if state["epoch"] >= epochs:
         return f"training had finished, epoch {state['epoch']} of {epochs} ({path})"
