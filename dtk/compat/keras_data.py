@@ -532,15 +532,19 @@ class Feed:
         yield from steps if change is None else change(steps)
 
     def _check_position(self, step: int, position: FeedPosition) -> None:
-        what, before, now = "batch_size", position["batch_size"], self.batch_size()
-        items = position.get("items")
+        checks = [("batch_size", position["batch_size"], self.batch_size())]
+        batches, items = (position["batches"], self.iterator._num_batches), position.get("items")
         if items is not None and self._items is not None:
-            what, before, now = "len(PyDataset)", len(items), self._items.num_batches
-        if before != now:
-            raise ValueError(
-                f"step {step} of an epoch was reached with {what}={before}, so {what}={now} "
-                "cannot continue the epoch; use the same, or a checkpoint from the end of an epoch"
-            )
+            checks = [("len(PyDataset)", len(items), self._items.num_batches)]
+        elif None not in batches:  # else unknown, or of another batch size
+            checks.append(("batches of the data", *batches))
+        for what, before, now in checks:
+            if before != now:
+                raise ValueError(
+                    f"step {step} of an epoch was reached with {what}={before}, so {what}={now} "
+                    "cannot continue the epoch; use the same, or a checkpoint from the end of an "
+                    "epoch"
+                )
 
         together = self.iterator.steps_per_execution
         if step % together:

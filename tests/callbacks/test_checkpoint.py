@@ -21,6 +21,7 @@ from dtk.callbacks.checkpointing.checkpoint_files import CheckpointFiles
 from dtk.callbacks.checkpointing.checkpoint_state import of_callbacks, pack, unpack
 from dtk.patches import patch
 
+from callbacks import bodies
 from callbacks.bodies import (
     BATCH,
     EPOCHS,
@@ -299,15 +300,18 @@ def in_other_batches(directory):
     together["compile"]["steps_per_execution"] = 3
     with patch(sys.modules[__name__], CASES={"steps": lambda: together}):
         passed_over = fails(train, "steps", arrays)
-    return fewer, smaller, passed_over
+    with patch(sys.modules[__name__], data=lambda: bodies.data(ROWS - BATCH)):
+        shorter = fails(train, "steps", arrays)
+    return fewer, smaller, passed_over, shorter
 
 
 @pytest.mark.worlds(("local", 1))
 def test_an_epoch_in_other_batches_is_refused(pool, tmp_path):
     [failures] = pool.run(in_other_batches, str(tmp_path), timeout=120)
-    fewer, smaller, passed_over = failures
+    fewer, smaller, passed_over, shorter = failures
     assert "len(PyDataset)=5, so len(PyDataset)=3 cannot continue the epoch" in fewer[1]
     assert "batch_size=8, so batch_size=4 cannot continue the epoch" in smaller[1]
+    assert "batches of the data=5, so batches of the data=4 cannot continue" in shorter[1]
     assert "step 2 of an epoch lies within an execution of steps_per_execution=3" in passed_over[1]
 
 
