@@ -53,8 +53,9 @@ class Checkpoint(StrategyCallback):
     During `fit` no other job can save to the directory (see
     `dtk.callbacks.checkpointing.directory_lock`).
 
-    A `fit` that is called again with the same callback goes on with the model in memory; give every
-    `fit` that must be resumable a directory of its own.
+    A `fit` that is called again with the same callback goes on with the model in memory, or from
+    the checkpoint, if that is of a later epoch than the `fit` before had. So give a second `fit`
+    that must be resumable its `initial_epoch`, or a directory of its own.
 
     Args:
         directory: Where checkpoints lie.
@@ -198,6 +199,8 @@ class Checkpoint(StrategyCallback):
             self._metrics, self._resumed_step = state["metrics"], state["step"]
             self.best, self._trained = state["best"], state["trained"]
             begun = state["data"].get("begun", self._resumed_step > 0)
+            # Of a later `fit` with this callback, which goes on from it; this one trains nothing.
+            self._begun = (state["epoch"], begun) <= (epochs, False)
             if begun or self._trained is not None:
                 self._rates = [(v, v.numpy()) for v in contents.learning_rates(self.model)]
                 self._resumed_state = state

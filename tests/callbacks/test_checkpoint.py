@@ -519,6 +519,35 @@ def test_the_best_of_an_earlier_run_stays_the_best(pool, tmp_path):
         ]
 
 
+def in_two_fits(directory):
+    """Two calls of fit with one callback; the second crashes in its first epoch, and resumes."""
+    steps = []
+
+    def run(*crash):
+        keras.utils.set_random_seed(5)
+        saving, model = dtk.callbacks.Checkpoint(place, save_freq=3), compiled(momentum_sgd())
+        fitted(model, saving, recorder(steps), epochs=2)
+        model.optimizer.learning_rate = 0.01
+        with contextlib.suppress(Crash):
+            fitted(model, saving, recorder(steps), *crash, initial_epoch=2, epochs=3)
+        return everything(model)
+
+    place = pathlib.Path(directory, "whole")
+    whole = run()
+    place = pathlib.Path(directory, "resumed")
+    run(crash_at(2, 4))
+    steps.clear()
+    return difference(run(), whole), [step[:2] for step in steps]
+
+
+@pytest.mark.worlds(("local", 1))
+def test_the_second_fit_with_one_callback_resumes(pool, tmp_path):
+    """Breaks as steps that are trained twice: the first fit took the second one's checkpoint."""
+    [(difference, steps)] = pool.run(in_two_fits, str(tmp_path))
+    assert steps == [(2, 3), (2, 4)]
+    assert difference <= EXACT
+
+
 def counted_by_kerass(directory):
     """What ModelCheckpoint saves every 4 steps, and TensorBoard's steps; whole and resumed."""
 
