@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn, TypeAlias, TypedDict
 
 import keras
@@ -35,7 +36,7 @@ from dtk.even_division import even_bounds
 from dtk.layers.collectives import with_gradient
 from dtk.layers.regions import model_group
 from dtk.nests import Function, Tree
-from dtk.patches import temporarily
+from dtk.patches import patch_around, temporarily
 from dtk.schedules.runs import is_count
 
 # A stage, or a function without arguments that builds it.
@@ -86,6 +87,40 @@ def microbatch(inputs: Tree, part: int, parts: int) -> Tree:
         return value[begin:end]
 
     return tf.nest.map_structure(rows, inputs)
+
+
+def counting_rows() -> AbstractContextManager[None]:
+    """Return a context in which a microbatch without rows counts for nothing.
+
+    Where a batch has fewer rows than there are microbatches, `BatchNormalization` would divide by
+    zero, and its moving statistics stay NaN.
+    """
+    return patch_around(keras.layers.BatchNormalization, call=_normalize)
+
+
+def _normalize(
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    training: bool | None = None,
+    mask: tf.Tensor | None = None,
+    *,
+    original: Function[tf.Tensor],
+) -> tf.Tensor:
+    """Normalize a row of zeros where there is none, and put the statistics back."""
+    if not (training and layer.trainable) or layer.synchronized:  # that counts rows itself
+        return original(layer, inputs, training=training, mask=mask)
+    rows, statistics = rows_of(inputs), layer.non_trainable_variables
+    before = [tf.convert_to_tensor(v) for v in statistics]
+
+    def filled(tensor: tf.Tensor) -> tf.Tensor:
+        padding = [[0, tf.maximum(1 - rows, 0)], *([[0, 0]] * (tensor.shape.rank - 1))]
+        return tf.ensure_shape(tf.pad(tensor, padding), [None, *tensor.shape[1:]])
+
+    mask = None if mask is None else filled(mask)
+    output = original(layer, filled(inputs), training=training, mask=mask)[:rows]
+    for variable, value in zip(statistics, before, strict=True):
+        variable.assign(tf.where(rows > 0, tf.convert_to_tensor(variable), value))
+    return output
 
 
 def rows_of(inputs: Tree) -> tf.Tensor:
@@ -513,9 +548,14 @@ class Pipeline(keras.Model):
 
     def call(self, inputs: Tree, training: bool | None = None) -> tf.Tensor:
         """Compute the outputs of the last stage, on every rank of the group."""
-        if self.stage is None:
-            return self._alone(inputs, training)
-        anchor = self._anchor(self.stage) if training else None
+        with counting_rows():
+            if self.stage is None:
+                return self._alone(inputs, training)
+            return self._piped(inputs, self.stage, training)
+
+    def _piped(self, inputs: Tree, stage: keras.Model, training: bool | None) -> tf.Tensor:
+        """Compute this rank's stage, between those of other ranks."""
+        anchor = self._anchor(stage) if training else None
         link = StageTransfer(self._group, anchor)
         last = self._group.rank == self._group.size - 1
         outputs = []
@@ -527,8 +567,8 @@ class Pipeline(keras.Model):
                 for source in sorted(set(sources))
             }
             taken = link.begin(inputs_of([received[source] for source in sources], batch))
-            output = link.end(self.stage(taken, training=training))
-            self._check_losses(self.stage)
+            output = link.end(stage(taken, training=training))
+            self._check_losses(stage)
             for dest in self._dests[self._group.rank]:
                 link.send(output, dest, part)
             outputs.append(output)
@@ -599,7 +639,8 @@ class InterleavedPipeline(Pipeline):
         step = InterleavedStep(
             self.stage, self._group, self._sources[rank], self._dests[rank], self._outputs
         )
-        step.run(parts, gradient_of_loss)
+        with counting_rows():
+            step.run(parts, gradient_of_loss)
         self._check_losses(self.stage)
         result = self._nothing(x)
         if rank == self._group.size - 1:

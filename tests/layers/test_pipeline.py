@@ -264,6 +264,23 @@ def test_losses_that_are_not_means_over_rows_are_trained_as_by_gpipe(
     assert ("trains by schedule='gpipe'" in capsys.readouterr().err) != is_mean
 
 
+@pytest.mark.parametrize("options", [{}, {"renorm": True}])
+def test_a_microbatch_without_rows_counts_for_nothing(options):
+    """Two rows in four microbatches are those of two: moving statistics became NaN, and stayed."""
+
+    def trained(microbatches):
+        keras.utils.set_random_seed(3)
+        norm = keras.layers.BatchNormalization(momentum=0.5, **options)
+        front = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), norm])
+        back = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model = Pipeline([front, back], microbatches)
+        model.compile("sgd", "mse")
+        model.train_on_batch(data()[0][:2], np.ones((2, 1), "float32"))
+        return bodies.flat(model.get_weights())
+
+    assert trained(4) == pytest.approx(trained(2), rel=1e-6)
+
+
 def test_a_mask_of_the_last_stage_is_no_part_of_the_loss(capsys):
     last = keras.Sequential([keras.Input((4, 3)), keras.layers.Masking(), keras.layers.Dense(1)])
     first = keras.Sequential([keras.Input((4, 3)), keras.layers.Dense(3)])
