@@ -219,7 +219,9 @@ class FilteredLayout(CompressedLayout):
 
     def encode(self, slot: BufferSlot, flat: tf.Tensor, rate: tf.Tensor) -> _Compressed:
         changes = tf.abs(flat) * tf.cast(rate, flat.dtype)
-        where = tf.cast(tf.where(changes > self._significant)[:, 0], tf.int32)
+        # What is no number is sent: kept, it would hold back all later gradients of its weight.
+        small = changes <= self._significant
+        where = tf.cast(tf.where(tf.logical_not(small))[:, 0], tf.int32)
         values = tf.gather(flat, where)
         # A position takes four bytes.
         shorter = tf.size(where) * (4 + flat.dtype.size) < tf.size(flat) * flat.dtype.size

@@ -76,3 +76,12 @@ def test_a_server_may_hold_vectors_only_or_kernels_only(shapes):
     flat = tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)
     joined, kept = tf.function(there_and_back)(flat)
     np.testing.assert_allclose(joined + kept, flat, atol=1e-6)
+
+
+def test_what_is_no_number_is_sent_and_not_kept():
+    """A NaN was never significant: its weight stood still from then on, and no loss told of it."""
+    layout = gradient_buffers.FilteredLayout([keras.Variable(np.zeros(8))], set(), 0.1)
+    flat = tf.constant([float("nan"), 0.05, 1.0, 0, 0, 0, 0, 0])
+    (sent, places), (kept,) = layout.compress([flat], tf.constant(1.0))
+    np.testing.assert_array_equal(layout.decode(layout.dense[0], sent, places)[:3], [np.nan, 0, 1])
+    np.testing.assert_allclose(kept[:3], [0, 0.05, 0])
