@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from dtk.communicators.base import Communicator
 from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update
 from dtk.exchange.dense import Dense
 from dtk.exchange.quantized import Quantized
@@ -76,3 +77,7 @@ class Delayed(Exchange):
                 f"Delayed(exchange={self.exchange!r}); expected Dense or Quantized. A warm start "
                 "goes around it: WarmStart(Delayed(...), samples=...)"
             )
+
+    def check(self, communicator: Communicator) -> None:
+        """See `Exchange.check`."""
+        self.exchange.check(communicator)

@@ -327,6 +327,7 @@ def test_what_another_exchange_remembered_is_refused():
         (lambda: Dense("bfloat16").check(adding(tf.float16)), 'sent; use exchange="fp16" or'),
         (lambda: Dense("float16").check(adding(tf.float32)), 'sent; use communicator="mpi" or'),
         (lambda: Dense("bfloat16").check(linked(tf.float16)), "null adds no bfloat16 up"),
+        (lambda: Delayed(Dense("bfloat16")).check(adding(tf.float16)), "adds no bfloat16 up"),
     ],
 )
 def test_bad_values_are_refused(make, message):
