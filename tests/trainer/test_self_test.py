@@ -154,6 +154,42 @@ def test_it_changes_nothing(world, backend, size):
         assert verdict.difference.wrong is None and verdict.notes == []
 
 
+class Counting(cases.Subclassed):
+    """Counts its steps, in a number and in a variable, and halves the weights of every other."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.counter = tf.Variable(0, trainable=False)
+
+    def train_step(self, data):
+        self.calls += 1
+        self.seen += len(data)
+        self.counter.assign_add(1)
+        x, y = data
+        return super().train_step((x, y, keras.ops.ones_like(y) / (1 + self.calls % 2)))
+
+
+def counts_of_eager_steps(plain=False):
+    strategy = None if plain else bodies.strategy()
+    x, y = cases.rows(16)
+    keras.utils.set_random_seed(3)
+    model = cases.compiled(strategy, Counting, run_eagerly=True)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    weights = bodies.flat(model.get_weights())
+    return weights, {"counts": [model.calls, model.seen, int(model.counter)]}
+
+
+@TWO
+def test_what_an_eager_step_counts_is_kept(world, backend, size):
+    """Broke as the trial's calls were counted, too, so other steps were the halved ones."""
+    plain = counts_of_eager_steps(plain=True)
+    for mine in world(backend, size).run(counts_of_eager_steps):
+        assert_equal(mine, plain)
+
+
 class Drawing(cases.Subclassed):
     """A step with random numbers of rows, or units at a kink; its loss is a mean, but for one."""
 

@@ -93,6 +93,35 @@ class Snapshot:
             copy.assign(value)
 
 
+@contextlib.contextmanager
+def numbers_kept(model: keras.Model) -> Iterator[None]:
+    """Return a context after which numbers that are a model's or layer's attributes are as before.
+
+    A step of the script's that runs eagerly may count its calls in them. A layer that is not built
+    may take its sizes from its first rows.
+    """
+    owners = [one for one in keras_models.layers_of(model) if one.built or one is model]
+    before = [_numbers_in(one) for one in owners]
+    yield
+    for one, numbers in zip(owners, before, strict=True):
+        for name, value in _numbers_in(one).items():
+            setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
+
+
+def _numbers_in(layer: keras.Layer) -> dict[str, int | float]:
+    return {name: value for name, value in vars(layer).items() if type(value) in (int, float)}
+
+
+def held_by_layers(model: keras.Model) -> list[tf.Variable]:
+    """Return TensorFlow's own variables that are attributes of a model or layer, or in their lists.
+
+    Keras does not count them among a model's.
+    """
+    held = [value for layer in keras_models.layers_of(model) for value in vars(layer).values()]
+    members = [one for value in held for one in (value if isinstance(value, list) else [value])]
+    return [one for one in members if isinstance(one, tf.Variable)]
+
+
 def changed_by_training(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     """Return every variable that a training step may change.
 
@@ -234,9 +263,9 @@ class Trial:
         """Compute a step one way, then restore every variable that it changed."""
         made = Snapshot([])
         if self.model.run_eagerly:
-            before = Snapshot(changed_by_training(self.model))
+            before = Snapshot([*changed_by_training(self.model), *held_by_layers(self.model)])
             self._move_weights()
-            with self._tracing(made):
+            with self._tracing(made), numbers_kept(self.model):
                 outputs = trace([], *self._data)
         else:
             way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
