@@ -58,6 +58,7 @@ class Scaling:
     factor: float  # factor of the rate after the warm-up
     applied: float = 1.0  # current factor of the rate
     warm: bool = False  # whether the warm-up is over
+    epochs: float = 0.0  # epochs of the warm-up that are over
     taken: int = 0  # asynchronous steps of the warm-up
 
     @classmethod
@@ -254,6 +255,8 @@ class LearningRateScaling(StrategyCallback):
         self.rule, self.warmup_epochs = rule, warmup_epochs
         self.momentum_correction = momentum_correction
         self._scaling: Scaling | None = None
+        # Epochs of the warm-up in fits before this one, which counts its own from 0 again.
+        self._before: float | None = None
 
     # The optimizer holds the state of scaling, so that neither a new callback nor a second fit
     # scales the rate again.
@@ -292,7 +295,7 @@ class LearningRateScaling(StrategyCallback):
                 "this data does not tell; give fit steps_per_epoch, or the dataset a cardinality "
                 "(dataset.apply(tf.data.experimental.assert_cardinality(n)))"
             )
-        self._scaling = None
+        self._scaling = self._before = None
 
     def on_train_agreed(self, logs: Logs | None = None) -> None:
         """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
@@ -320,12 +323,22 @@ class LearningRateScaling(StrategyCallback):
         scaling = self._scaling
         if scaling is None or scaling.warm:
             return
-        # Without the number of steps: the first epoch of a new batch size, over a dataset.
-        steps = self.trainer.feed.iterator.num_batches or math.inf
-        progress = (self._epoch + batch / steps) / self.warmup_epochs
+        epochs = self._epochs_at(batch)
+        if self._before is None:  # a resumed fit counts on; another one may begin at 0 again
+            self._before = max(0.0, scaling.epochs - epochs)
+        progress = (self._before + epochs) / self.warmup_epochs
         factor = warm_up(scaling.factor, progress)
         scaling.apply(self.model.optimizer, factor, self.momentum_correction)
         scaling.warm = progress >= 1.0
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Note how far the warm-up has come."""
+        if self._scaling is not None and self._before is not None:
+            self._scaling.epochs = self._before + self._epochs_at(batch + 1)
+
+    def _epochs_at(self, batch: int) -> float:
+        # Without the number of steps: the first epoch of a new batch size, over a dataset.
+        return self._epoch + batch / (self.trainer.feed.iterator.num_batches or math.inf)
 
     def _announce(self, scaling: Scaling) -> None:
         size, batch = self.strategy.size, self.trainer.feed.batch_size()

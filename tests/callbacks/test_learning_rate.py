@@ -17,6 +17,7 @@ from dtk.callbacks import epochs_per_worker
 from dtk.callbacks.learning_rate import ScaledSchedule, momentum_buffers
 
 from callbacks.bodies import (
+    BATCH,
     Crash,
     compiled,
     crash_at,
@@ -135,6 +136,28 @@ def test_scaled_once_whatever_happens(alone, tmp_path):
     lines = [line for line in told.splitlines() if line.startswith("LearningRateScaling")]
     line = "LearningRateScaling: 2 workers, global batch 8 (4 per worker), learning rate 0.1 -> 0.2"
     assert lines == [line, line], "once for each optimizer"
+
+
+def warmed_in_turns(spans):
+    """Rates of two steps an epoch, in one fit for each span of epochs."""
+    model = compiled(keras.optimizers.SGD(0.02), "mirrored")
+    rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    for first, end in spans:
+        scaling = dtk.callbacks.LearningRateScaling(4.0, warmup_epochs=2.5)
+        fitted(model, scaling, Rates(), initial_epoch=first, epochs=end, rows=2 * BATCH)
+    return rates
+
+
+@pytest.mark.parametrize("spans", [[(0, 1), (0, 2)], [(0, 1), (1, 2), (2, 3)]])
+def test_fits_one_after_the_other_warm_up_as_one(alone, spans):
+    """A loop that calls `fit` for each epoch began the warm-up anew each time."""
+    [rates] = alone.run(warmed_in_turns, spans)
+    assert rates == pytest.approx([0.02 * (1 + 3 * min(1, step / 5)) for step in range(6)])
 
 
 RATES = {
