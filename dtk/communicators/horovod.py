@@ -16,7 +16,6 @@ puts rows into the group's order.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import socket
@@ -55,7 +54,6 @@ def start(place: Place) -> Communicator:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE)
     # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    _check_own_address(place)
     with progress.polling_threads():
         hvd.init()
     startup.check_world(
@@ -70,27 +68,6 @@ def start(place: Place) -> Communicator:
     world = Communicator(transport, ("",) * hvd.size())
     world.set_hosts(world.allgather_object(socket.gethostname()))
     return world
-
-
-def _check_own_address(place: Place) -> None:
-    """Refuse ranks of several hosts over Gloo on loopback: Horovod as published would abort."""
-    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    alone = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
-    if not over_gloo or alone or importlib.util.find_spec("horovod.dtk_patches") is not None:
-        return
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return  # Horovod itself reports this
-    if address.startswith("127."):
-        message = (
-            f"this host's own name, {name}, means {address} here, where no other host can "
-            "reach it, and this Horovod uses it and ignores HOROVOD_GLOO_IFACE; "
-            f"give {name} its network address in /etc/hosts, install a Horovod without the "
-            "mistake (`dtk install-horovod`), or use the collective communicator"
-        )
-        raise CommunicatorError(at_rank(place.rank, message))
 
 
 class _Sets:
