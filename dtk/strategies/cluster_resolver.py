@@ -10,8 +10,8 @@
 
 For plain `python` the result is that of TensorFlow's own `TFConfigClusterResolver` without
 TF_CONFIG. MPI and Horovod open ports as they need them, so addresses are not known in advance: a
-task is then the name of its host without a port, and `master` refuses to make an address of it.
-The evaluator is left out of `cluster_spec()`: it works beside the cluster and has no rank in it.
+task is then the name of its host without a port. The evaluator is left out of `cluster_spec()`: it
+works beside the cluster and has no rank in it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,6 @@ class JobResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
         >>> resolver.task_id, resolver.cluster_spec().as_dict()
         (1, {'worker': ['node1', 'node2']})
     """
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return the address of a task, for sessions of TensorFlow 1."""
-        if task_type is not None and task_id is not None:
-            address = self.cluster_spec().task_address(task_type, task_id)
-            if not _has_port(address):
-                raise ValueError(
-                    f"{task_type} {task_id} is on {address}, and its launcher has told no port, "
-                    "because MPI and Horovod choose their own; start with `dtk run`, or set "
-                    "TF_CONFIG, for a job with addresses"
-                )
-        return super().master(task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: tf.compat.v1.ConfigProto | None = None,
-    ) -> dict[str, int]:
-        """Count the GPUs that this process uses, without starting TensorFlow on them."""
-        del task_type, task_id, config_proto
-        gpus = tf.config.get_visible_devices("GPU")
-        return {"GPU": len(gpus)} if gpus else {}
 
 
 def resolve(communicator: Communicator) -> JobResolver:

@@ -8,12 +8,11 @@ import socket
 
 import keras
 import pytest
-import tensorflow as tf
 
 from dtk.cluster import detect
 from dtk.communicators import create
 from dtk.communicators.local import LocalCommunicator
-from dtk.strategies.cluster_resolver import JobResolver, resolve
+from dtk.strategies.cluster_resolver import resolve
 
 from callbacks import bodies as callback_bodies
 from support import bodies
@@ -95,16 +94,6 @@ def test_a_strategy_over_this_process_alone_is_no_job():
 def test_a_part_of_a_world_does_not_take_the_whole_ones_addresses():
     part = create("null", detect({"TF_CONFIG": TWO})).split(0)
     assert resolve(part).cluster_spec().as_dict() == {"worker": [HERE, HERE]}
-
-
-def test_no_address_is_made_of_a_host():
-    spec = tf.train.ClusterSpec({"worker": ["node1", "::1", "node2:4", "[::1]:4"]})
-    found = JobResolver(spec, task_type="worker", task_id=0)
-    for task in (0, 1):
-        with pytest.raises(ValueError, match="has told no port"):
-            found.master("worker", task)
-    assert found.master("worker", 2, rpc_layer="grpc") == "grpc://node2:4"
-    assert found.master("worker", 3, rpc_layer="grpc") == "grpc://[::1]:4"
 
 
 def tell_task(served=False):
