@@ -20,12 +20,8 @@ In a job of one process a script's own loop runs as without dtk.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import textwrap
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import FrameType
 
 import keras
 import tensorflow as tf
@@ -51,10 +47,16 @@ from dtk.trainer.replica import reducing_optimizer, self_test, step_metrics
 from dtk.trainer.strategy import Strategy
 from dtk.trainer.tracing import traced_step
 
-_CONVERTED = "tf__"  # TensorFlow's prefix for the names of functions it has rewritten
-_DTK = str(Path(__file__).parents[1])
-_LIBRARIES = (_DTK, str(Path(keras.__file__).parent), str(Path(tf.__file__).parent))
+# What to write around a script's step.
+_LINES = """\
+train_set = strategy.experimental_distribute_dataset(train_set)
 
+@tf.function
+def distributed_step(*batch):
+    return strategy.run(train_step, args=batch)  # your step, from the tape to apply
+
+for batch in train_set:
+    distributed_step(*batch)  # distributed_step(batch), if a batch is one tensor"""
 
 _taking_over = threading.Lock()
 
@@ -219,46 +221,9 @@ def _refuse_update(optimizer: keras.Optimizer, why: str, strategy: Strategy) -> 
     message = (
         f"optimizer {optimizer.name!r} was applied outside strategy.run, {why}. Make model, "
         "optimizer and metrics inside `with strategy.scope():`, and let strategy.run call the "
-        f"step on each rank's rows:\n\n{_lines()}\n\n"
+        f"step on each rank's rows:\n\n{_LINES}\n\n"
         "docs/strategies.md has a whole loop, and says what the loss is to be divided by. To "
         "train in this process alone, or where the script has summed the gradients itself, "
         "apply them inside `with dtk.strategies.undistributed():`"
     )
     raise NotDistributedError(at_rank(strategy.rank, message))
-
-
-def _lines() -> str:
-    """Return the lines to write around the script's step."""
-    signature = _step(inspect.currentframe())
-    step, arguments = signature or ("train_step", ["batch"])
-    name, names = step.rpartition(".")[2], ", ".join(arguments)
-    packed = f"({names})" if len(arguments) > 1 else f"({names},)"
-    lines = f"""
-        train_set = strategy.experimental_distribute_dataset(train_set)
-
-        @tf.function
-        def distributed_{name}({names}):
-            return strategy.run({step}, args={packed})
-
-        for {names} in train_set:
-            distributed_{name}({names})
-        """
-    lines = textwrap.dedent(lines).strip("\n")
-    return lines if signature else f"def {step}({names}): ...  # from the tape to apply\n\n{lines}"
-
-
-def _step(frame: FrameType | None) -> tuple[str, list[str]] | None:
-    """Return the outermost function of the script that was given a tensor, and its arguments."""
-    signature = None
-    while frame is not None and frame.f_code.co_name != "<module>":
-        code, values = frame.f_code, frame.f_locals
-        arguments = list(code.co_varnames[: code.co_argcount])
-        name = code.co_name.removeprefix(_CONVERTED)
-        converted = "__autograph_generated_file" in code.co_filename
-        own = name != code.co_name if converted else not code.co_filename.startswith(_LIBRARIES)
-        leaves = tf.nest.flatten([values.get(argument) for argument in arguments])
-        if own and name.isidentifier() and any(map(tf.is_tensor, leaves)):
-            method = arguments[0] == "self"
-            signature = (f"self.{name}", arguments[1:]) if method else (name, arguments)
-        frame = frame.f_back
-    return signature

@@ -108,7 +108,7 @@ REFUSED_LOOP = (
     "rank {rank}: optimizer 'adam",
     "applied outside strategy.run, in a job of 2 processes",
     "train_set = strategy.experimental_distribute_dataset(train_set)",
-    "return strategy.run(train_step, args=(images, labels))",
+    "return strategy.run(train_step, args=batch)",
     "`with dtk.strategies.undistributed():`",
 )
 
@@ -129,12 +129,6 @@ def a_loop_without_run_beside_a_model_in_parts(strategy):
     parts = strategy.size
     dtk.strategies.AllReduceStrategy(strategy.communicator, model_parallel=parts)
     looped(strategy)
-
-
-@mistake("NotDistributedError", "def train_step(batch): ...", "args=(batch,)")
-def gradients_applied_where_no_function_is(strategy):
-    weight = keras.Variable([1.0])
-    keras.optimizers.SGD().apply([tf.constant([1.0])], [weight])
 
 
 @mistake("nothing")

@@ -85,7 +85,7 @@ def between_devices():
 def test_devices_of_one_process_are_told_of_strategy_run(pool):
     [text] = pool.run(between_devices)
     assert "with 2 replicas" in text
-    assert "strategy.run(train_step, args=(images, labels))" in text
+    assert "strategy.run(train_step, args=batch)" in text
 
 
 def test_a_strategy_of_one_process_refuses_no_optimizer():
