@@ -19,7 +19,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ParamSpec, TypeVar, cast, overload
+from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -201,16 +201,8 @@ class Communicator:
         with tf.init_scope(), tf.device(placement.messages()):
             return tf.Variable(0.0, trainable=True, name="watched")
 
-    @overload
-    def allreduce(self, value: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]: ...
-
-    @overload
-    def allreduce(self, value: tf.Tensor, op: str = "sum") -> tf.Tensor: ...
-
     @_collective
-    def allreduce(
-        self, value: tf.Tensor | Sequence[tf.Tensor], op: str = "sum"
-    ) -> tf.Tensor | list[tf.Tensor]:
+    def allreduce(self, value: Value, op: str = "sum") -> Value:
         """Combine `value` over all ranks; every rank gets the result.
 
         Args:
@@ -234,8 +226,8 @@ class Communicator:
             message = f"op {op!r} on IndexedSlices; only 'sum' and 'mean' make sense"
             raise ValueError(at_rank(self.rank, message))
         if self.size == 1 or not results:
-            return results
-        return self._by_transport(results, functools.partial(self._allreduce, op=op))
+            return cast(Value, results)
+        return cast(Value, self._by_transport(results, functools.partial(self._allreduce, op=op)))
 
     def _allreduce(
         self, transport: Transport, values: list[tf.Tensor | tf.IndexedSlices], op: str
@@ -379,22 +371,12 @@ class Communicator:
         (values,) = aligned_slices.assert_equal([values], equal, self.rank)
         return tf.reshape(values, tf.concat([[self.size], tf.shape(mine.values)], 0))
 
-    @overload
-    def allgather(
-        self, value: Sequence[tf.Tensor], rows: Sequence[Sequence[int]] | None = None
-    ) -> list[tf.Tensor]: ...
-
-    @overload
-    def allgather(
-        self, value: tf.Tensor, rows: Sequence[int] | tf.Tensor | None = None
-    ) -> tf.Tensor: ...
-
     @_collective
     def allgather(
         self,
-        value: tf.Tensor | Sequence[tf.Tensor],
+        value: Value,
         rows: Sequence[int] | tf.Tensor | Sequence[Sequence[int] | tf.Tensor] | None = None,
-    ) -> tf.Tensor | list[tf.Tensor]:
+    ) -> Value:
         """Concatenate every rank's rows along axis 0, in rank order.
 
         Args:
@@ -421,8 +403,8 @@ class Communicator:
             for tensor, of_one in zip(tensors, row_counts, strict=True)
         ]
         if self.size == 1:
-            return tensors
-        return self._by_transport(tensors, self._allgather, known)
+            return cast(Value, tensors)
+        return cast(Value, self._by_transport(tensors, self._allgather, known))
 
     def _allgather(
         self, transport: Transport, tensors: list[tf.Tensor], known: list[tf.Tensor | None]
@@ -431,9 +413,7 @@ class Communicator:
             self._count_rows(tensor, [rows_of(tensor)]) if of_one is None else of_one
             for tensor, of_one in zip(tensors, known, strict=True)
         ]
-        messages = [
-            self._gathering(transport, *one) for one in zip(tensors, counts, strict=True)
-        ]
+        messages = [self._gathering(transport, *one) for one in zip(tensors, counts, strict=True)]
         return self._run(transport, messages, "all-gather", list(map(rows_of, tensors)))
 
     def _gathering(
@@ -474,26 +454,13 @@ class Communicator:
         with self._beside(transport):
             return self._run(transport, [message], f"count of rows to {kind}", signature)[0]
 
-    @overload
-    def reduce_scatter(
-        self,
-        value: Sequence[tf.Tensor],
-        op: str = "sum",
-        rows: Sequence[Sequence[int] | None] | None = None,
-    ) -> list[tf.Tensor]: ...
-
-    @overload
-    def reduce_scatter(
-        self, value: tf.Tensor, op: str = "sum", rows: Sequence[int] | None = None
-    ) -> tf.Tensor: ...
-
     @_collective
     def reduce_scatter(
         self,
-        value: tf.Tensor | Sequence[tf.Tensor],
+        value: Value,
         op: str = "sum",
         rows: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
-    ) -> tf.Tensor | list[tf.Tensor]:
+    ) -> Value:
         """Reduce, then keep this rank's block of rows.
 
         Blocks are `rows // size` rows; the first `rows % size` ranks get one more.
@@ -524,9 +491,9 @@ class Communicator:
             for tensor, of_one in zip(tensors, block_sizes, strict=True)
         ]
         if self.size == 1:
-            return tensors
+            return cast(Value, tensors)
         send = functools.partial(self._reduce_scatter, op=op)
-        return self._by_transport(tensors, send, blocks)
+        return cast(Value, self._by_transport(tensors, send, blocks))
 
     def _reduce_scatter(
         self,
@@ -621,16 +588,8 @@ class Communicator:
             (joined,) = self._run(transport, [message], "all-to-all", [rows_of(value)])
             return joined, tf.cast(received, tf.int32)
 
-    @overload
-    def broadcast(self, value: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]: ...
-
-    @overload
-    def broadcast(self, value: tf.Tensor, root: int = 0) -> tf.Tensor: ...
-
     @_collective
-    def broadcast(
-        self, value: tf.Tensor | Sequence[tf.Tensor], root: int = 0
-    ) -> tf.Tensor | list[tf.Tensor]:
+    def broadcast(self, value: Value, root: int = 0) -> Value:
         """Give every rank `root`'s value.
 
         Shapes and dtypes must agree on all ranks.
@@ -651,8 +610,10 @@ class Communicator:
         tensors = [tf.convert_to_tensor(v) for v in value]
         dtype_casts.check(tensor.dtype for tensor in tensors)
         if self.size == 1 or not tensors:
-            return tensors
-        return self._by_transport(tensors, functools.partial(self._broadcast, root=root))
+            return cast(Value, tensors)
+        return cast(
+            Value, self._by_transport(tensors, functools.partial(self._broadcast, root=root))
+        )
 
     def _broadcast(
         self, transport: Transport, tensors: list[tf.Tensor], root: int
