@@ -501,7 +501,7 @@ class Feed:
             if step:
                 # Where the length is unknown, Keras begins one step more than there are: a
                 # checkpoint of that moment leaves no step, and Keras no logs.
-                keras_models.answer_without_steps(self.model)
+                keras_models.set_next_epoch_logs(self.model)
             for begin, end, batches in steps:
                 if begin >= step:
                     yield begin, end, batches

@@ -6,8 +6,7 @@ for good         keras.Model.fit and its like               patch_calls
 inside a scope   keras.Model.compile                        patch_compile
 of one model     methods, by a class made for it            made_classes
                  _maybe_symbolic_build                      AdoptedModel
-                 _get_metrics_result_or_logs, once          set_next_epoch_logs,
-                                                            answer_without_steps
+                 _get_metrics_result_or_logs, once          set_next_epoch_logs
 of a callback    ModelCheckpoint._save_model, during `fit`  saving_nothing
 """
 
@@ -476,21 +475,16 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def set_next_epoch_logs(model: keras.Model, logs: Logs) -> None:
-    """Make `fit` use these logs for the next epoch that ends."""
+def set_next_epoch_logs(model: keras.Model, logs: Logs | None = None) -> None:
+    """Make `fit` use these logs for the next epoch that ends.
 
-    def logs_of_then(latest: Logs | None) -> Logs:
-        del latest, model._get_metrics_result_or_logs
-        return logs
-
-    model._get_metrics_result_or_logs = logs_of_then
-
-
-def answer_without_steps(model: keras.Model) -> None:
-    """Make `fit` use what the metrics hold for the next epoch that ends, if it ran no step."""
+    None: what the metrics hold, if the epoch ran no step.
+    """
 
     def logs_of_then(latest: Logs | None) -> Logs:
         del model._get_metrics_result_or_logs
+        if logs is not None:
+            return logs
         return model._get_metrics_result_or_logs(latest or model.get_metrics_result())
 
     model._get_metrics_result_or_logs = logs_of_then
