@@ -46,9 +46,6 @@ _MISFITS = (
     tf.errors.InvalidArgumentError,
 )
 
-# The name or config of a loss or metric, as `compile` accepts it.
-_Identifier: TypeAlias = str | dict[str, object]
-
 # Keras's losses that are not means over rows: made of sums over all rows, or of pairs of rows.
 _OF_ALL_ROWS = (keras.losses.dice, keras.losses.tversky)
 _OF_PAIRS = (keras.losses.circle,)
@@ -83,13 +80,7 @@ def is_from_keras(function: object) -> bool:
     return str(module).partition(".")[0] == "keras"
 
 
-def _looked_up(identifiers: object, get: Callable[[_Identifier], _Found]) -> list[_Found]:
-    """Return the losses or metrics given to `compile`, names looked up."""
-    flat = [one for one in keras.tree.flatten(identifiers) if one is not None]
-    return [get(one) if isinstance(one, str | dict) else one for one in flat]
-
-
-def _unwrapped(wrapper: _Found) -> _Found:
+def unwrapped(wrapper: _Found) -> _Found:
     """Return the function that Keras has wrapped in a loss or metric."""
     # A script's own class may call anything so, such as its count of false negatives.
     wrapped = [getattr(wrapper, name, None) for name in ("fn", "_fn") if is_from_keras(wrapper)]
@@ -98,12 +89,14 @@ def _unwrapped(wrapper: _Found) -> _Found:
 
 def foreign_losses(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     """Return the losses given to `compile` that are not Keras's own, or not means over rows."""
-    return [_unwrapped(loss) for loss in _losses_of(model) if is_foreign_loss(loss)]
+    return [unwrapped(loss) for loss in _losses_of(model) if is_foreign_loss(loss)]
 
 
 def _losses_of(model: keras.Model) -> list[keras.Loss | Function[tf.Tensor]]:
     compiled = model._compile_loss
-    return [] if compiled is None else _looked_up(compiled._user_loss, keras.losses.get)
+    given = [] if compiled is None else keras.tree.flatten(compiled._user_loss)
+    looked_up = [keras.losses.get(one) if isinstance(one, str | dict) else one for one in given]
+    return [loss for loss in looked_up if loss is not None]
 
 
 def losses_are_means(model: keras.Model) -> bool:
@@ -117,13 +110,13 @@ def losses_are_means(model: keras.Model) -> bool:
 
 def is_foreign_loss(loss: keras.Loss | Function[tf.Tensor]) -> bool:
     """Return whether a loss is not Keras's own, or not a mean over rows."""
-    function = _unwrapped(loss)
+    function = unwrapped(loss)
     return not is_from_keras(function) or function in _OF_ALL_ROWS or compares_rows(loss)
 
 
 def compares_rows(loss: keras.Loss | Function[tf.Tensor]) -> bool:
     """Return whether a loss is Keras's own, and computes along the batch."""
-    return _unwrapped(loss) in _OF_PAIRS or is_along_batch(loss)
+    return unwrapped(loss) in _OF_PAIRS or is_along_batch(loss)
 
 
 def is_along_batch(part: object) -> bool:
@@ -146,27 +139,12 @@ def _settings_of(layer: keras.Layer) -> Mapping[str, object]:
     return {}
 
 
-def foreign_metrics(model: keras.Model) -> list[keras.Metric | Function[tf.Tensor]]:
-    """Return the metrics of a model that are not Keras's own, or are along the batch."""
-    compiled = model._compile_metrics
-    asked = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
-    # Strings are Keras's own; names such as "accuracy" stand for several metrics.
-    identifiers = [m for m in keras.tree.flatten(asked) if m is not None and not isinstance(m, str)]
-    held = [metric for metric in metrics_of(model) if metric is not compiled]
-    metrics = [*_looked_up(identifiers, keras.metrics.get), *held]
-    return [_unwrapped(metric) for metric in metrics if _is_foreign_metric(metric)]
-
-
-def _is_foreign_metric(metric: keras.Metric | Function[tf.Tensor]) -> bool:
-    return not is_from_keras(_unwrapped(metric)) or is_along_batch(metric)
-
-
-def foreign_counters(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics of a model that are not Keras's own, or are along the batch."""
+def foreign_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics of a built model that are not Keras's own, or are along the batch."""
     compiled = model._compile_metrics
     inside = compiled.metrics if compiled is not None and compiled.built else []
     metrics = {id(metric): metric for metric in [*metrics_of(model), *inside]}.values()
-    return [metric for metric in metrics if _is_foreign_metric(metric)]
+    return [m for m in metrics if not is_from_keras(unwrapped(m)) or is_along_batch(m)]
 
 
 def foreign_state(model: keras.Model) -> list[keras.Variable]:

@@ -243,7 +243,7 @@ class ParameterServerTrainer(JobTrainer):
             return [], []
         metrics = [
             metric
-            for metric in keras_models.foreign_counters(model)
+            for metric in keras_models.foreign_metrics(model)
             if not keras_models.is_from_keras(type(metric).update_state)
             and metric not in self.metrics_of_all_rows
         ]

@@ -162,4 +162,4 @@ def test_which_metrics_are_tried():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(10)])
     model.compile("sgd", "mse", metrics=[own, function, "mae", keras.metrics.MeanSquaredError()])
     model.train_on_batch(np.ones((2, 3)), np.ones((2, 10)))
-    assert [m.name for m in keras_models.foreign_counters(model)] == ["counter", "hits"]
+    assert [m.name for m in keras_models.foreign_metrics(model)] == ["counter", "hits"]

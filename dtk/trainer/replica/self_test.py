@@ -382,7 +382,7 @@ def _with_counts(trial: Trial, verdict: Verdict) -> Verdict:
     gathers = [one for one in doubts if trial.gathers and one.is_curable]
     cured = doubts if trial.may_join else gathers
     names = strategy.world.broadcast_object([doubt.metric.name for doubt in cured])
-    gathered = [m for m in keras_models.foreign_counters(model) if m.name in names]
+    gathered = [m for m in keras_models.foreign_metrics(model) if m.name in names]
     # Logs name a metric so, or by its output before.
     outputs = ["", *(f"{name}_" for name in getattr(model, "output_names", None) or ())]
     said_better = tuple(repr(before + d.metric.name) for d in doubts for before in outputs)

@@ -154,7 +154,7 @@ class Trial:
         # losses that may be computed on the rows of all replicas, and the bytes of these in a step
         self.losses: dict[str, int] = {}
         self.doubtful: list[str] = []  # those of which the graph does not show that they add up
-        self._calls = metric_trial.Calls(keras_models.foreign_counters(self.model))
+        self._calls = metric_trial.Calls(keras_models.foreign_metrics(self.model))
         self._moves: list[tuple[int, float]] = []  # seed and distance of each
         self._factor = tf.Variable(1.0, trainable=False)  # of gradients, see `magnified`
         # how it is computed -> the traced step, and what it assigns; for any number of rows

@@ -18,7 +18,8 @@ def of_step(model: keras.Model, step_name: str) -> list[str]:
     if not keras_models.computes_own_loss(model):
         parts.append(f"compute_loss of {type(model).__name__}")
     parts += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
-    parts += [f"metric {_called(metric)}" for metric in keras_models.foreign_metrics(model)]
+    metrics = map(keras_models.unwrapped, keras_models.foreign_metrics(model))
+    parts += [f"metric {_called(metric)}" for metric in metrics]
     return parts + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
