@@ -90,6 +90,7 @@ class AllReduceStrategy(DtkStrategy):
         self_test: bool | str = "auto",
         stall_timeout: float | None = None,
     ):
+        """Take the arguments that the class describes."""
         check_no_exchange(exchange)
         self.self_test = is_wanted(self_test)
         timeout = start.checked_timeout(stall_timeout)

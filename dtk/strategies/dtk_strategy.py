@@ -28,13 +28,6 @@ _Made = TypeVar("_Made")
 class DtkStrategy(Strategy):
     """Base of dtk's strategies: a `Strategy` with a scope that distributes models."""
 
-    def __init_subclass__(cls, **kwargs: object):
-        super().__init_subclass__(**kwargs)
-        # Without this docstring help() shows TensorFlow's for its constructor, which takes other
-        # arguments. The class's docstring describes the arguments.
-        if "__init__" in vars(cls) and not cls.__init__.__doc__:
-            cls.__init__.__doc__ = f"Take the arguments that {cls.__name__} describes."
-
     def __init__(
         self,
         extended: tf.distribute.StrategyExtended,

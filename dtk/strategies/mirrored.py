@@ -49,6 +49,7 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
         memory_growth: bool | None = None,
         self_test: bool | str = "auto",
     ):
+        """Take the arguments that the class describes."""
         self.self_test = is_wanted(self_test)
         _warn_of_others()
         with quiet.device_start():

@@ -85,6 +85,7 @@ class ParameterServerStrategy(JobStrategy, DtkStrategy, tf_servers.ServerStrateg
         self_test: bool | str = "auto",
         evaluator: EvaluatorConfig | None = None,
     ):
+        """Take the arguments that the class describes."""
         self.evaluator = evaluator or EvaluatorConfig()
         self.self_test = self_testing.is_wanted(self_test)
         self.consistency = consistency_models.parse(consistency)

@@ -44,6 +44,7 @@ class MirroredStrategy(strategies.MirroredStrategy):
         devices: list[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     ):
+        """Take the arguments that the class describes."""
         super().__init__(devices)
         if cross_device_ops is not None:
             tell(self, f"MirroredStrategy(cross_device_ops={cross_device_ops!r}) changes nothing")
@@ -67,6 +68,7 @@ class MultiWorkerMirroredStrategy(strategies.AllReduceStrategy):
         cluster_resolver: JobResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     ):
+        """Take the arguments that the class describes."""
         _check_resolver(cluster_resolver)
         super().__init__()
         if communication_options is not None:
@@ -92,6 +94,7 @@ class ParameterServerStrategy(strategies.ParameterServerStrategy):
         cluster_resolver: JobResolver | None = None,
         variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None = None,
     ):
+        """Take the arguments that the class describes."""
         _check_resolver(cluster_resolver)
         super().__init__("async", variable_partitioner)
 
