@@ -130,9 +130,7 @@ def share_seed(communicator: Communicator) -> int | None:
         random.setstate(states[1])
         return chosen
     what = "random seed (every rank must shuffle alike)"
-    mine = [(what, seeds[communicator.rank])]
-    for rank, seed in enumerate(seeds):
-        rank_checks.raise_first_difference(mine, [(what, seed)], communicator.rank, rank)
+    rank_checks.compare([(what, seeds[communicator.rank])], communicator)
     return None
 
 

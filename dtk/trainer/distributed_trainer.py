@@ -66,7 +66,6 @@ class DistributedTrainer(ModelState):
         self._digests: dict[str, tf.Variable] = {}
         # what train steps read that is not the model's, such as what a callback sets
         self._only_read: list[tf.Variable] = []
-        self._reads = False  # whether the steps of any rank read such variables
 
     def compiled(self) -> None:
         """Forget what was learned about the model's steps; `compile` has just run."""
@@ -276,13 +275,10 @@ class DistributedTrainer(ModelState):
         numbers = [v for v in read if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
         self._only_read = [v for v in numbers if v.shape.is_fully_defined()]
 
-    def check_same_reads(self, when: str, ask: bool = False) -> None:
-        """Raise on every rank when steps read other values on one of them.
-
-        Whether any rank's steps read such variables is asked after the first step.
-        """
-        if self.strategy.world.size > 1 and self.same_data and (ask or self._reads):
-            self._reads = shared_weights.check_same_reads(self, self._only_read, when)
+    def check_same_reads(self, when: str) -> None:
+        """Raise on every rank when steps read other values on one of them."""
+        if self.strategy.world.size > 1 and self.same_data:
+            shared_weights.check_same_reads(self, self._only_read, when)
 
     def check_same_reading(self, name: str, when: str) -> None:
         """Raise on every rank when ranks have read different batches."""

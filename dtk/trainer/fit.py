@@ -438,7 +438,7 @@ class RankChecks(keras.callbacks.Callback):
             self._check("after the first step")
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:
-            self.trainer.check_same_reads(f"after step {self._steps}", ask=self._steps == 1)
+            self.trainer.check_same_reads(f"after step {self._steps}")
             if self._steps > 1:
                 self.trainer.check_same_reading("train", f"after step {self._steps}")
         if self._every_batch or self._steps >= self._asks_at:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -55,44 +55,33 @@ _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", 
 
 # What a rank compares with other ranks: pairs of a description and a value.
 Facts: TypeAlias = Sequence[tuple[str, object]]
-
-
-def raise_first_difference(
-    mine: Facts, theirs: Facts, rank: int, other: int, cure: str = SAME_SCRIPT
-) -> None:
-    """Raise an error that names the first (what, value) in which two ranks differ."""
-    for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
-        if value != other_value:
-            message = (
-                f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
-                f"{other_value!r}; {cure}"
-            )
-            raise DisagreementError(at_rank(rank, message))
+_Told = TypeVar("_Told")
 
 
 def compare(mine: Facts, communicator: Communicator, cure: str = SAME_SCRIPT) -> None:
-    """Compare lists of (what, value) over all ranks; raise where they differ."""
-    if same_number(numbers_of_all([number_of(mine)], communicator)):
-        return
-    for rank, theirs in enumerate(communicator.allgather_object(mine)):
-        raise_first_difference(mine, theirs, communicator.rank, rank, cure)
+    """Compare lists of (what, value) over all ranks; raise where they differ, naming the first."""
+    rank = communicator.rank
+    for other, theirs in enumerate(told_by_all(mine, communicator) or ()):
+        for (what, value), (_, other_value) in zip(mine, theirs, strict=False):
+            if value != other_value:
+                message = (
+                    f"ranks disagree on the {what}: rank {rank} has {value!r}, rank {other} has "
+                    f"{other_value!r}; {cure}"
+                )
+                raise DisagreementError(at_rank(rank, message))
+
+
+def told_by_all(value: _Told, communicator: Communicator) -> list[_Told] | None:
+    """Gather a value of each rank; None if all have the same, by its hash, which is sent first."""
+    digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
+    numbers = numbers_of_all([int.from_bytes(digest, "big", signed=True)], communicator)
+    return None if len({*numbers[:, 0]}) == 1 else communicator.allgather_object(value)
 
 
 def numbers_of_all(numbers: Sequence[int], communicator: Communicator) -> Array:
     """Gather numbers of all ranks by one small message (objects take two larger ones)."""
     row = tf.constant([numbers], tf.int64)
     return communicator.allgather(row, [1] * communicator.size).numpy()
-
-
-def same_number(gathered: Array) -> bool:
-    """Return whether the first number of all ranks is the same."""
-    return len(set(gathered[:, 0])) == 1
-
-
-def number_of(value: object) -> int:
-    """Compute a 63-bit hash of a value; it is greater than any rank."""
-    digest = hashlib.blake2b(pickle.dumps(value), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1 | 1 << 62
 
 
 # What fit, evaluate and predict are given.
@@ -116,26 +105,17 @@ def check_same_call(
         for c in callbacks
         if type(c).__module__.startswith("dtk.") or isinstance(c, savers)
     ]
-    mine = [(what, describe(value)) for what, value in data.items()]
-    stops = any(map(_stops_in_epoch, callbacks))
-    caches = [name for value in data.values() for name in _unshared_caches(value)]
-    gathered = numbers_of_all([number_of((ours, mine)), stops, bool(caches)], communicator)
-    if gathered[:, 2].any():
-        _check_caches(caches, communicator)
-    if same_number(gathered):
-        return bool(gathered[:, 1].any())
     what = "callbacks of dtk and those that save" if savers else "callbacks of dtk"
-    for rank, (their_callbacks, theirs) in enumerate(communicator.allgather_object((ours, mine))):
-        raise_first_difference(
-            [(f"{what}, which communicate", ours)],
-            [("", their_callbacks)],
-            communicator.rank,
-            rank,
-            "give every rank the same callbacks; dtk protects their files from each other",
-        )
-        is_pipeline = any(isinstance(value, tf.data.Dataset) for value in data.values())
-        cure = _SAME_DATA if is_pipeline else _SAME_ARRAYS
-        raise_first_difference(mine, theirs, communicator.rank, rank, cure)
+    cure = "give every rank the same callbacks; dtk protects their files from each other"
+    compare([(f"{what}, which communicate", ours)], communicator, cure)
+    is_pipeline = any(isinstance(value, tf.data.Dataset) for value in data.values())
+    described = [(what, describe(value)) for what, value in data.items()]
+    compare(described, communicator, _SAME_DATA if is_pipeline else _SAME_ARRAYS)
+    caches = [name for value in data.values() for name in _unshared_caches(value)]
+    numbers = [len(caches), sum(map(_stops_in_epoch, callbacks))]
+    gathered = numbers_of_all(numbers, communicator)
+    if gathered[:, 0].any():
+        _check_caches(caches, communicator)
     return bool(gathered[:, 1].any())
 
 
@@ -215,15 +195,14 @@ def check_same_batch(strategy: Strategy, batch: slicing.Slices) -> None:
 
 def check_same_digest(strategy: Strategy, digest: int, when: str) -> None:
     """Raise on every rank when the digests of all batches read so far differ."""
-    communicator = strategy.world
-    gathered = numbers_of_all([digest], communicator)
-    if not same_number(gathered):
-        others = [rank for rank, number in enumerate(gathered[:, 0]) if number != gathered[0, 0]]
+    everywhere = told_by_all(digest, strategy.world)
+    if everywhere is not None:
+        others = [rank for rank, one in enumerate(everywhere) if one != everywhere[0]]
         message = (
             f"{when}, ranks have read different batches: those of ranks {others} are not "
             f"rank 0's; {_SAME_DATA}"
         )
-        raise DisagreementError(at_rank(communicator.rank, message))
+        raise DisagreementError(at_rank(strategy.rank, message))
 
 
 @contextlib.contextmanager

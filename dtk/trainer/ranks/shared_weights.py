@@ -76,14 +76,7 @@ def differing(variables: Sequence[keras.Variable], strategy: Strategy) -> Differ
         if not keras_variables.is_of_all(v) and keras_variables.flat_shard_of(v) is None
     ]
     prints = [mine[i] for i in shared], [mine[i] for i in own]
-    agreed = all(len(one) == 1 for one in mine)
-    numbers = [rank_checks.number_of(one) for one in prints] if agreed else [world.rank] * 2
-    gathered = rank_checks.numbers_of_all(numbers, world)
-    of_parts = [gathered[place::places, 1:] for place in range(places)]
-    same_parts = all(map(rank_checks.same_number, of_parts))
-    if agreed and rank_checks.same_number(gathered) and same_parts:
-        return Differences([], anywhere=False)
-    everywhere = world.allgather_object(prints)
+    everywhere = rank_checks.told_by_all(prints, world) or [prints] * world.size
     of_all = _differing([of_all for of_all, _ in everywhere])
     of_place = [
         _differing([of_part for _, of_part in everywhere[place::places]]) for place in range(places)
@@ -111,23 +104,16 @@ def check_same_weights(trainer: ModelState, when: str) -> None:
         raise DisagreementError(at_rank(trainer.strategy.rank, message))
 
 
-def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when: str) -> bool:
-    """Raise on every rank when variables that steps only read hold other values on one of them.
-
-    Returns whether steps of any rank read such variables.
-    """
+def check_same_reads(trainer: ModelState, variables: Sequence[tf.Variable], when: str) -> None:
+    """Raise on every rank when variables that steps only read hold other values on one of them."""
     ranks = trainer.strategy.communicator  # those of one stage of a pipeline
     named = {f"{i} {variable.name}": variable for i, variable in enumerate(variables)}
     prints = {name: fingerprint(variable) for name, variable in named.items()}
-    mine = [rank_checks.number_of([*prints.values()]), len(variables)]
-    gathered = rank_checks.numbers_of_all(mine, ranks)
-    if rank_checks.same_number(gathered):
-        return bool(gathered[:, 1].any())
-    everywhere = ranks.allgather_object(prints)
+    everywhere = rank_checks.told_by_all(prints, ranks) or [prints]
     differing = [name for name in prints if len({one.get(name) for one in everywhere}) > 1]
     first = next((name for name in differing if all(name in one for one in everywhere)), None)
     if first is None:  # ranks read other variables, as where a sharded optimizer divides them
-        return True
+        return
     values = ranks.allgather_object(_shown(named[first]))
     message = (
         f"{when}, variable {named[first].name!r}, which steps of model {trainer.model.name!r} "
