@@ -63,8 +63,8 @@ class _Running(threading.local):
         self.building = False  # whether layers, or seeds, are built in the midst of these
         # the variables whose gradients an optimizer applies
         self.applied: Sequence[keras.Variable] = ()
-        # the optimizer whose gradients are the sums of all replicas already
-        self.summed: object = None
+        # the `GradientExchange` whose optimizer, with those inside it, applies sums of all replicas
+        self.applying: object = None
         # what a script's loop has assigned since it last applied an optimizer
         self.assigned_in_loop: dict[int, keras.Variable] = {}
         # where calls that ask for other replicas' rows are listed; None if nobody asks

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -51,7 +50,6 @@ class GradientExchange:
         # Whether each replica holds its own part of an accumulation window, and not the whole.
         self.divided = False
         self.told_of_window = False  # that a file was written while it did
-        self._applying = 0  # replicas that are inside the outermost optimizer's `apply`
         self._ops: dict[tuple[int, ...], ExchangeOp] = {}
         self._of_step: list[ExchangeOp] = []  # those of the last traced update
         self._notes: NonFiniteNotes | None = None
@@ -85,20 +83,6 @@ class GradientExchange:
     @property
     def _accumulates(self) -> bool:
         return (self.inner.gradient_accumulation_steps or 1) > 1
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Return a context in which the outermost optimizer applies those inside it."""
-        self._applying += 1
-        try:
-            yield
-        finally:
-            self._applying -= 1
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the outermost optimizer is being applied."""
-        return self._applying > 0
 
     @property
     def in_window(self) -> bool:

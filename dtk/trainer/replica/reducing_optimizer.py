@@ -52,14 +52,13 @@ class ReducingOptimizer(SharedOptimizer):
     def apply(self, grads: Gradients, trainable_variables: Variables | None = None) -> Tree:
         """Exchange gradients, then apply them; a step that only notes them does neither."""
         exchange = self._dtk_exchange
-        strategy = exchange.strategy
-        if exchange.outer is not self:
-            if not exchange.is_applied and _in_replica(strategy):
-                _refuse_inner(self, exchange)
+        if tf_replicas.running.applying is exchange:
             return super().apply(grads, trainable_variables)
-        if tf_replicas.running.summed is self:
-            return super().apply(grads, trainable_variables)
-        return self._dtk_exchanged("apply", super().apply, grads, trainable_variables)
+        if exchange.outer is self:
+            return self._dtk_exchanged("apply", super().apply, grads, trainable_variables)
+        if _in_replica(exchange.strategy):
+            _refuse_inner(self, exchange)
+        return super().apply(grads, trainable_variables)
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[Tree]) -> Tree:
@@ -70,8 +69,7 @@ class ReducingOptimizer(SharedOptimizer):
         own = super().apply_gradients
 
         def update(grads: Gradients, variables: Variables) -> None:
-            with temporarily(tf_replicas.running, summed=self):
-                own(list(zip(grads, variables, strict=True)))
+            own(list(zip(grads, variables, strict=True)))
 
         grads, variables = zip(*grads_and_vars, strict=True)
         self._dtk_exchanged("apply_gradients", update, grads, variables)
@@ -92,7 +90,7 @@ class ReducingOptimizer(SharedOptimizer):
         with (
             optimizer_updates.patch_row_sums(device),
             step_metrics.averaged_in_loop(exchange.statistics),
-            exchange.applied(),
+            temporarily(tf_replicas.running, applying=exchange),
         ):
             if not self.built and trainable_variables is not None:
                 shared_optimizer.build_outside_step(self, trainable_variables, strategy)
