@@ -220,7 +220,7 @@ class DistributedTrainer(ModelState):
     def checks_of(self, name: str) -> step_checks.StepChecks:
         """Return the checks of the steps of a name, such as "train"."""
         if name not in self.checks:
-            self.checks[name] = step_checks.StepChecks(name, self, self.make_trial)
+            self.checks[name] = step_checks.StepChecks(self, self.make_trial)
         return self.checks[name]
 
     def kinds_of(self, name: str) -> Mapping[str, str]:

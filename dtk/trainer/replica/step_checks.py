@@ -34,11 +34,9 @@ class StepChecks:
 
     def __init__(
         self,
-        name: str,
         trainer: ModelState,
         make_trial: Callable[[StepFunction, slicing.Slices], step_trial.Trial],
     ):
-        self.name = name
         self.kinds: dict[str, str] | None = None
         self.trial: step_trial.Trial | None = None
         self.joined: bool | None = None
