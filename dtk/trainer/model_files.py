@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_models, keras_variables
 from dtk.trainer.gradients import shared_optimizer
+from dtk.trainer.ranks import settings
 from dtk.trainer.replica import trial_reasons
 from dtk.trainer.strategy import tell
 
@@ -168,11 +169,7 @@ def settings_of(model: keras.Model) -> str:
             return "lambda" if is_lambda else [[plain(k), plain(v)] for k, v in value.items()]
         if isinstance(value, list | tuple | tf.TensorShape):
             return [plain(one) for one in value]
-        if isinstance(value, np.ndarray | np.generic | tf.Tensor):
-            array = np.asarray(value)
-            return [str(array.dtype), array.shape, array.tobytes()]
-        is_number = value is None or isinstance(value, int | float | complex)
-        return value if is_number else type(value).__qualname__
+        return settings.plain(value)
 
     def config_of(layer: keras.Layer) -> object:
         with contextlib.suppress(NotImplementedError):  # a script's own layer needs none

@@ -72,12 +72,12 @@ def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         for index, one in enumerate(value):
             yield from _flat(one, f"{path}[{index}]")
     elif path:
-        yield path, _plain(value)
+        yield path, plain(value)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Return a value that can be compared with another process's."""
-    if isinstance(value, bool | int | float | str | bytes | None):
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
         return value if value == value else "nan"  # which is equal to none
     if isinstance(value, np.ndarray | np.generic | tf.Tensor | tf.Variable):
         array = np.asarray(value)
@@ -85,7 +85,7 @@ def _plain(value: object) -> object:
         content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
         return array.shape, hashlib.blake2b(content, digest_size=8).hexdigest()
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return getattr(value, "__name__", type(value).__name__)
 
 
@@ -99,4 +99,4 @@ def _adapted(layer: keras.Layer) -> Iterator[tuple[str, object]]:
                     yield file.name, hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     for name, value in sorted(vars(layer).items()):
         if isinstance(value, np.ndarray | tf.Tensor) or name == "bin_boundaries":
-            yield name, _plain(value)
+            yield name, plain(value)
