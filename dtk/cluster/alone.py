@@ -1,6 +1,7 @@
 """What says that a process which trains alone may be one of several.
 
-DTK_ALONE=1 trains alone on purpose, where no launcher of MPI, Slurm or TF_CONFIG says otherwise.
+DTK_ALONE=1 trains alone on purpose, where no launcher of MPI, Slurm or TF_CONFIG says otherwise,
+and in programs that a rank has started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Detecting the place of this process in a job: one answer, in a stated order, with its reason.
 
-0. A process that a rank has started by multiprocessing, with its variables, is no rank: MPI would
-   take it for its parent.
+0. A process that a rank has started with its variables, by multiprocessing or with DTK_ALONE=1, is
+   no rank: MPI would take it for its parent.
 1. `dtk run` (DTK_RUN=1): the variables it set itself, HOROVOD_RANK or TF_CONFIG; anything else is
    inherited noise.
 2. torchrun, which other launchers may have started.
@@ -83,7 +83,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     """
     environ = os.environ if environ is None else environ
     if is_child_of_rank(environ):
-        reason = f"multiprocessing has started it, and process {environ[JOINED]} is the rank"
+        by = "multiprocessing has started it"
+        if alone.is_on_purpose(environ):
+            by = f"{alone.ALONE}=1 is set"
+        reason = f"{by}, and process {environ[JOINED]} is the rank"
         return dataclasses.replace(_ALONE, reason=reason)
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
@@ -114,9 +117,10 @@ def check_not_launched(environ: Mapping[str, str]) -> None:
 
 
 def is_child_of_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether a rank has started this process by multiprocessing, with its variables."""
+    """Return whether a rank has started this process with its variables, and not to be a rank."""
     process = sys.modules.get("multiprocessing.process")  # which it has imported
     is_child = process is not None and process.current_process().name != "MainProcess"
+    is_child = is_child or alone.is_on_purpose(environ)
     return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
 
 

@@ -18,6 +18,8 @@ SELF_TEST = "DTK_SELF_TEST"
 MPI_SERVER = "DTK_MPI_SERVER"
 # In a rank that has joined the others: its process.
 JOINED = "DTK_JOINED"
+# In a rank that has joined MPI: its process, and its place among the ranks of MPI.
+MPI_PLACE = "DTK_MPI_PLACE"
 # In a rank: how often its job was started before.
 RESTARTS = "DTK_RESTARTS"
 # Seconds that ranks have to save in when their job is ended; see `dtk.cluster.progress`.
@@ -36,6 +38,8 @@ STEP_SETTINGS = "DTK_STEP_SETTINGS"
 OF_OTHER_LAUNCHERS = (
     "TF_CONFIG",
     "DTK_HOSTS",
+    JOINED,
+    MPI_PLACE,
     MPI_SERVER,
     "OMPI_COMM_WORLD_",
     "PMI_",

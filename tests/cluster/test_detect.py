@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from dtk.cluster import alone, detect
-from dtk.cluster.variables import JOINED
-from dtk.errors import ClusterError
+from dtk.cluster.mpi_join import take_place
+from dtk.cluster.variables import JOINED, MPI_PLACE
+from dtk.errors import ClusterError, CommunicatorError
 
 pytestmark = pytest.mark.command
 
@@ -210,6 +211,25 @@ def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     reason, size = queue.get(timeout=60)
     child.join()
     assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")
+
+
+def test_a_program_that_a_rank_has_started_does_not_take_its_place(monkeypatch):
+    """MPI waited in it for ever, or wrote into the rank's memory."""
+    monkeypatch.setenv("PMIX_NAMESPACE", "job")
+    monkeypatch.setenv("PMIX_RANK", "1")
+    monkeypatch.setenv(MPI_PLACE, "7 job 1")
+    said = "rank 1: process 7 is this rank already, .* start it with DTK_ALONE=1"
+    with pytest.raises(CommunicatorError, match=said):
+        take_place(1)
+    monkeypatch.setenv("PMIX_NAMESPACE", "a job that the rank has started")
+    take_place(1)
+    take_place(1)  # of a program that has taken this process over
+
+
+def test_a_program_that_a_rank_has_started_to_train_alone():
+    rank = {**open_mpi(1, 2), JOINED: "1", "DTK_RUN": "1", **config(1, 2), "DTK_ALONE": "1"}
+    assert detect(rank).reason == "DTK_ALONE=1 is set, and process 1 is the rank"
+    assert detect(rank | {JOINED: str(os.getpid())}).size == 2
 
 
 def told(text):

@@ -57,8 +57,9 @@ def test_colours_on_a_terminal_only(run, monkeypatch):
 
 
 def test_each_rank_has_cores_of_its_own_and_none_of_another_launcher(run, monkeypatch):
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "PMIX_RANK"):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "PMIX_RANK", "DTK_JOINED"):
         monkeypatch.setenv(name, "5")
+    monkeypatch.setenv("DTK_ALONE", "1")  # of a program that a rank has started, and not a rank
     here = sorted(os.sched_getaffinity(0))
     code = "from dtk.cluster import detect; print(detect().size, os.environ.get('PMI_RANK'), "
     _, out, err, _ = run(python(f"{code} *os.sched_getaffinity(0))"))
