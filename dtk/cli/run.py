@@ -254,7 +254,7 @@ def _variable(assignment: str) -> tuple[str, str]:
 
 def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[str]:
     """Return the command that starts a script or module."""
-    if script is None:
+    if not script:  # also of a shell's variable that is not set
         what = "module" if module else "script"
         raise ClusterError(
             f"no {what} given; for example `dtk run -n 2 "

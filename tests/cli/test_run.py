@@ -187,6 +187,7 @@ SCRIPT = "SCRIPT"
 # What no job can be, and no hostfile, is in launch/test_plan.py and cluster/test_hostfile.py.
 MISTAKES = {
     "no script": ([], "no script given; for example `dtk run -n 2 train.py`"),
+    "an empty one": (["-n", "2", ""], "no script given"),
     "missing script": (["-n", "2", "nope.py"], "no such script: nope.py"),
     "python train.py": (["-n", "2", "python", "train.py"], "`dtk run -n 2 train.py`"),
     "directory": (["-n", "2", "/"], "/ is a directory"),
