@@ -178,7 +178,8 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     if is_of_torchrun(environ) and row is not _TORCH:
         return 0  # by these torchrun itself was started
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
-    if rank and not is_number(size) and (size or environ.get(row.address)):
+    meets_others = row.address in environ and not environ.get("TF_CONFIG")  # which has addresses
+    if rank and not is_number(size) and (size or meets_others):
         return 2  # or more: who reads the size says what is wrong with it
     # Pods have no other way to have several processes than to be told so.
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:

@@ -322,6 +322,7 @@ def test_an_address_beside_a_launcher():
     with pytest.raises(ClusterError, match="RANK=3 and WORLD_SIZE=4 .* but TF_CONFIG .* rank 1"):
         detect({**told(TORCH), **config(1, 4)})
     assert detect({**told(TORCH), **config(3, 4)}).addresses[3] == "node1:2003"
+    assert detect({**told("JOB_COMPLETION_INDEX=0 MASTER_ADDR=a"), **config(0, 4)}).size == 4
 
 
 @pytest.mark.parametrize(
