@@ -178,7 +178,8 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     if is_of_torchrun(environ) and row is not _TORCH:
         return 0  # by these torchrun itself was started
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
-    meets_others = row.address in environ and not environ.get("TF_CONFIG")  # which has addresses
+    # A TF_CONFIG has the addresses of all, and their number.
+    meets_others = environ.get(row.address) and not environ.get("TF_CONFIG")
     if rank and not is_number(size) and (size or meets_others):
         return 2  # or more: who reads the size says what is wrong with it
     # Pods have no other way to have several processes than to be told so.

@@ -329,6 +329,7 @@ def test_an_address_beside_a_launcher():
     "environ",
     [
         *("RANK=0", "RANK=0 WORLD_SIZE=1", "RANK=", "RANK=high", "WORLD_SIZE=1"),
+        "RANK=0 WORLD_SIZE= MASTER_ADDR=",
         # torchrun's options, which those that it starts inherit
         "TORCHELASTIC_RUN_ID=1 RANK=0 WORLD_SIZE=1 MASTER_ADDR=a PET_NODE_RANK=0 PET_NNODES=1:4",
     ],
