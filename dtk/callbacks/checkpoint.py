@@ -24,6 +24,7 @@ from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
 from dtk.schedules.runs import check_count, is_count
+from dtk.trainer.ranks import shared_weights
 from dtk.trainer.replica.step_metrics import metric_variables
 
 
@@ -323,9 +324,11 @@ class Checkpoint(StrategyCallback):
             keep = self.max_to_keep
             background = self._background if self._saves_in_background else None
             began = time.monotonic()
-            path = self.directory / contents.save(
-                self.trainer, self.files, progress, keep, self.best, note, background
-            )
+            with shared_weights.whole_windows(self.trainer):
+                name = contents.save(
+                    self.trainer, self.files, progress, keep, self.best, note, background
+                )
+            path = self.directory / name
             self.trainer.recorder.saved(str(path), time.monotonic() - began)
             return path
         except contents.NotFiniteError as error:

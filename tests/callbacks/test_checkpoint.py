@@ -275,6 +275,21 @@ def test_resumed_equals_uninterrupted_in_one_process(alone, tmp_path, kind, name
     check(alone.run(resume, name, str(tmp_path), kind, timeout=120))
 
 
+def saved_within_a_window(directory):
+    """What is said where Checkpoint saves while each rank has its part of a window."""
+    strategy()
+    adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        fitted(compiled(adam), dtk.callbacks.Checkpoint(directory, save_freq=3))
+    return told.getvalue()
+
+
+@two_ranks
+def test_nobody_is_told_to_use_checkpoint_who_does(pool, tmp_path):
+    """It said that the file has one rank's part of a window, which a checkpoint has whole."""
+    assert not any("window" in told for told in pool.run(saved_within_a_window, str(tmp_path)))
+
+
 @pytest.mark.full("one way of being interrupted of each kind")
 @two_ranks
 def test_another_world_size_resumes(pool, alone, tmp_path):

@@ -136,7 +136,6 @@ def save(
     there is a note, the checkpoint is the best so far.
     """
     trainer.flush()
-    shared_weights.fold_windows(trainer)
     parts = parts_of(trainer)
     if parts is not None:
         if trainer.strategy.is_chief:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -205,12 +206,19 @@ def divide_windows(trainer: ModelState) -> None:
         exchange.divided = True
 
 
-def fold_windows(trainer: ModelState) -> None:
-    """Give rank 0 the whole, as files hold it, wherever training is. All ranks call it together."""
+@contextlib.contextmanager
+def whole_windows(trainer: ModelState) -> Iterator[None]:
+    """Return a context in which replicas hold the whole, wherever training is, to be saved.
+
+    All ranks enter it together.
+    """
     divided = any(exchange.divided for exchange, _ in shared_optimizer.windows_of(trainer.model))
     join_windows(trainer)
-    if divided:
-        divide_windows(trainer)
+    try:
+        yield
+    finally:
+        if divided:
+            divide_windows(trainer)
 
 
 def copies_of(variable: keras.Variable, strategy: Strategy) -> list[tf.Tensor]:
