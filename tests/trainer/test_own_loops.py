@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.errors import NotDistributedError
+
 from support import bodies
 
 BATCH = 8
@@ -112,3 +114,23 @@ def test_a_loop_does_not_divide_by_zero_where_one_process_would_not(world):
     assert pool.run(failure_without_rows, "of all") == [""]
     [message] = pool.run(failure_without_rows, "0 / 0")
     assert re.search(r"rank 0: .*test_own_loops.py:\d+ divides by a sum .* that is 0", message)
+
+
+def refusal_of_a_metric(devices=0):
+    """What a loop is told that counts in a metric of no scope, as it may in evaluation."""
+    strategy = bodies.strategy(devices)
+    metric = keras.metrics.Mean(name="seen")
+    rows = tf.data.Dataset.range(6, output_type=tf.float32).batch(3)
+    with pytest.raises(NotDistributedError) as error:
+        for x in strategy.experimental_distribute_dataset(rows):
+            strategy.run(metric.update_state, (x,))
+    return str(error.value)
+
+
+def test_a_metric_made_outside_the_scope_counts_in_no_loop(world):
+    """Broke as its result was of one replica's rows, without a word."""
+    said = [*world("collective", 2).run(refusal_of_a_metric)]
+    said += world("local", 1).run(refusal_of_a_metric, 2)
+    for message in said:
+        assert "counts in 'total' of metric 'seen'" in message
+        assert "Make the metric inside `with strategy.scope():`" in message

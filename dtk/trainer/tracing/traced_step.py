@@ -25,8 +25,9 @@ import keras
 import tensorflow as tf
 
 from dtk.communicators.aligned_slices import with_values
-from dtk.compat import keras_models, keras_steps, keras_variables
+from dtk.compat import keras_models, keras_steps, keras_variables, tf_replicas
 from dtk.compat.tf_replicas import on_values, running
+from dtk.errors import NotDistributedError, at_rank
 from dtk.kernels import fused_layers
 from dtk.nests import Function, Gradients, Tree
 from dtk.patches import temporarily
@@ -365,6 +366,20 @@ def assign(
         step.assigned[id(variable)] = variable
         step.assignments += 1
         step.assigned_at[id(variable)] = step.assignments
-    elif is_in_loop() and _may_move(variable):
-        running.assigned_in_loop[id(variable)] = variable
+    elif is_in_loop():
+        _refuse_state_of_one(variable, tf.distribute.get_strategy())
+        if _may_move(variable):
+            running.assigned_in_loop[id(variable)] = variable
     return original(variable, value)
+
+
+def _refuse_state_of_one(variable: keras.Variable, strategy: tf.distribute.Strategy) -> None:
+    """Refuse to count in a metric that no scope has made: its result would be one replica's."""
+    if strategy.num_replicas_in_sync > 1 and keras_variables.made_outside_scope(variable):
+        metric, _, name = variable.path.rpartition("/")
+        message = (
+            f"strategy.run counts in {name!r} of metric {metric!r}, which was made outside "
+            "strategy.scope(): its result would be of this replica's rows alone. Make the metric "
+            "inside `with strategy.scope():`"
+        )
+        raise NotDistributedError(at_rank(tf_replicas.replica_index(), message))
