@@ -58,7 +58,22 @@ RIGHT = {
 }
 
 
-def said_of(loss, mark=1.0, devices=0):
+# Given the gradients of a loss that adds up.
+CLIPPED = {
+    "to their norm": lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0],
+    "each": lambda gradients: [tf.clip_by_norm(g, 0.1) for g in gradients],
+    "to a value": lambda gradients: [tf.clip_by_value(g, -0.1, 0.1) for g in gradients],
+    "by hand": lambda gradients: [0.1 / tf.norm(g) * g for g in gradients],
+}
+NOT_CLIPPED = {
+    "scaled": lambda gradients: [0.5 * g * tf.minimum(1.0, 2.0) for g in gradients],
+    "once summed": lambda gradients: [
+        tf.clip_by_norm(everywhere(g), 0.1) / 2.0 for g in gradients
+    ],
+}
+
+
+def said_of(loss, mark=1.0, devices=0, handed=lambda gradients: gradients):
     """Take a step in a loop, of rows that begin with `mark`; return what dtk says."""
     strategy = bodies.strategy(devices)
     with strategy.scope():
@@ -70,7 +85,7 @@ def said_of(loss, mark=1.0, devices=0):
         with tf.GradientTape() as tape:
             losses = keras.losses.mean_squared_error(x[:, :1], model(x, training=True))
             target = loss(losses, x, model)
-        gradients = tape.gradient(target, model.trainable_variables)
+        gradients = handed(tape.gradient(target, model.trainable_variables))
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     rows = np.random.default_rng(0).normal(size=(BATCH, 3)).astype("float32")
@@ -97,6 +112,20 @@ def test_a_loop_is_told_what_to_write(pool):
         assert name in said[name]
     assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
     assert set(of_other.values()) == {""}, "rank 0 alone says it"
+
+
+def said_of_clipped():
+    average = RIGHT["average"]
+    return {k: said_of(average, handed=f) for k, f in (CLIPPED | NOT_CLIPPED).items()}
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_is_told_that_it_clips_parts_of_gradients(pool):
+    """Broke as sums of clipped gradients were applied without a word."""
+    said, _ = pool.run(said_of_clipped)
+    for name in CLIPPED:
+        assert re.match(r"dtk: warning: .*test_own_loops.py:\d+ clips or norm", said[name]), name
+    assert {name: said[name] for name in NOT_CLIPPED} == dict.fromkeys(NOT_CLIPPED, "")
 
 
 def failure_without_rows(name):

@@ -31,7 +31,7 @@ from dtk.trainer.gradients.sharded_optimizer import ShardedOptimizer
 from dtk.trainer.gradients.shared_optimizer import SharedOptimizer, Variables
 from dtk.trainer.replica import step_metrics, whole_batch
 from dtk.trainer.strategy import Strategy
-from dtk.trainer.tracing import traced_step
+from dtk.trainer.tracing import own_loops, traced_step
 
 
 class ReducingOptimizer(SharedOptimizer):
@@ -106,6 +106,8 @@ class ReducingOptimizer(SharedOptimizer):
                 return update(grads, trainable_variables)
             if not alone:
                 tf_replicas.refuse_under_xla()
+                if step is None:
+                    own_loops.warn_of_applied(grads, strategy)
             part = _part_of(step)
             sums, applied = _sum_over_replicas(exchange, grads, variables, part)
             if exchange.sharded is not None:

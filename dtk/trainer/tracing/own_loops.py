@@ -1,4 +1,4 @@
-"""What a script's own loop differentiates, where it shows that the replicas' gradients sum wrongly.
+"""What a script's own loop does, where it shows that the replicas' gradients sum wrongly.
 
 Gradients are summed over the replicas. So each replica must add its part of the global batch's
 loss: a sum over its rows by the rows of all, as `tf.nn.compute_average_loss` makes it. The graph of
@@ -7,10 +7,13 @@ a tape's target shows three others:
     mean(of own rows)          as many times too large as there are replicas
     sum(...) / sum(own mask)   a mean over rows that count; 0 / 0, which is refused, where none does
     penalty without rows       counted by every replica
+
+And that of what it applies a fourth: gradients that are clipped before they are summed.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ import tensorflow as tf
 
 from dtk.compat import keras_steps, tf_replicas
 from dtk.errors import at_rank, is_of_library, script_line
-from dtk.nests import Tree
+from dtk.nests import Gradients, Tree
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import computed_from, depends_on_data, factored_terms
@@ -29,6 +32,8 @@ from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 _MAY_SUM = ("Collective", "PyFunc", "EagerPyFunc", "Horovod", "Nccl")
 # Functions of one number that do not add up.
 _CURVED = ("Log", "Log1p", "Sqrt", "Rsqrt", "Exp", "Square", "Pow", "Maximum", "Minimum")
+# Ops that cut off a gradient.
+_LIMITS = ("ClipByValue", "Minimum", "Maximum", "Sign")
 _said: set[str] = set()  # the lines of scripts that were warned of
 _AVERAGE = "tf.nn.compute_average_loss(one loss for each row, global_batch_size=...)"
 
@@ -56,9 +61,8 @@ def watched(strategy: Strategy) -> AbstractContextManager[None]:
         if of_weights and output_gradients is None and not tf.executing_eagerly():
             for mistake in filter(None, map(_mistake_in, tf.nest.flatten(target))):
                 line = _line_of(tf.nest.flatten(target)[0])
-                if line not in _said and tf_replicas.replica_index() == 0:
-                    _said.add(line)
-                    _warn(strategy, line, mistake.said)
+                if tf_replicas.replica_index() == 0:
+                    _warn(strategy, line, f"differentiates {mistake.said}")
                 if mistake.divisor is not None:
                     checks.append(_refuse_zero(mistake.divisor, line, strategy))
         with tf.control_dependencies(checks):
@@ -77,11 +81,49 @@ def _line_of(target: tf.Tensor) -> str:
     return "{}:{}".format(*own[-1]) if own else script_line()
 
 
+def warn_of_applied(gradients: Gradients, strategy: Strategy) -> None:
+    """Warn where the gradients that a loop applies do not sum to those of one process."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    in_graph = [v for v in values if v is not None and tf.is_symbolic_tensor(v)]
+    _warn_of_clipped(in_graph, strategy)
+
+
+def _warn_of_clipped(gradients: list[tf.Tensor], strategy: Strategy) -> None:
+    """Warn where a loop hands over gradients that it has clipped: parts of those to be clipped."""
+    clipped = [gradient for gradient in gradients if _is_clipped(gradient)]
+    summed = any(one.op.type.startswith(_MAY_SUM) for one in computed_from(clipped))
+    if clipped and not summed and tf_replicas.replica_index() == 0:
+        _warn(
+            strategy,
+            _line_of(clipped[0]),
+            "clips or normalizes the gradients of a replica's own rows. Let the optimizer clip "
+            "their sums: clipnorm=, global_clipnorm= or clipvalue=",
+        )
+
+
+def _is_clipped(gradient: tf.Tensor) -> bool:
+    """Return whether a gradient is limited, or multiplied by what is computed from itself."""
+    factors: list[tf.Tensor] = []
+    while gradient.op.type in ("Identity", "Cast", "Mul", "RealDiv", "DivNoNan", *_LIMITS):
+        if gradient.op.type in _LIMITS:
+            return True
+        gradient, *others = sorted(gradient.op.inputs, key=_size_of, reverse=True)
+        factors += others
+    return gradient.ref() in {one.ref() for one in computed_from(factors)}
+
+
+def _size_of(tensor: tf.Tensor) -> float:
+    return tensor.shape.num_elements() or math.inf
+
+
 def _warn(strategy: Strategy, line: str, mistake: str) -> None:
+    if line in _said:
+        return
+    _said.add(line)
     replicas = strategy.num_replicas_in_sync
     tell(
         strategy,
-        f"warning: {line} differentiates {mistake}. Gradients are summed over {replicas} replicas, "
+        f"warning: {line} {mistake}. Gradients are summed over {replicas} replicas, "
         "so this differs from one process",
     )
 
