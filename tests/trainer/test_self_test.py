@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtk
+from dtk.errors import NotDistributedError
 from dtk.input import digests
 from dtk.patches import patch
 from dtk.trainer.distributed_model import trainer_of
@@ -339,3 +341,86 @@ def tries_of_other_data():
 def test_a_trial_of_other_data_does_not_stay(pool):
     """It stayed due, so that every later step was tried anew."""
     assert pool.run(tries_of_other_data) == [3, 3]
+
+
+class Penalized(keras.layers.Layer):
+    """Adds a sum over rows where it trains, and a mean where it does not."""
+
+    def call(self, x, training=False):
+        self.add_loss(tf.reduce_sum(tf.square(x)) if training else tf.reduce_mean(x))
+        return x
+
+
+def tested_otherwise(devices):
+    """Losses of training and of validation, and what was printed."""
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    with bodies.scope_of(bodies.strategy(devices) if devices else None):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), Penalized(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with contextlib.redirect_stdout(io.StringIO()) as said, dtk.strategies.undistributed():
+        fitted = model.fit(x, x[:, :1], 10, verbose=0, validation_data=(x[:5], x[:5, :1]))
+    return [*fitted.history["loss"], *fitted.history["val_loss"]], said.getvalue()
+
+
+@pytest.mark.worlds(("local", 1))
+def test_what_only_a_test_step_computes_is_tried(pool):
+    """Its losses were taken for those of the train step, by their numbers."""
+    ((plain, _),), ((mine, said),) = pool.run(tested_otherwise, 0), pool.run(tested_otherwise, 2)
+    np.testing.assert_allclose(mine, plain, 1e-5)
+    assert "(layer Penalized with training=False): 5 rows" in said
+
+
+class ByTurns(cases.Subclassed):
+    """Trains all variables in the first step and the third, and those of a layer in the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = 0
+        self.turns = []
+
+    def count(self):
+        self.turn += 1
+        return self.turn
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        trained = (self if self.count() % 2 else self.outer).trainable_variables
+        self.optimizer.apply(tape.gradient(loss, trained), trained)
+        return {"loss": loss}
+
+
+class InAList(ByTurns):
+    def count(self):
+        self.turns.append(0)
+        return len(self.turns)
+
+
+def trained_by_turns(build, plain=False):
+    """Weights after three steps, or why there are none."""
+    strategy = None if plain else bodies.strategy()
+    x, y = cases.rows(12)
+
+    def seeded():
+        keras.utils.set_random_seed(3)
+        return build()
+
+    optimizer = keras.optimizers.SGD(0.05)
+    model = cases.compiled(strategy, seeded, optimizer=optimizer, run_eagerly=True)
+    try:
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    except NotDistributedError as error:
+        return str(error)
+    return bodies.flat(model.get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_counts_in_python_stay_those_of_the_steps(pool):
+    """Trials counted, too: other variables were trained, which looked like rounding."""
+    plain = trained_by_turns(ByTurns, plain=True)
+    for mine in pool.run(trained_by_turns, ByTurns):
+        np.testing.assert_allclose(mine, plain, 1e-5, 1e-6)
+    for said in pool.run(trained_by_turns, InAList):
+        assert "gradients of other variables. Each call of a step must train the same" in said

@@ -25,6 +25,10 @@ _STATE = (
     "dtk.layers.sum_over_batch; a largest value of a batch is neither. Rows that are kept, as in a "
     "queue, must be those of all workers, by dtk.layers.gather_over_batch"
 )
+_CHOOSING = (
+    "Each call of a step must train the same variables; by turns, as its count of steps says, if "
+    "that is self.optimizer.iterations or a number in an attribute of the model, not in a list"
+)
 
 
 class Difference(NamedTuple):
@@ -102,7 +106,7 @@ def _is_ratio(whole: Array, above: Array, below: Array, tolerance: float) -> boo
 def compare(whole: Outcome, parts: Outcome, tolerance: float) -> Difference:
     """Return the first difference in gradients or state."""
     if whole.gradients.keys() != parts.gradients.keys():
-        return Difference(np.inf, "optimizers were given gradients of other variables")
+        return Difference(np.inf, "optimizers were given gradients of other variables", _CHOOSING)
     state = [
         f"the step assigns other values to the variable {name!r}"
         for name, value in whole.state.items()

@@ -296,7 +296,7 @@ def _spread(trial: Trial) -> float:
 
 
 def _may_be_rounding(trial: Trial, verdict: Verdict, spread: float) -> bool:
-    return tolerance_of(trial.model) < verdict.difference.size <= 3 * spread
+    return tolerance_of(trial.model) < verdict.difference.size <= 3 * spread < np.inf
 
 
 def _compute(trial: Trial) -> Verdict:
