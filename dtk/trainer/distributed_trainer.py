@@ -228,7 +228,8 @@ class DistributedTrainer(ModelState):
 
         A step that was not tried has the kinds of the train step: both compute the same losses.
         """
-        return self.checks_of(name).kinds or self.checks_of("train").kinds or {}
+        own = self.checks_of(name)
+        return (own if own.trial is not None else self.checks_of("train")).kinds or {}
 
     def check_step(self, name: str, step_function: StepFunction, batch: slicing.Slices) -> None:
         """Check that parts of a step add up: before the first of a kind, and where it is due."""
@@ -244,11 +245,12 @@ class DistributedTrainer(ModelState):
             checks.audit(batch)
         if checks.kinds is not None or not asked or strategy.world.name == "null":
             return
-        # A test step of Keras's own computes nothing that the train step has not.
+        # A test step of Keras's own computes what the train step has, but where it is told not to.
         covered = name == "test" and self.checks_of("train").kinds is not None
         covered = covered and keras_models.is_from_keras(type(model).test_step)
-        reasons = [] if covered else trial_reasons.of_step(model, f"{name}_step")
-        checks.try_step(step_function, batch, reasons)
+        reasons = trial_reasons.of_step(model, f"{name}_step")
+        told = trial_reasons.told_whether_it_trains(model)
+        checks.try_step(step_function, batch, told if covered else reasons)
 
     def build_by(self, step_function: StepFunction, first: slicing.Slices) -> None:
         """Let one replica build the variables that only a step of the script can build.

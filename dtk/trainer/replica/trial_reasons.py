@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import keras
@@ -34,6 +35,17 @@ def of_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
     parts += [f"activation {name}" for name in sorted({*map(_called, own)})]
     return parts + [f"operation {name}" for name in keras_models.combining_operations(model)]
+
+
+def told_whether_it_trains(model: keras.Model) -> list[str]:
+    """Return what a script has written that may compute another thing in a test step."""
+    calls = {type(one).__name__: type(one).call for one in keras_models.layers_of(model)}
+    told = [
+        f"layer {name} with training=False"
+        for name, call in sorted(calls.items())
+        if not keras_models.is_from_keras(call) and "training" in inspect.signature(call).parameters
+    ]
+    return told if keras_models.computes_own_loss(model) else ["compute_loss", *told]
 
 
 def _looks_up_eagerly(model: keras.Model) -> bool:
