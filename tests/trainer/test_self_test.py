@@ -424,3 +424,38 @@ def test_counts_in_python_stay_those_of_the_steps(pool):
         np.testing.assert_allclose(mine, plain, 1e-5, 1e-6)
     for said in pool.run(trained_by_turns, InAList):
         assert "gradients of other variables. Each call of a step must train the same" in said
+
+
+class KeepsMean(keras.layers.Layer):
+    """Keeps a mean of its rows in a variable of TensorFlow's, for test steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = tf.Variable(tf.zeros([4]), trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x, 0))
+            return x
+        return x - self.mean
+
+
+def trained_with_a_mean():
+    strategy = bodies.strategy()
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), KeepsMean(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(x, x[:, :1], 10, verbose=0)
+    except NotDistributedError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_variable_of_tensorflow_that_is_not_averaged_is_refused(pool):
+    """Each rank kept the mean of its own rows, and evaluated with it."""
+    for said in pool.run(trained_with_a_mean):
+        assert "the step assigns other values to the variable 'Variable" in said
+        assert "A tf.Variable is not averaged" in said

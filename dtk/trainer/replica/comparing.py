@@ -23,7 +23,8 @@ _LOSSES = (
 _STATE = (
     "Replicas average what they assign, so it must be a mean over rows, or made of sums by "
     "dtk.layers.sum_over_batch; a largest value of a batch is neither. Rows that are kept, as in a "
-    "queue, must be those of all workers, by dtk.layers.gather_over_batch"
+    "queue, must be those of all workers, by dtk.layers.gather_over_batch. A tf.Variable is not "
+    "averaged: make it by self.add_weight"
 )
 _CHOOSING = (
     "Each call of a step must train the same variables; by turns, as its count of steps says, if "

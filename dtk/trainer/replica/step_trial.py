@@ -281,9 +281,13 @@ class Trial:
                     self._concrete[way] = function.get_concrete_function(), assigned
             concrete, assigned = self._concrete[way]
             moved = self.model.trainable_variables if self._moves else []
-            before = Snapshot([*self._changed_by(assigned, concrete), *moved])
+            own = self._own_variables(concrete)
+            before = Snapshot([*assigned, *own, *moved])
             self._move_weights()
             outputs = concrete(*self._tensors)
+            outputs["state"] |= {
+                f"{v.name} at {id(v):#x}": v.numpy() for v in own if v.dtype.is_floating
+            }
         before.restore()
         made.restore()
         arrays = keras.tree.map_structure(np.asarray, outputs)
@@ -332,16 +336,16 @@ class Trial:
         """Return the ranks whose parts this process has."""
         return self.strategy.local_ranks()
 
-    def _changed_by(
-        self, assigned: Sequence[keras.Variable], concrete: tf.types.experimental.ConcreteFunction
-    ) -> list[keras.Variable | tf.Variable]:
-        """Return the variables a traced step assigns, and its graph's that are not Keras's."""
+    def _own_variables(
+        self, concrete: tf.types.experimental.ConcreteFunction
+    ) -> list[tf.Variable]:
+        """Return the variables of a traced step that are not Keras's: it may assign them."""
         of_keras = {
             id(copy)
             for v in changed_by_training(self.model)
             for copy in keras_variables.components(keras_variables.stored(v))
         }
-        return [*assigned, *(v for v in concrete.graph.variables if id(v) not in of_keras)]
+        return [v for v in concrete.graph.variables if id(v) not in of_keras]
 
     def _trace_whole(
         self, assigned: list[keras.Variable], whole: Tree, parts: tuple[Tree, ...]
