@@ -459,3 +459,43 @@ def test_a_variable_of_tensorflow_that_is_not_averaged_is_refused(pool):
     for said in pool.run(trained_with_a_mean):
         assert "the step assigns other values to the variable 'Variable" in said
         assert "A tf.Variable is not averaged" in said
+
+
+class LargestError(keras.Model):
+    """Logs the mean of batches' largest errors, by a metric of Keras's."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.largest = keras.metrics.Mean(name="largest")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.largest.update_state(tf.reduce_max(tf.abs(y - y_pred)))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def numpy_median(y_true, y_pred):
+    return np.median(np.abs(np.array(y_true) - np.array(y_pred)))
+
+
+def said_of_metrics(model=LargestError, metrics=(), eagerly=False):
+    """What was printed, or the error and its notes."""
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    with bodies.strategy(2).scope():
+        rows = keras.Input((4,))
+        made = model(rows, keras.layers.Dense(1)(rows))
+        made.compile("sgd", "mse", metrics=metrics, run_eagerly=eagerly)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            made.fit(x, x[:, :1], 10, verbose=0)
+        except NotImplementedError as error:
+            return "; ".join(error.__notes__)
+    return said.getvalue()
+
+
+@pytest.mark.worlds(("local", 1))
+def test_metrics_that_compute_metrics_updates_are_tried(pool):
+    """A mean over devices was logged, and nothing said."""
+    (said,) = pool.run(said_of_metrics)
+    assert "'largest' is neither a mean nor a sum over rows" in said
+    assert "(compute_metrics of LargestError)" in said

@@ -21,6 +21,8 @@ def of_step(model: keras.Model, step_name: str) -> list[str]:
     parts += [f"loss {_called(loss)}" for loss in keras_models.foreign_losses(model)]
     metrics = map(keras_models.unwrapped, keras_models.foreign_metrics(model))
     parts += [f"metric {_called(metric)}" for metric in metrics]
+    if not keras_models.is_from_keras(type(model).compute_metrics):
+        parts.append(f"compute_metrics of {type(model).__name__}")
     return parts + (["lookups under run_eagerly"] if _looks_up_eagerly(model) else [])
 
 
