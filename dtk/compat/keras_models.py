@@ -55,6 +55,13 @@ _BY_ELEMENT = {
     *("Sigmoid", "Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh", "TrueDivide"),
 }
 
+# Notes what `run_eagerly` allows in one process only, such as NumPy in a metric.
+_IN_PYTHON = (
+    "dtk: models, losses and metrics are traced once under run_eagerly=True, too, and what they "
+    "count is summed over workers: let them use keras.ops, and variables made by add_weight, or "
+    "compute the metric from model.predict(x), such as in on_epoch_end of a callback"
+)
+
 _Found = TypeVar("_Found")
 _Batch = TypeVar("_Batch")
 _Logs = TypeVar("_Logs")
@@ -400,7 +407,12 @@ def build_from(model: keras.Model, data_batch: Tree | Specs) -> None:
 
 def _build(model: keras.Model, data_batch: Tree | Specs) -> None:
     if takes_own_step(model):
-        model._symbolic_build(data_batch=data_batch)
+        try:
+            model._symbolic_build(data_batch=data_batch)
+        except (AttributeError, NotImplementedError) as error:
+            if model.run_eagerly:
+                error.add_note(_IN_PYTHON)
+            raise
         return
     # Keras calls the model, its loss and its metrics with the parts of a batch. A script's own step
     # may call them with anything else: then they may not fit, and the step builds what it uses.

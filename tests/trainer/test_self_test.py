@@ -499,3 +499,9 @@ def test_metrics_that_compute_metrics_updates_are_tried(pool):
     (said,) = pool.run(said_of_metrics)
     assert "'largest' is neither a mean nor a sum over rows" in said
     assert "(compute_metrics of LargestError)" in said
+
+
+@pytest.mark.worlds(("local", 1))
+def test_numpy_in_a_metric_is_refused_by_name(pool):
+    (said,) = pool.run(said_of_metrics, keras.Model, [numpy_median], True)
+    assert "model.predict(x)" in said
