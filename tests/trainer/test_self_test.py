@@ -505,3 +505,34 @@ def test_metrics_that_compute_metrics_updates_are_tried(pool):
 def test_numpy_in_a_metric_is_refused_by_name(pool):
     (said,) = pool.run(said_of_metrics, keras.Model, [numpy_median], True)
     assert "model.predict(x)" in said
+
+
+class LargestSince(keras.layers.Layer):
+    """Keeps the largest entry of a batch, from the fourth step on."""
+
+    def build(self, shape):
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.steps, self.largest = self.add_weight(**options), self.add_weight(**options)
+
+    def call(self, x):
+        self.steps.assign_add(1.0)
+        self.largest.assign(tf.where(self.steps > 3, tf.reduce_max(x), self.largest))
+        return x
+
+
+def refused_late():
+    x = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+    with bodies.strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,)), LargestSince(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(x, x[:, :1], 6, epochs=3, shuffle=False, verbose=0)
+    except NotDistributedError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.worlds(("local", 1))
+def test_steps_that_end_an_epoch_are_compared_by_the_next(pool):
+    """With 4 steps in an epoch, steps 4, 8, 16, ... had the last rows: none was compared."""
+    assert "step 5 of the train_step" in pool.run(refused_late)[0]

@@ -106,6 +106,8 @@ class StepChecks:
                 self_test.audit(trial, kinds, step, self._compared)
                 self._compared = step
                 self._costs[many] = time.perf_counter() - began
+            else:  # an epoch's smaller last batch, which 2, 4, 8, ... may meet every time
+                self._due = step + 1
         ended = time.perf_counter()
         self._spent += ended - began
         self._since = step, ended
