@@ -339,13 +339,6 @@ def is_auto_jit(model: keras.Model) -> bool:
     return getattr(model, "_dtk_auto_jit", False)
 
 
-def is_first_time(model: keras.Model, what: str) -> bool:
-    """Return whether this is the first call for a model and `what`."""
-    happened = vars(model).get("_dtk_happened", frozenset())
-    object.__setattr__(model, "_dtk_happened", happened | {what})
-    return what not in happened
-
-
 class AdoptedModel(TensorFlowTrainer):
     """A model of which a strategy replaces methods; see `made_classes`.
 

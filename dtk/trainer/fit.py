@@ -88,10 +88,9 @@ def _tell_of_idle(rows: object, strategy: Strategy) -> None:
     """Print once that a batch has fewer rows than there are replicas."""
     whole, replicas = _whole(rows), strategy.num_replicas_in_sync
     idle = even_sizes(whole or replicas, replicas).count(0)
-    if idle and not strategy.told_of_idle:
-        strategy.told_of_idle = True
+    if idle:
         text = f"batch_size={whole} leaves {idle} of {replicas} workers without rows in every step"
-        tell(strategy, f"{text}; use {replicas} or more")
+        tell(strategy, f"{text}; use {replicas} or more", once=True)
 
 
 def _check_numbers(name: str, asked: dict[str, object], strategy: Strategy) -> None:

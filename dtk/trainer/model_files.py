@@ -116,15 +116,14 @@ def _tell_of_window(model: keras.Model, how: str) -> None:
         return
     for exchange, variables in shared_optimizer.windows_of(model):
         several = exchange.strategy.num_replicas_in_sync > 1
-        if not several or not exchange.divided or exchange.told_of_window:
-            continue
-        if any(np.any(keras.ops.convert_to_numpy(v)) for v in variables):
-            exchange.told_of_window = True
+        divided = several and exchange.divided
+        if divided and any(np.any(keras.ops.convert_to_numpy(v)) for v in variables):
             tell(
                 exchange.strategy,
                 f"model {model.name!r} is saved in the middle of an accumulation window, and the "
                 "file holds only one rank's part of it: save at the end of an epoch, or use "
                 "dtk.callbacks.Checkpoint",
+                once=True,
             )
 
 

@@ -26,9 +26,10 @@ StepFunction: TypeAlias = Callable[[Tree], Tree]
 Loop: TypeAlias = Callable[[tf.data.Iterator], Tree]
 
 
-def tell(strategy: tf.distribute.Strategy, text: str) -> None:
-    """Print on rank 0, beside what the script prints."""
-    if strategy.is_chief:
+def tell(strategy: tf.distribute.Strategy, text: str, once: bool = False) -> None:
+    """Print on rank 0, beside what the script prints; the same text only once if so asked."""
+    if strategy.is_chief and not (once and text in strategy.told):
+        strategy.told.add(text)
         print(f"dtk: {text}", file=sys.stderr, flush=True)
 
 
@@ -110,7 +111,7 @@ class Strategy(tf.distribute.Strategy):
         self.model_communicator = model_communicator or LocalCommunicator()
         self.shuffle_seed = ShuffleSeed(None)
         self._meet: Callable[[str], None] | None = None
-        self.told_of_idle = False
+        self.told: set[str] = set()  # what `tell` has printed
         super().__init__(extended)
 
     @property

@@ -49,7 +49,6 @@ class GradientExchange:
         self.statistics: dict[int, keras.Variable] = {}
         # Whether each replica holds its own part of an accumulation window, and not the whole.
         self.divided = False
-        self.told_of_window = False  # that a file was written while it did
         self._ops: dict[tuple[int, ...], ExchangeOp] = {}
         self._of_step: list[ExchangeOp] = []  # those of the last traced update
         self._notes: NonFiniteNotes | None = None

@@ -361,8 +361,7 @@ def warn_unsynchronized_norms(step: traced_step.Step, strategy: Strategy) -> Non
         and id(layer.moving_mean) in step.assigned  # not if frozen or in inference mode
     ]
     replicas = strategy.num_replicas_in_sync
-    tells = strategy.is_chief and strategy.local_index() == 0
-    if replicas > 1 and layers and tells and keras_models.is_first_time(step.model, "norms"):
+    if replicas > 1 and layers and strategy.local_index() == 0:
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
         tell(
             strategy,
@@ -370,4 +369,5 @@ def warn_unsynchronized_norms(step: traced_step.Step, strategy: Strategy) -> Non
             f"is over the rows of each of {replicas} replicas alone, so weights differ from those "
             "of one process with the whole batch. BatchNormalization(synchronized=True), or model "
             "= dtk.layers.convert_sync_batchnorm(model) before fit, is over all rows",
+            once=True,
         )

@@ -34,7 +34,6 @@ _MAY_SUM = ("Collective", "PyFunc", "EagerPyFunc", "Horovod", "Nccl")
 _CURVED = ("Log", "Log1p", "Sqrt", "Rsqrt", "Exp", "Square", "Pow", "Maximum", "Minimum")
 # Ops that cut off a gradient.
 _LIMITS = ("ClipByValue", "Minimum", "Maximum", "Sign")
-_said: set[str] = set()  # the lines of scripts that were warned of
 _AVERAGE = "tf.nn.compute_average_loss(one loss for each row, global_batch_size=...)"
 
 
@@ -117,14 +116,12 @@ def _size_of(tensor: tf.Tensor) -> float:
 
 
 def _warn(strategy: Strategy, line: str, mistake: str) -> None:
-    if line in _said:
-        return
-    _said.add(line)
     replicas = strategy.num_replicas_in_sync
     tell(
         strategy,
         f"warning: {line} {mistake}. Gradients are summed over {replicas} replicas, "
         "so this differs from one process",
+        once=True,
     )
 
 
