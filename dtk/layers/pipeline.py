@@ -627,6 +627,7 @@ class InterleavedPipeline(Pipeline):
             labels, weights = (
                 None if v is None else microbatch(v, number, count) for v in (y, weight)
             )
+            output = tf.identity(output)  # else Keras's loss looks past a softmax that has made it
             with tf.GradientTape() as tape:
                 tape.watch(output)
                 loss = self._loss_of_rows(parts[number], labels, output, weights)

@@ -264,6 +264,20 @@ def test_losses_that_are_not_means_over_rows_are_trained_as_by_gpipe(
     assert ("trains by schedule='gpipe'" in capsys.readouterr().err) != is_mean
 
 
+@pytest.mark.parametrize(
+    "width, activation, loss",
+    [(2, "softmax", "sparse_categorical_crossentropy"), (1, "sigmoid", "binary_crossentropy")],
+)
+def test_a_last_stage_may_end_in_what_the_loss_looks_through(width, activation, loss):
+    """Keras takes the logits from before it, past the output of which the loss is a function."""
+    back = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width, activation)])
+    front = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model = Pipeline([front, back], 2, "1f1b", communicator=NullCommunicator(1, 2))
+    model.compile("sgd", loss)
+    model.train_on_batch(data()[0], np.zeros((len(data()[0]), 1)))
+    assert np.all(model.stage.layers[-1].bias.numpy())
+
+
 @pytest.mark.parametrize("options", [{}, {"renorm": True}])
 def test_a_microbatch_without_rows_counts_for_nothing(options):
     """Two rows in four microbatches are those of two: moving statistics became NaN, and stayed."""
