@@ -139,6 +139,7 @@ class Checkpoint(StrategyCallback):
         self._saves_in_background, self._background = background, Background(self.say)
         self._lock = DirectoryLock(self.directory)
         self._begun = self._fitting = False
+        self._saves: keras.Model | None = None
         self._termination: Termination | None = None
         self._metrics: list[Array] | None = None
         self._rates: list[tuple[keras.Variable, Array]] = []
@@ -155,6 +156,12 @@ class Checkpoint(StrategyCallback):
         self._epoch = self._resumed_step = 0
         self._frequency.saved()
         self._trained = None
+        if self._saves not in (None, self.model):
+            raise ValueError(
+                f"{self.directory} has the checkpoints of another model that was trained with this "
+                "callback; give each model a Checkpoint with a directory of its own"
+            )
+        self._saves = self.model
         for other in self.beside(Checkpoint):
             same = other.directory.resolve() == self.directory.resolve()
             if other is not self and same:

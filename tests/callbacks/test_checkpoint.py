@@ -563,6 +563,21 @@ def test_the_second_fit_with_one_callback_resumes(pool, tmp_path):
     assert difference <= EXACT
 
 
+def for_two_models(directory):
+    saving = dtk.callbacks.Checkpoint(directory)
+    fitted(compiled(momentum_sgd()), saving, epochs=1)
+    with pytest.raises(ValueError) as caught:
+        fitted(compiled(momentum_sgd()), saving, epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.worlds(("local", 1))
+def test_a_callback_saves_one_model(pool, tmp_path):
+    """Folds of a cross-validation mixed their checkpoints, and started again took each other's."""
+    (message,) = pool.run(for_two_models, tmp_path)
+    assert "has the checkpoints of another model" in message
+
+
 def counted_by_kerass(directory):
     """What ModelCheckpoint saves every 4 steps, and TensorBoard's steps; whole and resumed."""
 

@@ -213,7 +213,8 @@ def test_one_vector_of_each_replica_travels_forwards_and_one_backwards(pool):
     # Moving statistics of norms that are not synchronized are averaged in every step.
     statistics = 2 * CHANNELS
     vectors = 2 * 2 * (2 * CHANNELS + 1)
-    assert together - apart == FLOAT * (vectors - statistics)
+    # On a slow machine ranks ask each other in one of these epochs whether to stop: 8 bytes.
+    assert together - apart == pytest.approx(FLOAT * (vectors - statistics), abs=8)
 
 
 def told(kind, devices=0):

@@ -351,7 +351,7 @@ class Penalized(keras.layers.Layer):
         return x
 
 
-def tested_otherwise(devices):
+def trained_and_validated(devices):
     """Losses of training and of validation, and what was printed."""
     x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
     with bodies.scope_of(bodies.strategy(devices) if devices else None):
@@ -366,7 +366,8 @@ def tested_otherwise(devices):
 @pytest.mark.worlds(("local", 1))
 def test_what_only_a_test_step_computes_is_tried(pool):
     """Its losses were taken for those of the train step, by their numbers."""
-    ((plain, _),), ((mine, said),) = pool.run(tested_otherwise, 0), pool.run(tested_otherwise, 2)
+    ((plain, _),) = pool.run(trained_and_validated, 0)
+    ((mine, said),) = pool.run(trained_and_validated, 2)
     np.testing.assert_allclose(mine, plain, 1e-5)
     assert "(layer Penalized with training=False): 5 rows" in said
 
