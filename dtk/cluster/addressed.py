@@ -180,7 +180,7 @@ def _count(row: _Row, environ: Mapping[str, str]) -> int:
     rank, size = (environ.get(name, "") for name in (row.rank, row.size))
     # A TF_CONFIG has the addresses of all, and their number.
     meets_others = environ.get(row.address) and not environ.get("TF_CONFIG")
-    if rank and not is_number(size) and (size or meets_others):
+    if not is_number(size) and (size or (rank and meets_others)):
         return 2  # or more: who reads the size says what is wrong with it
     # Pods have no other way to have several processes than to be told so.
     if row.rank == "JOB_COMPLETION_INDEX" and row.size not in environ:

@@ -285,6 +285,7 @@ def test_ranks_that_meet_at_one_address(environ, place, meeting):
         ("RANK=3 MASTER_ADDR=a", "but WORLD_SIZE is not.* DTK_ALONE=1"),
         ("RANK=0 MASTER_ADDR=a", "but WORLD_SIZE is not"),
         ("JOB_COMPLETION_INDEX=0 MASTER_ADDR=a", "Indexed Job, but WORLD_SIZE is not"),
+        ("PET_NNODES=2:4", "torch runtime, but PET_NODE_RANK and PET_MASTER_ADDR are not"),
         (f"{TORCH} RANK=4", "RANK=4 with WORLD_SIZE=4: expected 0 <= rank < size"),
         ("RANK=0 WORLD_SIZE='4' MASTER_ADDR=a", "WORLD_SIZE=.*'4'.*, expected a whole number"),
         (f"{TORCH} MASTER_PORT=65535", "MASTER_PORT='65535', expected a port"),
