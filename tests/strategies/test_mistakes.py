@@ -784,23 +784,23 @@ def predictions_that_depend_on_other_rows(strategy):
 
 
 class Sampled(keras.Sequential):
-    """Draws for each row, and ranks classes."""
+    """Draws for each row, and ranks classes; and has ragged rows."""
 
     def predict_step(self, data):
         outputs = super().predict_step(data)
         noise = keras.random.normal(tf.shape(outputs)) + tf.random.uniform(tf.shape(outputs))
-        return tf.argsort(outputs, 1), outputs + noise
+        return tf.argsort(outputs, 1), outputs + noise, tf.RaggedTensor.from_tensor(outputs)
 
 
 def sampled():
     x, _ = cases.rows(16)
     model = cases.compiled(bodies.strategy(), lambda: Sampled(cases.dense_layers()))
-    return [np.shape(one) for one in model.predict(x, 8, verbose=0)]
+    return [tuple(one.shape) for one in model.predict(x, 8, verbose=0)]
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_predictions_may_draw_for_their_rows(pool):
-    assert pool.run(sampled) == [[(16, 10), (16, 10)]] * 2
+def test_predictions_may_draw_for_their_rows_and_be_ragged(pool):
+    assert pool.run(sampled) == [[(16, 10), (16, 10), (16, None)]] * 2
 
 
 class Late(keras.Sequential):

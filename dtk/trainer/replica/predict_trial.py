@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -53,14 +51,14 @@ def _difference_of_predictions(
     before = Snapshot([*model.variables, *step_metrics.metric_variables(model)])
     half = rows - rows // 2
 
-    def predicted(begin: int, end: int) -> list[Array]:
+    def predicted(begin: int, end: int) -> Tree:
         random_draws.restart(end - begin, begin, rows, of_python=False)
         outputs = model.predict_step(slicing.rows_of(few, begin, end))
         before.restore()
-        return [np.asarray(one) for one in tf.nest.flatten(outputs, expand_composites=True)]
+        return outputs
 
-    def differing(one: Sequence[Array], other: Sequence[Array]) -> str | None:
-        for value, its in zip(one, other, strict=True):
+    def differing(one: Tree, other: Tree) -> str | None:
+        for value, its in zip(_arrays_in(one), _arrays_in(other), strict=True):
             if not _same_outputs(value, its, tolerance_of(model)):
                 return f"{value.ravel()[:1]} with {rows} rows, and {its.ravel()[:1]} with a part"
         return None
@@ -72,10 +70,12 @@ def _difference_of_predictions(
         # It asks for other rows by itself, or draws in a way that no seed tells.
         if calls or differing(whole, again) is not None:
             return None
-        parts = zip(predicted(0, half), predicted(half, rows), strict=True)
-        return differing(
-            whole, [np.concatenate(both) if both[0].ndim else both[0] for both in parts]
-        )
+        parts = predicted(0, half), predicted(half, rows)
+        return differing(whole, tf.nest.map_structure(slicing.join_rows, *parts))
+
+
+def _arrays_in(outputs: Tree) -> list[Array]:
+    return [np.asarray(one) for one in tf.nest.flatten(outputs, expand_composites=True)]
 
 
 def _same_outputs(one: Array, other: Array, tolerance: float) -> bool:
