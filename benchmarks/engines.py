@@ -27,7 +27,7 @@ from dtk.launch.plan import HUGE_PAGES
 import hosts
 
 FIRST = 2  # epochs that are not counted
-STEPS = {"resnet20": 20, "mlp": 40, "transformer": 40, "embedding": 200}
+STEPS = {"resnet20": 20, "mlp": 40, "transformer": 40, "embedding": 600}
 OTHERS = {"DTK_COMMUNICATOR": "collective"}
 RESULT = "RESULT "
 
