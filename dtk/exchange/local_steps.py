@@ -38,12 +38,12 @@ class LocalOp(ExchangeOp):
 
     @property
     def _own_rows(self) -> tf.Variable:
-        return self.state.variable("own_rows", "sum", (), tf.float32)
+        return self.state.variable("own_rows", "sum", (), tf.float64)
 
     @property
     def weight(self) -> tf.Variable:
         """This worker's part of the rows of the last closed block: its weight in a mean."""
-        return self.state.variable("share", "scratch", (), tf.float32)
+        return self.state.variable("share", "scratch", (), tf.float64)
 
     @property
     def _start(self) -> list[tf.Variable]:
@@ -76,13 +76,13 @@ class LocalOp(ExchangeOp):
         """Count a step, and close the block when it is full."""
         assert part is not None
         own = tf.cast(part.rows, part.example_weight.dtype) * part.example_weight
-        self._own_rows.assign_add(tf.cast(own, tf.float32))
+        self._own_rows.assign_add(tf.cast(own, tf.float64))
         rows = self.rows.assign_add(part.rows, read_value=True)
         run_if(rows >= self.exchange.rows_in_block(self.communicator.size), self._close)
 
     def count_exact(self, part: BatchPart) -> None:
         """Count a step whose gradients another op has summed, in place of `count`."""
-        self.weight.assign(tf.cast(part.example_weight, tf.float32))
+        self.weight.assign(tf.cast(part.example_weight, tf.float64))
 
     def is_closed(self) -> tf.Tensor:
         """Return whether all ranks hold the same weights now."""
@@ -94,7 +94,7 @@ class LocalOp(ExchangeOp):
             self._close()
 
     def _close(self) -> None:
-        own, all_rows = self._own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float32)
+        own, all_rows = self._own_rows.read_value(), tf.cast(self.rows.read_value(), tf.float64)
         self.weight.assign(tf.math.divide_no_nan(own, all_rows))
         self.exchange.combine(self, self._start)
         self.rows.assign(0)
@@ -236,13 +236,13 @@ class BlockMomentum(LocalExchange):
         communicator = block.communicator
         weights = block.trained.variables
         changes = [before - now for before, now in zip(start, weights, strict=True)]
-        eta = tf.cast(
-            self.momentum_of(tf.cast(block.rows, tf.float64), communicator.size), tf.float32
-        )
+        of_block = self.momentum_of(tf.cast(block.rows, tf.float64), communicator.size)
         for i, change in enumerate(communicator.allreduce(changes)):
-            momentum = block.state.variable(f"block_momentum_{i}", "same", change.shape)
+            wide = tf.float64 if change.dtype == tf.float64 else tf.float32
+            momentum = block.state.variable(f"block_momentum_{i}", "same", change.shape, wide)
+            eta = tf.cast(of_block, wide)
             moved = momentum.assign(
-                eta * momentum + (1.0 - eta) * self.rate * tf.cast(change, tf.float32),
+                eta * momentum + (1.0 - eta) * self.rate * tf.cast(change, wide),
                 read_value=True,
             )
             step = moved * (1.0 + eta) if self.nesterov else moved

@@ -72,23 +72,23 @@ def test_blocks_end_as_the_vectors_of_the_originals(pool):
         assert after == [(pytest.approx(0.8), 5.0, True)]
 
 
-def moved_by(value, changes, rows=None):
+def moved_by(value, changes, rows=None, dtype="float32"):
     """How far one weight is moved by each block of a world whose other ranks change nothing."""
-    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0), []
+    communicator, weight, after = NullCommunicator(0, 4), tf.Variable(0.0, dtype=dtype), []
     state = ExchangeState(communicator, "CPU:0")
     op = value.init(communicator, state, Trained([weight], []))
 
     @tf.function
     def step(count, change):
         part = BatchPart(count, tf.constant(0.25, tf.float64))
-        op.update([tf.constant(0.0)], part)
+        op.update([tf.zeros([], dtype)], part)
         weight.assign_add(change)
         op.count(part)
 
     for index, change in enumerate(changes):
         before = float(weight)
         count = value.block_size if rows is None else rows[index]
-        step(tf.constant(count, tf.int64), tf.constant(change))
+        step(tf.constant(count, tf.int64), tf.constant(change, dtype))
         op.close()
         after.append(float(weight) - before)
     return after
@@ -104,6 +104,21 @@ def test_a_blocks_changes_go_into_the_weights_over_several(momentum, eta, rate):
         parts = 100.0 * rate * gain * (1 - eta) * eta ** np.arange(61)
         np.testing.assert_allclose(moved, parts, rtol=1e-4, atol=1e-4)
         assert sum(moved) == pytest.approx(100.0 * rate * gain, rel=1e-4)
+
+
+def test_blocks_keep_the_digits_of_float64_weights():
+    """Broke as momentum and shares were float32: weights moved by 1e-8 too little or too much."""
+    value = BlockMomentum(64, momentum=0.3)
+    [moved] = moved_by(value, [0.1], dtype="float64")
+    assert moved == pytest.approx(0.1 * 0.7 * 1.3, rel=1e-14)
+    # The others' means are zero: what is left of three rows of nine is a third.
+    communicator, weight = NullCommunicator(0, 4), tf.Variable(0.1, dtype="float64")
+    state = ExchangeState(communicator, "CPU:0")
+    op = ModelAveraging(1).init(communicator, state, Trained([weight], []))
+    part = BatchPart(tf.constant(9, tf.int64), tf.constant(1 / 3, tf.float64))
+    op.update([tf.zeros([], "float64")], part)
+    op.count(part)
+    assert float(weight) == pytest.approx(0.1 / 3, rel=1e-14)
 
 
 def test_less_than_a_block_counts_for_less_and_a_rate_takes_nesterovs_gain_back():
