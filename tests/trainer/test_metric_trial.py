@@ -64,6 +64,7 @@ WRONG = {
     "a maximum": lambda: Counter(lambda total, y, p: ops.maximum(total, ops.max(p))),
     "a minimum": lambda: Counter(lambda total, y, p: ops.minimum(total, -ops.max(p))),
     "the last row": lambda: Counter(lambda total, y, p: p[-1, 0] + 1),
+    "the last batch": lambda: Counter(lambda total, y, p: ops.sum(p)),
     "a median": lambda: Counter(lambda total, y, p: total + ops.median(p)),
     "batches": lambda: Counter(lambda total, y, p: total + 1),
     "what was counted before": lambda: Counter(

@@ -4,7 +4,8 @@ The counts of replicas are summed, so a metric must add sums over rows to its va
 of an untrained model may not show whether it does: true positives are 0 however they are counted.
 So the rows of a trial, each repeated four times, are counted as a whole and in two parts: with the
 model's predictions, with these in another order, with the targets as predictions, and with a
-mixture of both. They are counted twice, as what is added may depend on what was counted before.
+mixture of both. Then the rows of the first part are counted again: what is added may depend on what
+was counted before, and a last batch may leave a worker no rows.
 
 Behind parameter servers each step counts from zero, and its counts are added to what a reset has
 set. Where a step has all rows of a batch, only the counts of batches must add up: there the parts
@@ -28,7 +29,6 @@ from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import RATIO
 
 _TIMES = 4
-_CALLS = 2  # so that what a call reads of its own counts is seen
 _ROWS = (
     "its update_state must add to variables what is a sum over rows: "
     "self.total.assign_add(ops.sum(values)), where values has one number for each row"
@@ -135,8 +135,7 @@ class Counting(NamedTuple):
 class _Piece(NamedTuple):
     """What one replica, or step, counts."""
 
-    calls: list[Call]  # in order
-    share: float  # of the rows
+    calls: list[tuple[Call, float]]  # in order, each with its share of the rows
     begins: bool = False  # whether it counts from what a reset sets
 
 
@@ -174,7 +173,7 @@ def _doubt_of(
             return Doubt(call.metric, f"{name} could not be tried on other rows ({said})")
         for one, other in zip(whole, parts, strict=True):
             if not np.allclose(one, other, counting.tolerance, 1e-6, equal_nan=True):
-                return _differing(call, one, other, rows * _CALLS, counting)
+                return _differing(call, one, other, rows + _first_of(rows), counting)
         # A quotient of sums is 0 / 0 before, and 0 / rows is no more than that.
         pairs = zip(map(np.nan_to_num, whole), map(np.nan_to_num, untouched), strict=True)
         moved = moved or not all(np.array_equal(*pair) for pair in pairs)
@@ -186,16 +185,21 @@ def _doubt_of(
 
 def _pieces(call: Call, rows: int, counting: Counting) -> tuple[list[_Piece], list[_Piece]]:
     """Return what replicas, or steps, count of a call as a whole, and in parts."""
-    first = rows * 3 // 5
-    halves = [call, call]
+    first, halves = _first_of(rows), [call, call]
     if rows:
         ends = slice(0, first), slice(first, rows)
         halves = [_mapped(call, operator.itemgetter(part)) for part in ends]
     if counting.by_batch:
-        return [_Piece(halves, 1.0, begins=True)], [_Piece([half], 1.0) for half in halves]
-    shares = first / rows, 1.0 - first / rows
-    parts = [_Piece([h] * _CALLS, share) for h, share in zip(halves, shares, strict=True)]
-    return [_Piece([call] * _CALLS, 1.0, begins=True)], parts
+        whole = _Piece([(half, 1.0) for half in halves], begins=True)
+        return [whole], [_Piece([(half, 1.0)]) for half in halves]
+    again, share = (halves[0], 1.0), first / rows
+    parts = [_Piece([(halves[0], share), again]), _Piece([(halves[1], 1.0 - share)])]
+    return [_Piece([(call, 1.0), again], begins=True)], parts
+
+
+def _first_of(rows: int) -> int:
+    """Return the rows of the first of two parts."""
+    return rows * 3 // 5
 
 
 def _differing(
@@ -258,15 +262,15 @@ def _result(metric: keras.Metric, pieces: list[_Piece], counting: Counting) -> l
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in metric.variables]
     reset = _after_reset(metric) if counting.served else zeros
     states = []
-    for calls, share, begins in pieces:
-        step = traced_step.Step(
-            tf.constant(share, tf.float32), counting.model, tf.identity, kinds=counting.kinds
-        )
+    for calls, begins in pieces:
         start = reset if begins else zeros
-        with keras.StatelessScope(state_mapping=start) as scope, traced_step.tracing(step):
-            for call in calls:
+        with keras.StatelessScope(state_mapping=start) as scope:
+            for call, share in calls:
+                part, kinds = tf.constant(share, tf.float32), counting.kinds
+                step = traced_step.Step(part, counting.model, tf.identity, kinds=kinds)
                 call = _mapped(call, tf.convert_to_tensor)
-                metric.update_state(*call.args, **call.kwargs)
+                with traced_step.tracing(step):
+                    metric.update_state(*call.args, **call.kwargs)
         states.append([scope.get_current_value(v) for v, _ in start])
     base = zeros if any(piece.begins for piece in pieces) else reset
     totals = [
