@@ -10,8 +10,6 @@ on each:
     | one-hop all-reduce | 1                            | (P-1) n                          |
     | ring all-gather   | P-1                           | (P-1)/P n, n being the result    |
     | all-to-all        | P-1                           | (P-1)/P n                        |
-    | hierarchical, between H hosts | 2 (H-1)           | 2 (H-1)/H n                      |
-    | ... within a host of w        | 2 (w-1)           | 2 (w-1)/w n                      |
     | parameter servers | 2: pull and push              | 2 n a worker; 2 P n / S a server |
 
 By this model dtk chooses the size of buckets, whether an all-reduce goes in one hop or round a
@@ -131,19 +129,6 @@ def alltoall(ranks: int, nbytes: float, per_host: int = 1) -> Traffic:
     # On one host ranks share no link.
     sharing, away = (per_host, ranks - per_host) if ranks > per_host else (1, ranks - 1)
     return Traffic(ranks - 1, sharing * away / ranks * nbytes)
-
-
-def hierarchical_allreduce(hosts: int, per_host: int, nbytes: float) -> tuple[Traffic, Traffic]:
-    """Return the traffic of a reduction within hosts, one between hosts, and a broadcast back.
-
-    Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision".
-
-    Example:
-        >>> between, within = hierarchical_allreduce(2, 4, 100)
-        >>> between, within
-        (Traffic(messages=2, bytes=100.0), Traffic(messages=6, bytes=150.0))
-    """
-    return ring_allreduce(hosts, nbytes), ring_allreduce(per_host, nbytes)
 
 
 def pull(workers: int, servers: int, per_host: int, nbytes: float) -> Traffic:

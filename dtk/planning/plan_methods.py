@@ -53,7 +53,7 @@ class Method:
     """A strategy with an exchange."""
 
     name: str  # name in tables
-    use: str  # code for a script; empty if dtk does not have the method
+    use: str  # code for a script
     # returns the cost of a step for a job, a cluster and a number of workers
     cost: Callable[[Training, Cluster, int], Cost]
     exact: bool = False  # whether training equals that of one process
@@ -139,18 +139,6 @@ def _factors(
     return Cost(computing, coding, max(rows[0], others[0]) + stream, own + rest)
 
 
-def hierarchical(job: Training, cluster: Cluster, workers: int) -> Cost:
-    """Predict whole gradients, summed within hosts, then round a ring of hosts, then sent back."""
-    hosts = cluster.hosts(workers)
-    per_host = -(-workers // hosts)
-    size, computing = job.size("dense"), job.computing(workers)
-    between, within = costs.hierarchical_allreduce(hosts, per_host, size)
-    parts = cluster.over(cluster.network, between), cluster.over(cluster.host, within)
-    messages, stream = map(sum, zip(*parts, strict=True))
-    waiting = messages + _not_hidden(cluster, workers, computing, stream, size)
-    return Cost(computing, _coding(job, cluster, workers, "dense"), waiting, size)
-
-
 def coded(bits: int) -> Callable[[Training, Cluster, int], Cost]:
     """Return the cost function of codes: they go to owners and back once all are coded."""
     exchange = f"{bits}bit"
@@ -224,7 +212,6 @@ def _coding(job: Training, cluster: Cluster, workers: int, exchange: str) -> flo
 # Ordered by how much they change training, exact methods first.
 METHODS = (
     Method("dense", "AllReduceStrategy()", dense, exact=True),
-    Method("hierarchical", "", hierarchical, exact=True),
     Method(
         "servers, sync", 'ParameterServerStrategy("sync")', servers_sync, exact=True, served=True
     ),

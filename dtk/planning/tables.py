@@ -38,7 +38,7 @@ def advise(predictions: Predictions, job: Training, cluster: Cluster, target: fl
 
     A method further down the list is named only if it trains on a tenth more rows per second.
     """
-    best = [_furthest(of, target) for of in predictions if of[0].method.use]
+    best = [_furthest(of, target) for of in predictions]
     kept = [one for one in best if one.efficiency >= target]
     exact = [one for one in kept if one.method.exact] or [one for one in best if one.method.exact]
     chosen = _faster(exact[1:], exact[0])[-1]
@@ -124,7 +124,6 @@ def bound(one: Prediction, job: Training, cluster: Cluster) -> str:
 
 
 _FORMAT = 1
-_NOT_OURS = "hierarchical: not something dtk's communicators do; for comparison."
 
 
 def by_title(predictions: Predictions) -> dict[str, list[tuple[str, ...]]]:
@@ -161,7 +160,6 @@ def notes(job: Training, cluster: Cluster, advice: Advice) -> list[str]:
         f"Assumed: {assumptions(job, cluster)}.",
         "Efficiency: rows per second / those of so many workers that send nothing; 1 is perfect. "
         "A step of asynchronous servers is as many steps as there are workers.",
-        _NOT_OURS,
         LOSSY,
     ]
 
@@ -262,9 +260,8 @@ def draw(predictions: Predictions, path: str) -> None:
     speed, efficiency = figure.subplots(1, 2)
     workers = [one.workers for one in predictions[0]]
     for of in predictions:
-        style = "-" if of[0].method.use else ":"
-        speed.plot(workers, [one.rows for one in of], style, label=of[0].method.name)
-        efficiency.plot(workers, [one.efficiency for one in of], style)
+        speed.plot(workers, [one.rows for one in of], label=of[0].method.name)
+        efficiency.plot(workers, [one.efficiency for one in of])
     perfect = [one.rows / one.efficiency for one in predictions[0]]
     speed.plot(workers, perfect, "k--", lw=0.8, label="perfect")
     speed.set(xlabel="workers", ylabel="rows per second", xscale="log", yscale="log")
