@@ -193,5 +193,4 @@ def _count(workers: int | None, where: tuple[Host, ...]) -> int:
             "1 worker has nobody to send to: the limit is all there is, and a ratio of 1; use -n 2 "
             "or more"
         )
-    job_options.check_slots(workers, where)
     return count

@@ -17,7 +17,6 @@ import click
 from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile, slurm
 from dtk.errors import ClusterError, CommunicatorError, DtkError
 from dtk.launch import COMMUNICATORS, Job, job_file, screen, ssh
-from dtk.launch.plan import check_slots as check_slots
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -247,23 +247,17 @@ def check(
                 f"{count} {of} on {max(1, len(hosts))} host(s), each of which takes "
                 f"{MOST_ON_A_HOST} at most; give fewer, or more hosts"
             )
-    check_slots(workers, hosts)
-    loopback = {host.name for host in hosts if ssh.is_loopback(host.name)}
-    if loopback and len(hosts) > len(loopback):
-        raise ClusterError(
-            f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
-            "name or address"
-        )
-
-
-def check_slots(workers: int | None, hosts: Sequence[Host]) -> None:
-    """Refuse more workers than the given hosts have slots for."""
-    slots = sum(host.slots for host in hosts)
     if hosts and workers is not None and workers > slots:
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ClusterError(
             f"-n {workers}: {listed} have {slots} slots; use -n {slots} or give the hosts more "
             "slots"
+        )
+    loopback = {host.name for host in hosts if ssh.is_loopback(host.name)}
+    if loopback and len(hosts) > len(loopback):
+        raise ClusterError(
+            f"other hosts cannot reach {', '.join(sorted(loopback))}; give this machine's own "
+            "name or address"
         )
 
 
