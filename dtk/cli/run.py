@@ -18,7 +18,7 @@ from dtk.cluster import Host, progress
 from dtk.cluster.detect import check_not_launched
 from dtk.cluster.variables import SAVE_GRACE
 from dtk.errors import ClusterError
-from dtk.launch import Job, check_plan, job_file, job_options, network, screen, views
+from dtk.launch import check_plan, job_file, job_options, network, screen, views
 from dtk.launch.job_run import JobRun
 from dtk.launch.plan import JobSpec
 from dtk.launch.starter import FORWARDED
@@ -210,12 +210,11 @@ def run(
         variables=variables,
         records_steps=bool(events or timeline or report),
     )
-    jobs: list[Job] = []
-    with views.reporting(ctx.params, jobs, command[1:], screen.say) as log:
-        running = JobRun(spec, log, jobs=jobs)
-        code = job_options.interruptible(running.wait, "run", jobs)
-        log.record("job end", code=code)
-    ranks = len(jobs[-1].states) if jobs else 0
+    running = JobRun(spec)
+    with views.reporting(ctx.params, running, screen.say):
+        code = job_options.interruptible(running.wait, "run", running.jobs)
+        running.log.record("job end", code=code)
+    ranks = len(running.jobs[-1].states) if running.jobs else 0
     others = (code or ranks > 1) and not module and communicator != "horovod"
     if others and (told := _of_another_library(command[1])):
         screen.say(told)

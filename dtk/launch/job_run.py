@@ -56,9 +56,9 @@ class JobRun:
     """Starts what was asked for, again where that is allowed, and watches it until it is over."""
 
     spec: JobSpec
-    log: EventLog = dataclasses.field(default_factory=EventLog)
     stdout: TextIO | None = None
     stderr: TextIO | None = None
+    log: EventLog = dataclasses.field(default_factory=EventLog)
     jobs: list[Job] = dataclasses.field(default_factory=list)  # of all attempts so far
     _restarts: int = 0
     _code: int = 0  # of the failure for which the last restart was used

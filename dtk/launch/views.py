@@ -7,14 +7,13 @@ import functools
 import os
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from dtk.errors import check_writable
 from dtk.files import written
 from dtk.launch import agent, monitor, report_page, timeline
-from dtk.launch.events import EventLog
-from dtk.launch.job import Job
+from dtk.launch.job_run import JobRun
 
 # Files, and what opens them.
 _VIEWS = {"events": "", "timeline": ", for https://ui.perfetto.dev", "report": ", for a browser"}
@@ -24,21 +23,20 @@ _RECENT = 5.0  # seconds of which `dtk top` tells the rates
 @contextlib.contextmanager
 def reporting(
     settings: Mapping[str, object],  # "events", "timeline" and "report" are files
-    jobs: Sequence[Job],
-    command: Sequence[str],
+    running: JobRun,
     say: Callable[[str], None],
-) -> Iterator[EventLog]:
+) -> Iterator[None]:
     """Return a context in which a job runs; its views are written whatever becomes of it."""
     files = {name: str(settings[name]) for name in _VIEWS if settings[name]}
     check_writable({f"--{name}": file for name, file in files.items()})
-    log = EventLog()
+    log, command = running.log, shlex.join(running.spec.command[1:])
     if "events" in files:
         log.write_to(files["events"], say)
     versions = agent.versions() if files else {}
-    log.record("job start", command=shlex.join(command), settings={**settings}, versions=versions)
+    log.record("job start", command=command, settings={**settings}, versions=versions)
     try:
-        with monitor.serving(lambda: _snapshot(log, jobs, command)):
-            yield log
+        with monitor.serving(lambda: _snapshot(running, command)):
+            yield
     except Exception as error:
         log.record("failure", text=str(error))
         raise
@@ -68,8 +66,9 @@ def _write(file: Path, make: Callable[[], str], say: Callable[[str], None]) -> b
     return False
 
 
-def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> monitor.JobSnapshot:
+def _snapshot(running: JobRun, command: str) -> monitor.JobSnapshot:
     """Return what `dtk top` shows: the columns of a table, as text."""
+    log, jobs = running.log, running.jobs
     waited, slowest = log.waited(log.attempt, _RECENT), log.slowest(log.attempt)
     rows = []
     for rank, (host, state) in jobs[-1].states.items() if jobs else ():
@@ -83,6 +82,6 @@ def _snapshot(log: EventLog, jobs: Sequence[Job], command: Sequence[str]) -> mon
             if rank in waited:
                 row["waiting"] = f"{waited[rank]:.0%}"
         rows.append({"rank": f"{rank}", "host": host, **row, "state": state})
-    told = f"job {os.getpid()}: {shlex.join(command)}"
+    told = f"job {os.getpid()}: {command}"
     told += f" (restarts: {log.attempt})" if log.attempt else ""
     return {"pid": os.getpid(), "title": told, "rows": rows, "slowest": slowest}
