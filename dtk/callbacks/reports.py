@@ -27,7 +27,24 @@ def is_due(freq: int, before: int, now: int) -> bool:
     return before.bit_length() < now.bit_length()
 
 
-class ProgressPrinter(StrategyCallback):
+class _CountsSteps(StrategyCallback):
+    """Callback that knows which steps of the epoch are done."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin to count."""
+        self._first = self._end = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Note the epoch's first step: a resumed epoch may begin in the middle."""
+        if not self._end:
+            self._first = batch
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Count the step."""
+        self._end = batch + 1
+
+
+class ProgressPrinter(_CountsSteps):
     """Print loss, metrics and samples per second, at one of CNTK's three intervals.
 
     The numbers cover all ranks and are equal on every rank. Only rank 0 prints to the screen; with
@@ -71,30 +88,27 @@ class ProgressPrinter(StrategyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start counting."""
-        self._epoch = epoch
-        self._seen = self._printed = self._began_at = 0
+        super().on_epoch_begin(epoch)
+        self._epoch, self._printed = epoch, 0
         self._epoch_began = self._since = time.perf_counter()
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Note where a resumed epoch starts."""
-        if self._seen == 0 and batch:
-            self._seen = self._printed = self._began_at = batch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Print if a line is due."""
-        before, self._seen = self._seen, batch + 1
+        before = self._end or self._first
+        super().on_train_batch_end(batch)
         self._trained = time.perf_counter()
-        if self.freq is None or not is_due(self.freq, before, self._seen):
+        if self.freq is None or not is_due(self.freq, before, self._end):
             return
-        where = "/".join(map(str, filter(None, [self._seen, self.params.get("steps")])))
-        speed = self._speed(self._printed, self._seen, self._trained - self._since)
+        where = "/".join(map(str, filter(None, [self._end, self.params.get("steps")])))
+        printed = self._printed or self._first
+        speed = self._speed(printed, self._end, self._trained - self._since)
         self._print(f"epoch {self._where()}, minibatch {where}: {_numbers(logs)}{speed}")
-        self._printed, self._since = self._seen, time.perf_counter()
+        self._printed, self._since = self._end, time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Print the epoch's line; the speed does not include validation."""
-        seconds = self._trained - self._epoch_began if self._seen > self._began_at else 0.0
-        speed = self._speed(self._began_at, self._seen, seconds)
+        seconds = self._trained - self._epoch_began if self._end else 0.0
+        speed = self._speed(self._first, self._end, seconds)
         self._print(f"epoch {self._where()}: {_numbers(logs)}, {seconds:.1f} s{speed}")
 
     def on_fit_left(self) -> None:
@@ -109,10 +123,10 @@ class ProgressPrinter(StrategyCallback):
     def _speed(self, before: int, now: int, seconds: float) -> str:
         if not seconds:
             return ""
-        first, last = map(self.trainer.feed.rows_in, (before, now))
-        if first is None or last is None:
+        rows = self.trainer.feed.rows_between(before, now)
+        if rows is None:
             return f", {(now - before) / seconds:.4g} steps/s"
-        return f", {(last - first) / seconds:.4g} samples/s"
+        return f", {rows / seconds:.4g} samples/s"
 
     def _print(self, text: str) -> None:
         if self._file is not None:
@@ -123,24 +137,6 @@ class ProgressPrinter(StrategyCallback):
 
 def _numbers(logs: Logs | None) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in (logs or {}).items())
-
-
-class _CountsSteps(StrategyCallback):
-    """Callback that knows which steps of the epoch are done."""
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Begin to count."""
-        self._first: int | None = None
-        self._end = 0
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Note the epoch's first step: a resumed epoch may begin in the middle."""
-        if self._first is None:
-            self._first = batch
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Count the step."""
-        self._end = batch + 1
 
 
 class CommunicationStats(_CountsSteps):
@@ -195,7 +191,7 @@ class CommunicationStats(_CountsSteps):
         until = self._until or self._counts()
         sent, seconds, wall = (b - a for a, b in zip(self._since, until, strict=True))
         if logs is not None:
-            logs["comm_bytes"] = sent / max(1, self._end - (self._first or 0))
+            logs["comm_bytes"] = sent / max(1, self._end - self._first)
             logs["comm_share"] = seconds / wall if wall else 0.0
 
     def _counts(self) -> tuple[float, ...]:
@@ -251,8 +247,7 @@ class TrainingSummary(_CountsSteps):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Keep the epoch's numbers."""
-        first, last = (self.trainer.feed.rows_in(at) for at in (self._first or 0, self._end))
-        samples = None if first is None or last is None else last - first
+        samples = self.trainer.feed.rows_between(self._first, self._end)
         self.epoch_summaries.append(self._summary(logs, samples))
 
     def on_test_end(self, logs: Logs | None = None) -> None:

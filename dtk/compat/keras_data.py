@@ -406,13 +406,13 @@ class Feed:
         adapter = self.iterator.data_adapter
         return None if self.rows_unknown else adapter.batch_size
 
-    def rows_in(self, steps: int) -> int | None:
-        """Count the rows in the first batches of an epoch, from the batch size."""
+    def rows_between(self, first: int, end: int) -> int | None:
+        """Count the rows of an epoch's batches from the first to the end, from the batch size."""
         adapter, size = self.iterator.data_adapter, self.batch_size()
         if size is None:
             return None
-        partial = adapter.partial_batch_size if steps == adapter.num_batches else None
-        return steps * size - (size - partial if partial else 0)
+        partial = adapter.partial_batch_size if first < end == adapter.num_batches else None
+        return (end - first) * size - (size - partial if partial else 0)
 
     def rows_counted(self, steps: int) -> int | None:
         """Count the rows in the first batches of this epoch, exactly."""
@@ -420,7 +420,7 @@ class Feed:
         adapter = iterator.data_adapter
         if not isinstance(adapter, ArrayDataAdapter) or iterator.steps_per_epoch is not None:
             return None
-        return self.rows_in(min(steps, adapter.num_batches))
+        return self.rows_between(0, min(steps, adapter.num_batches))
 
     def check_rebatch(self) -> None:
         """Check that `rebatch` is possible."""

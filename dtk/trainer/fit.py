@@ -515,7 +515,7 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
         if self._first is None:
             self._first = steps, now
         before, since = self._first
-        first, last = (self.trainer.feed.rows_in(count) for count in (before, steps))
-        if first is not None and last is not None and now > since:
-            self.progbar.unit_name = f"step, {(last - first) / (now - since):,.0f} samples/s"
+        rows = self.trainer.feed.rows_between(before, steps)
+        if rows is not None and now > since:
+            self.progbar.unit_name = f"step, {rows / (now - since):,.0f} samples/s"
         super().on_train_batch_end(batch, logs)

@@ -109,9 +109,9 @@ class StepRecorder:
         if not facts["samples"]:
             del facts["samples"]
         if self._ended:
-            rows = [self._feed.rows_in(batch) for batch in (self._first, self._ended)]
-            if rows[0] is not None and rows[1] is not None and rows[0] < rows[1]:
-                facts["samples"] = rows[1] - rows[0]
+            rows = self._feed.rows_between(self._first, self._ended)
+            if rows is not None and rows > 0:
+                facts["samples"] = rows
         if self._strategy.is_chief:
             loss = (self._logs or {}).get("loss")
             facts |= {"loss": loss if isinstance(loss, float | int) else None, **self._settings()}
