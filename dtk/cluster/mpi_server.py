@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dtk.cluster import pmix, slurm
-from dtk.cluster.report_channel import takes_more
+from dtk.cluster.report_channel import write_line
 from dtk.cluster.variables import JOB_SECRET, MPI_SERVER, is_foreign
 from dtk.errors import CommunicatorError
 
@@ -106,10 +106,7 @@ class MPIServer:
 
     def beat(self) -> None:
         """Tell it that this process is alive."""
-        with contextlib.suppress(OSError, ValueError):
-            if takes_more(self._input):
-                self._input.write(b"\n")
-                self._input.flush()
+        write_line(self._input, "")
 
     def said(self) -> str:
         """Return what it wrote to standard error, on one line."""

@@ -86,6 +86,14 @@ def takes_more(pipe: int | IO[bytes] | IO[str], milliseconds: int = 0) -> bool:
     return bool(poll.poll(milliseconds))
 
 
+def write_line(pipe: IO[bytes] | None, line: str) -> None:
+    """Write a line to a process, unless it is gone, or stopped, and reads nothing any more."""
+    with contextlib.suppress(OSError, ValueError):
+        if pipe is not None and takes_more(pipe):
+            pipe.write(f"{line}\n".encode())
+            pipe.flush()
+
+
 # In a rank.
 
 

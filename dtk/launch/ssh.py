@@ -171,15 +171,6 @@ def start_agent(
     return process
 
 
-def tell(agent: subprocess.Popen[bytes], line: str) -> None:
-    """Tell an agent something, unless it is gone, or stopped, and reads nothing any more."""
-    pipe = agent.stdin
-    with contextlib.suppress(OSError, ValueError):
-        if pipe is not None and report_channel.takes_more(pipe):
-            pipe.write(f"{line}\n".encode())
-            pipe.flush()
-
-
 def hang_up(agent: subprocess.Popen[bytes]) -> None:
     """Close the line to an agent, which then ends what it has started."""
     if agent.stdin is not None:
@@ -196,11 +187,11 @@ class Guard:
 
     def note_saving(self, saving: str, pid: int) -> None:
         """Tell what a rank here says of saving."""
-        tell(self._process, f"{saving} {pid}")
+        report_channel.write_line(self._process.stdin, f"{saving} {pid}")
 
     def close(self) -> None:
         """Tell the guard that all is well, and wait for it to leave, or end it."""
-        tell(self._process, "done")
+        report_channel.write_line(self._process.stdin, "done")
         hang_up(self._process)
         try:
             self._process.wait(_LEAVES)

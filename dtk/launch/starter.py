@@ -95,7 +95,7 @@ class Starter:
         self.mpi.beat()
         for rank in self._state.tasks:
             if rank.remote and rank.code is None:
-                ssh.tell(rank.popen, "")
+                report_channel.write_line(rank.popen.stdin, "")
 
     def close(self) -> None:
         """Let go of the guard, the servers and the ports."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dtk.cluster import failures, usage
+from dtk.cluster import failures, report_channel, usage
 from dtk.cluster.failures import Failure
 from dtk.cluster.stall import RankStatus, report_of
 from dtk.errors import PEER_LOST
@@ -167,7 +167,7 @@ class Task:
 
     def _order(self, order: Order) -> None:
         if self.remote:
-            ssh.tell(self.popen, order)
+            report_channel.write_line(self.popen.stdin, order)
         elif self.reports is not None:
             agent.obey(order, self.popen, self.reports)
 
@@ -178,14 +178,14 @@ class Task:
         self.saving = saving
         self._waits = saving == "waits" or (self._waits and saving != "ready")
         if self.remote:
-            ssh.tell(self.popen, saving)
+            report_channel.write_line(self.popen.stdin, saving)
         elif self.guard is not None:
             self.guard.note_saving(saving, self.popen.pid)
 
     def hang_up(self) -> None:
         """Have the agent on another host end the process without waiting for a checkpoint."""
         if self.remote:
-            ssh.tell(self.popen, "over")
+            report_channel.write_line(self.popen.stdin, "over")
             ssh.hang_up(self.popen)
 
     def await_agent(self, seconds: float) -> None:
