@@ -9,7 +9,7 @@ from typing import cast
 import keras
 import tensorflow as tf
 
-from dtk.callbacks.strategy_callback import SavedCallback, StrategyCallback
+from dtk.callbacks.strategy_callback import SavedCallback
 from dtk.compat import keras_optimizers
 from dtk.nests import Config, Logs
 from dtk.optimizers import LARS
@@ -195,7 +195,41 @@ def warm_up(factor: float, progress: float) -> float:
     return 1.0 + (factor - 1.0) * min(1.0, progress)
 
 
-class LearningRateScaling(StrategyCallback):
+class _ScalesRate(SavedCallback):
+    """Callback that scales the rate of an optimizer once, since the optimizer holds the scaling.
+
+    So neither a new callback nor a second fit scales the rate again.
+    """
+
+    sets = ("learning rate",)
+    _holds: str  # by which name the optimizer holds the numbers, and saves them
+    _scaling: Scaling | None
+
+    def on_train_agreed(self, logs: Logs | None = None) -> None:
+        """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
+        self._hold(self.strategy.world.broadcast_object(self._held()))
+
+    def _held(self) -> dict[str, float]:
+        """Return the numbers of the optimizer's scaling; none if there is none."""
+        numbers = keras_optimizers.saved_numbers(self.model.optimizer).numbers
+        return dict(numbers.get(self._holds, {}))
+
+    def _found(self) -> Scaling | None:
+        numbers = self._held()
+        return Scaling(**numbers) if numbers else None  # type: ignore[arg-type]
+
+    def _hold(self, numbers: dict[str, float]) -> None:
+        """Let the optimizer hold the numbers of a scaling."""
+        keras_optimizers.saved_numbers(self.model.optimizer).numbers[self._holds] = numbers
+
+    def _go_on(self, scaling: Scaling) -> None:
+        """Scale by this from now on; what the optimizer holds changes with it."""
+        self._hold(vars(scaling))
+        self._scaling = scaling
+        scaling.begin(self.model)
+
+
+class LearningRateScaling(_ScalesRate):
     """Scale the learning rate with the number of workers, after a gradual warm-up.
 
     In dtk `batch_size` is the global batch. Use this callback if the global batch grows with the
@@ -238,7 +272,7 @@ class LearningRateScaling(StrategyCallback):
         LearningRateScaling: 1 worker, global batch 32 (32 per worker), learning rate 0.1 -> 0.2
     """
 
-    sets = ("learning rate",)
+    _holds = "rate_scaling"
 
     def __init__(
         self,
@@ -258,20 +292,17 @@ class LearningRateScaling(StrategyCallback):
         # Epochs of the warm-up in fits before this one, which counts its own from 0 again.
         self._before: float | None = None
 
-    # The optimizer holds the state of scaling, so that neither a new callback nor a second fit
-    # scales the rate again.
-
-    def get_state(self) -> dict[str, float]:
+    def get_state(self) -> dict[str, object]:
         """Return the base rate, the factor, and the progress of the warm-up, for `Checkpoint`."""
-        return _numbers_of(self.model.optimizer, _SCALED)
+        return {**self._held()}
 
-    def set_state(self, state: dict[str, float]) -> None:
+    def set_state(self, state: dict[str, object]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored.
 
         Args:
             state: The result of `get_state`.
         """
-        _set_numbers(self.model.optimizer, _SCALED, state)
+        self._hold(cast("dict[str, float]", state))
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise before the first epoch if the callback cannot work."""
@@ -297,23 +328,17 @@ class LearningRateScaling(StrategyCallback):
             )
         self._scaling = self._before = None
 
-    def on_train_agreed(self, logs: Logs | None = None) -> None:
-        """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
-        _share_numbers(self, _SCALED)
-
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Scale once. A checkpoint has been restored by now, but not at train begin."""
         self._epoch = epoch
         if self._scaling is not None:
             return
         optimizer = self.model.optimizer
-        scaling = _scaling_of(optimizer, _SCALED)
+        scaling = self._found()
         if scaling is None:
             scaling = Scaling.begun(optimizer, factor_for(self.rule, self.strategy.size))
             self._announce(scaling)
-        _set_numbers(optimizer, _SCALED, vars(scaling))
-        self._scaling = scaling
-        scaling.begin(self.model)
+        self._go_on(scaling)
         if not self.warmup_epochs and not scaling.warm:
             scaling.apply(optimizer, scaling.factor, self.momentum_correction)
             scaling.warm = True
@@ -366,7 +391,7 @@ def warmup_factor(step: int, start: float, steps: int, shape: str) -> float:
     return min(1.0, start + (1.0 - start) * step / steps)
 
 
-class AsynchronousWarmup(SavedCallback):
+class AsynchronousWarmup(_ScalesRate):
     """Begin asynchronous training with a fraction of the learning rate, and raise it to the whole.
 
     Stale gradients do most harm while weights still move far. The factor grows with the number of
@@ -392,8 +417,8 @@ class AsynchronousWarmup(SavedCallback):
     Source: the asynchronous SGD of CNTK and Multiverso, with its defaults.
     """
 
-    sets = ("learning rate",)
     saved = ("taken",)
+    _holds = "asynchronous_warmup"
 
     def __init__(self, start: float = 0.2, steps: int = 600, shape: str = "staircase"):
         super().__init__()
@@ -408,14 +433,12 @@ class AsynchronousWarmup(SavedCallback):
 
     def get_state(self) -> dict[str, object]:
         """Return the steps taken and the scaling of the rate, for `Checkpoint`."""
-        scaling = _numbers_of(self.model.optimizer, _ASYNCHRONOUS)
-        return {**super().get_state(), "scaling": scaling}
+        return {**super().get_state(), "scaling": self._held()}
 
     def set_state(self, state: dict[str, object]) -> None:
         """Go on from a checkpoint's state; the optimizer's rate is already restored."""
         super().set_state(state)
-        scaling = cast("dict[str, float] | None", state["scaling"])
-        _set_numbers(self.model.optimizer, _ASYNCHRONOUS, scaling or {})
+        self._hold(cast("dict[str, float] | None", state["scaling"]) or {})
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raise before the first epoch if the callback cannot work."""
@@ -432,24 +455,17 @@ class AsynchronousWarmup(SavedCallback):
             )
         self._scaling = None
 
-    def on_train_agreed(self, logs: Logs | None = None) -> None:
-        """Take rank 0's scaling: BackupAndRestore has restored it there alone."""
-        _share_numbers(self, _ASYNCHRONOUS)
-
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Find the rate. A checkpoint has been restored by now, but not at train begin."""
-        optimizer = self.model.optimizer
-        scaling = _scaling_of(optimizer, _ASYNCHRONOUS)
+        scaling = self._found()
         if scaling is not None:
             self._taken = max(self._taken, int(scaling.taken))
         if self._scaling is not None or self._over():
             return
         if scaling is None or scaling.applied == 1.0:
             # The rate is whole: the script may have changed it since.
-            scaling = Scaling(rate_now(optimizer), 1.0)
-        _set_numbers(optimizer, _ASYNCHRONOUS, vars(scaling))
-        self._scaling = scaling
-        scaling.begin(self.model)
+            scaling = Scaling(rate_now(self.model.optimizer), 1.0)
+        self._go_on(scaling)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the following steps."""
@@ -468,28 +484,3 @@ class AsynchronousWarmup(SavedCallback):
         if self.shape == "staircase":
             length *= math.ceil(1.0 / self.start) - 1
         return self._taken > length
-
-
-# The numbers of a `Scaling` that are saved with an optimizer, by name.
-_SCALED, _ASYNCHRONOUS = "rate_scaling", "asynchronous_warmup"
-
-
-def _numbers_of(optimizer: keras.Optimizer, name: str) -> dict[str, float]:
-    """Return the numbers of an optimizer's scaling; none if there is none."""
-    return dict(keras_optimizers.saved_numbers(optimizer).numbers.get(name, {}))
-
-
-def _set_numbers(optimizer: keras.Optimizer, name: str, numbers: dict[str, float]) -> None:
-    """Let an optimizer hold the numbers of a scaling: its `vars`, which change with it."""
-    keras_optimizers.saved_numbers(optimizer).numbers[name] = numbers
-
-
-def _scaling_of(optimizer: keras.Optimizer, name: str) -> Scaling | None:
-    numbers = _numbers_of(optimizer, name)
-    return Scaling(**numbers) if numbers else None  # type: ignore[arg-type]
-
-
-def _share_numbers(callback: StrategyCallback, name: str) -> None:
-    optimizer = callback.model.optimizer
-    numbers = callback.strategy.world.broadcast_object(_numbers_of(optimizer, name))
-    _set_numbers(optimizer, name, numbers)
