@@ -32,7 +32,8 @@ from dtk.cluster import failures, progress, slurm, stall
 from dtk.cluster.detect import detect
 from dtk.cluster.failures import Failure
 from dtk.cluster.line import Line, reach, welcome
-from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall, report_of
+from dtk.cluster.messages import record_of
+from dtk.cluster.stall import STUCK, RankReport, RankStatus, Stall
 from dtk.errors import TRY_AGAIN, ClusterError
 
 _PERIOD = 1.0
@@ -229,7 +230,7 @@ class Table(_Watcher):
         elif "failure" in message:
             self._note(rank, failures.read(message, lag), now)
         else:
-            self._statuses[rank].take(report_of(message), now)
+            self._statuses[rank].take(record_of(RankReport, message), now)
 
     # --- who failed first ---
 

@@ -154,9 +154,9 @@ def end_step(environ: Mapping[str, str]) -> None:
     a SIGTERM, too.
     """
     scancel = shutil.which("scancel")
-    if scancel is None or not in_step(environ) or "SLURM_JOB_ID" not in environ:
+    step = step_name(environ)
+    if scancel is None or not step or "SLURM_JOB_ID" not in environ:
         return
-    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     # Waited for: what a task leaves behind may be killed with it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run([scancel, "--quiet", step], timeout=10, check=False)

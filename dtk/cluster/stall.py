@@ -39,7 +39,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dtk.cluster.messages import record_of
 from dtk.cluster.usage import STOPPED, Usage
 
 # Timeouts for which a rank may compute while others wait for it: an endless loop computes, too.
@@ -93,11 +92,6 @@ class RankReport:
 
 
 _NOTHING = RankReport()
-
-
-def report_of(message: Mapping[str, object]) -> RankReport:
-    """Return a message as a report; fails of one that is none."""
-    return record_of(RankReport, message)
 
 
 @dataclasses.dataclass

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 
 from dtk.cluster import failures, report_channel, usage
 from dtk.cluster.failures import Failure
-from dtk.cluster.stall import RankStatus, report_of
+from dtk.cluster.messages import record_of
+from dtk.cluster.stall import RankReport, RankStatus
 from dtk.errors import PEER_LOST
 from dtk.launch import agent, ssh
 from dtk.launch.agent import Order
@@ -141,7 +142,7 @@ class Task:
                 if len(self._traceback) < _LONGEST:
                     self._traceback += str(report["traceback"])
             elif "progress" in report:
-                self.status.take(report_of(report["progress"]), time.monotonic())
+                self.status.take(record_of(RankReport, report["progress"]), time.monotonic())
             elif "saving" in report:
                 self._note_saving(str(report["saving"]))
             elif report["usage"] == usage.NO_MEMORY:
