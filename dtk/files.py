@@ -25,7 +25,7 @@ def written(file: Path) -> Iterator[Path]:
     """Give the block a draft to write; it becomes the file if the block does not fail.
 
     The draft is flushed to the disk before it is renamed, and the folder after it: a file that
-    exists is whole, even after the machine crashes.
+    exists is whole, even after the machine crashes. A device or a pipe is written itself.
 
     Example:
         >>> import tempfile
@@ -35,6 +35,9 @@ def written(file: Path) -> Iterator[Path]:
         ...     os.listdir(place), Path(place, "file").read_text()
         (['file'], 'whole')
     """
+    if file.exists() and not file.is_file():  # /dev/null or a pipe, which stays what it is
+        yield file
+        return
     draft = file.with_name(f"{DRAFT}{os.getpid()}-{file.name}")
     # Where other users may write to the folder, the name may be their link to a file that only this
     # user may change. So the link is removed, never followed.
