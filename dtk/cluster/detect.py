@@ -42,8 +42,8 @@ from collections.abc import Mapping
 from dtk.cluster import addressed, alone, slurm, tf_config
 from dtk.cluster.place import Place
 from dtk.cluster.tf_config import TFConfig
-from dtk.cluster.variables import JOINED, place_by
-from dtk.errors import ClusterError
+from dtk.cluster.variables import JOINED, MPI_SERVER, joined, place_by
+from dtk.errors import ClusterError, CommunicatorError, at_rank
 
 _ALONE = Place(
     kind="single",
@@ -86,7 +86,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
         by = "multiprocessing has started it"
         if alone.is_on_purpose(environ):
             by = f"{alone.ALONE}=1 is set"
-        reason = f"{by}, and process {environ[JOINED]} is the rank"
+        reason = f"{by}, and process {joined(environ)[0]} is the rank"
         return dataclasses.replace(_ALONE, reason=reason)
     if environ.get("DTK_RUN") == "1":
         return _started_by_dtk(environ)
@@ -102,9 +102,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
 def check_not_launched(environ: Mapping[str, str]) -> None:
     """Raise where another launcher has started several of this process, which is to start a job.
 
-    A rank of `dtk run` starts one on purpose: its place is the rank's, and not that of the command.
+    A rank starts one on purpose: its place is the rank's, and not that of the command.
     """
-    if environ.get("DTK_RUN") == "1":
+    if environ.get("DTK_RUN") == "1" or joined(environ)[0]:
         return
     # Of rank 0's address alone, `dtk run` on one of the hosts may make use.
     here = addressed.read(environ) if addressed.is_of_torchrun(environ) else _numbers(environ)
@@ -121,7 +121,38 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     process = sys.modules.get("multiprocessing.process")  # which it has imported
     is_child = process is not None and process.current_process().name != "MainProcess"
     is_child = is_child or alone.is_on_purpose(environ)
-    return is_child and environ.get(JOINED, "") not in ("", str(os.getpid()))
+    return is_child and joined(environ)[0] not in ("", str(os.getpid()))
+
+
+def note_taken(place: Place) -> None:
+    """Note that this process is that rank, for programs that it starts with its variables."""
+    os.environ[JOINED] = f"{os.getpid()} {_name(place)}"
+
+
+def check_not_taken(place: Place) -> None:
+    """Refuse a program that a rank has started with its variables.
+
+    It would wait for that rank's place until the start's limit, and MPI would write into the rank's
+    memory.
+    """
+    process, taken = joined(os.environ)
+    is_other = process != str(os.getpid()) and os.path.exists(f"/proc/{process}")
+    if is_other and taken == _name(place) != "":
+        message = (
+            f"process {process} is this rank already, and has started this program, {sys.argv[0]}, "
+            f"with its variables: start it with {alone.ALONE}=1 in its environment to let it train "
+            "alone, or by `dtk run` to let it be a job of its own"
+        )
+        raise CommunicatorError(at_rank(place.rank, message))
+
+
+def _name(place: Place) -> str:
+    """Return by what a rank differs from those of all other jobs; "" where nothing tells."""
+    by_launcher = os.environ.get("PMIX_NAMESPACE") or slurm.step_name(os.environ)
+    by_launcher = by_launcher or os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    is_met = place.kind in ("address", "tf_config")
+    job = place.meeting or "".join(place.addresses[:1]) if is_met else by_launcher
+    return f"rank {place.rank} of {job}" if job else ""
 
 
 def _started_by_dtk(environ: Mapping[str, str]) -> Place:
@@ -131,6 +162,13 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Place:
             "DTK_RUN=1 is set, but neither HOROVOD_RANK nor TF_CONFIG; unset DTK_RUN, or start "
             "again with `dtk run`"
         )
+    if "PMI_RANK" in environ or environ.get("PMIX_NAMESPACE") != environ.get(MPI_SERVER):
+        message = (
+            "a rank of `dtk run` has started this program by mpirun or another launcher of MPI, "
+            "and with its variables, by which each process of that is this rank: start it by "
+            "`dtk run`, too, or the script itself by mpirun"
+        )
+        raise ClusterError(at_rank(here.rank, message))
     hosts = tuple(filter(None, environ.get("DTK_HOSTS", "").split(","))) or here.hosts
     return dataclasses.replace(here, hosts=hosts, reason=f"started by dtk run: {here.reason}")
 

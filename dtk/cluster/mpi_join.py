@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtk.cluster import mpi_server
-from dtk.cluster.alone import ALONE
 from dtk.cluster.line import Line
 from dtk.cluster.mpi_installs import (
     shared_memory_free,
@@ -36,8 +35,8 @@ from dtk.cluster.mpi_installs import (
     unasked,
 )
 from dtk.cluster.mpi_server import START_SECONDS, MPIServer, Served
-from dtk.cluster.variables import JOB_SECRET, JOINED, MPI_PLACE, MPI_SERVER
-from dtk.errors import CommunicatorError, at_rank
+from dtk.cluster.variables import JOB_SECRET, MPI_SERVER, joined
+from dtk.errors import CommunicatorError
 
 _SERVE = (
     "import sys; sys.path.append({!r}); from dtk.cluster import pmix; sys.exit(pmix.main())"
@@ -95,26 +94,7 @@ def machines(offers: Sequence[str]) -> list[list[int]]:
 
 def is_joined() -> bool:
     """Return whether this process is a rank that dtk has joined to others by MPI."""
-    return MPI_SERVER in os.environ and os.environ.get(JOINED) == str(os.getpid())
-
-
-def take_place(rank: int) -> None:
-    """Note by which variables this process joins MPI, and refuse those that another has joined by.
-
-    A program that a rank has started has the rank's. MPI would wait in it for ever, or write into
-    the rank's memory.
-    """
-    if "PMIX_NAMESPACE" not in os.environ:  # which is another in each job
-        return
-    own, here = f"{os.environ['PMIX_NAMESPACE']} {os.environ.get('PMIX_RANK')}", str(os.getpid())
-    process, _, taken = os.environ.get(MPI_PLACE, "").partition(" ")
-    if taken == own and process != here:
-        message = (
-            f"process {process} is this rank already, and has started this program, {sys.argv[0]}, "
-            f"with its variables: to let it train alone, start it with {ALONE}=1 in its environment"
-        )
-        raise CommunicatorError(at_rank(rank, message))
-    os.environ[MPI_PLACE] = f"{here} {own}"
+    return MPI_SERVER in os.environ and joined(os.environ)[0] == str(os.getpid())
 
 
 def variables_of_ranks(

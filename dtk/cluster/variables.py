@@ -16,10 +16,8 @@ JOB_SECRET = "DTK_JOB_SECRET"
 SELF_TEST = "DTK_SELF_TEST"
 # In a rank whose server of MPI is dtk's; see `dtk.cluster.pmix`.
 MPI_SERVER = "DTK_MPI_SERVER"
-# In a rank that has joined the others: its process.
+# In a rank that has joined the others: its process, and its place in the job.
 JOINED = "DTK_JOINED"
-# In a rank that has joined MPI: its process, and its place among the ranks of MPI.
-MPI_PLACE = "DTK_MPI_PLACE"
 # In a rank: how often its job was started before.
 RESTARTS = "DTK_RESTARTS"
 # Seconds that ranks have to save in when their job is ended; see `dtk.cluster.progress`.
@@ -39,7 +37,6 @@ OF_OTHER_LAUNCHERS = (
     "TF_CONFIG",
     "DTK_HOSTS",
     JOINED,
-    MPI_PLACE,
     MPI_SERVER,
     "OMPI_COMM_WORLD_",
     "PMI_",
@@ -60,6 +57,16 @@ OF_OTHER_LAUNCHERS = (
 def is_foreign(name: str) -> bool:
     """Return whether a variable places a process in some other job."""
     return name.startswith(OF_OTHER_LAUNCHERS)
+
+
+def joined(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the process that has joined others by these variables, and its place; see JOINED.
+
+    >>> joined({"DTK_JOINED": "7 rank 1 of node1:29500"}), joined({})
+    (('7', 'rank 1 of node1:29500'), ('', ''))
+    """
+    process, _, place = environ.get(JOINED, "").partition(" ")
+    return process, place
 
 
 def is_number(text: str) -> bool:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from dtk.cluster import progress, slurm
-from dtk.cluster.detect import detect, is_child_of_rank
+from dtk.cluster.detect import check_not_taken, detect, is_child_of_rank, note_taken
 from dtk.cluster.mpi_installs import horovod_refused, mpirun_of_python_started
 from dtk.cluster.mpi_join import is_joined, offer
 from dtk.cluster.place import Place, divide_cores
-from dtk.cluster.variables import COMMUNICATOR, JOINED
+from dtk.cluster.variables import COMMUNICATOR
 from dtk.errors import CommunicatorError, at_rank
 from dtk.version import pip_install
 
@@ -93,13 +93,15 @@ def create(
     is_chosen = name == "auto"
     if is_chosen:
         name = choose(place).name
+    if name != "null":
+        check_not_taken(place)
     divide_cores(place)
     with progress.joining(f"the start of {name}"):
         world = _world(name, place, before_collectives, is_chosen)
     world.place = world.place or place
     world.keep_to_thread()
-    if world.size > 1:
-        os.environ[JOINED] = str(os.getpid())
+    if name != "null" and world.size > 1:
+        note_taken(place)
     return world
 
 

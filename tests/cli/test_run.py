@@ -253,9 +253,11 @@ def test_a_job_in_each_rank_of_mpirun_is_refused(script, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     said = refused("-n", "2", script("print('must not run')"))
     assert "each of 2 processes would start a job of its own" in said
-    # A rank of `dtk run` over MPI has the same variables, and may start a job.
-    monkeypatch.setenv("DTK_RUN", "1")
-    check_not_launched(os.environ)
+    # A rank has the same variables, and may start a job.
+    for name, value in (("DTK_RUN", "1"), ("DTK_JOINED", "7 rank 1 of job")):
+        with monkeypatch.context() as its:
+            its.setenv(name, value)
+            check_not_launched(os.environ)
 
 
 def test_horovod_that_is_not_installed_names_the_cure(script, monkeypatch):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from dtk.cluster import alone, detect
-from dtk.cluster.mpi_join import take_place
-from dtk.cluster.variables import JOINED, MPI_PLACE
+from dtk.cluster.detect import check_not_taken, note_taken
+from dtk.cluster.variables import JOINED
 from dtk.errors import ClusterError, CommunicatorError
 
 pytestmark = pytest.mark.command
@@ -213,17 +213,47 @@ def test_what_a_rank_starts_by_multiprocessing_is_no_rank(monkeypatch, method):
     assert size == 1 and reason.endswith(f"process {os.getpid()} is the rank")
 
 
-def test_a_program_that_a_rank_has_started_does_not_take_its_place(monkeypatch):
-    """MPI waited in it for ever, or wrote into the rank's memory."""
-    monkeypatch.setenv("PMIX_NAMESPACE", "job")
-    monkeypatch.setenv("PMIX_RANK", "1")
-    monkeypatch.setenv(MPI_PLACE, "7 job 1")
-    said = "rank 1: process 7 is this rank already, .* start it with DTK_ALONE=1"
+@pytest.mark.parametrize(
+    ("variables", "of_another_job"),
+    [
+        ({**open_mpi(1, 2), "PMIX_NAMESPACE": "job"}, {"PMIX_NAMESPACE": "a job of its own"}),
+        (config(1, 2), {"TF_CONFIG": config(1, 2)["TF_CONFIG"].replace("node1:", "node2:")}),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "99"},
+            {"MASTER_PORT": "98"},
+        ),
+    ],
+    ids=["mpirun", "TF_CONFIG", "torchrun"],
+)
+def test_a_program_that_a_rank_has_started_does_not_take_its_place(
+    monkeypatch, variables, of_another_job
+):
+    """It waited for two minutes; MPI waited in it for ever, or wrote into the rank's memory."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(JOINED, raising=False)
+    note_taken(detect())
+    check_not_taken(detect())  # of a program that has taken this process over
+    monkeypatch.setenv(JOINED, os.environ[JOINED].replace(str(os.getpid()), str(os.getppid())))
+    said = f"process {os.getppid()} is this rank already, .* start it with DTK_ALONE=1 .* `dtk run`"
     with pytest.raises(CommunicatorError, match=said):
-        take_place(1)
-    monkeypatch.setenv("PMIX_NAMESPACE", "a job that the rank has started")
-    take_place(1)
-    take_place(1)  # of a program that has taken this process over
+        check_not_taken(detect())
+    with monkeypatch.context() as its:
+        its.setenv(JOINED, os.environ[JOINED].replace(str(os.getppid()), "999999999"))
+        check_not_taken(detect())  # whose rank has ended
+    for name, value in of_another_job.items():
+        monkeypatch.setenv(name, value)
+    check_not_taken(detect())
+
+
+def test_an_mpirun_in_a_rank_of_dtk_run_is_refused():
+    """Its processes took the rank's place, and MPI saw others than the launcher had started."""
+    rank = {**config(1, 2), **open_mpi(1, 2), "DTK_RUN": "1"}
+    by_dtk = {"PMIX_NAMESPACE": "dtk-7", "DTK_MPI_SERVER": "dtk-7"}
+    assert detect(rank).size == detect(rank | by_dtk).size == 2
+    for started in ({"PMIX_NAMESPACE": "prterun-7"}, by_dtk | {"PMI_RANK": "0"}):
+        with pytest.raises(ClusterError, match=r"^rank 1: .* by mpirun .* start it by `dtk run`"):
+            detect(rank | started)
 
 
 def test_a_program_that_a_rank_has_started_to_train_alone():

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtk.cluster.mpi_installs import mpirun_of_python_started, shared_memory_missing
-from dtk.cluster.mpi_join import offer, take_place
+from dtk.cluster.mpi_join import offer
 from dtk.cluster.place import Place
 from dtk.cluster.variables import MPI_SERVER, is_foreign
 from dtk.communicators import startup
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 @functools.cache  # a process has one runtime: a second strategy shares it
 def start(place: Place) -> Communicator:
     """Initialise MPI and check that it sees the world the launcher described."""
-    take_place(place.rank)
     # Open MPI's waiting thread must not keep others from computing.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     is_open_mpi_5 = MPI_SERVER in os.environ or mpirun_of_python_started(os.environ)
