@@ -225,7 +225,8 @@ class BenchResults:
             >>> begun.ended_early(["mlp", "resnet20"], "SIGINT").absent
             {'mlp': '1 of 5 rounds: SIGINT', 'resnet20': 'SIGINT'}
         """
-        turns, absent, planned = {}, dict(self.absent), self.setting["rounds"]
+        turns, absent = {}, dict(self.absent)
+        planned = self.setting.get("rounds", 0)  # nothing, before all jobs have started
         for task in tasks:
             variants = self.turns.get(task, {})
             rounds = min(map(len, variants.values()), default=0)

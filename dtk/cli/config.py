@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from dtk.errors import check_writable
 from dtk.launch import COMMUNICATORS, check_plan, job_options
 
 
@@ -21,6 +22,7 @@ from dtk.launch import COMMUNICATORS, check_plan, job_options
 )
 def config(output: str) -> None:
     """Ask for the options of a job and write them to a file for `dtk run --config`."""
+    check_writable({"--output": output})
     if Path(output).exists():
         click.confirm(f"{output} is already there. Replace it?", abort=True)
     hosts: str = click.prompt(
@@ -37,7 +39,9 @@ def config(output: str) -> None:
     )
     servers: int = click.prompt("Parameter servers", default=0)
     check_plan(["train.py"], workers, where, communicator, servers)
-    restarts: int = click.prompt("Times to start a job again that fails", default=0)
+    restarts: int = click.prompt(
+        "Times to start a job again that fails", default=0, type=click.IntRange(0)
+    )
     folder: str = click.prompt(
         "Folder for a file of each rank's output; empty for none", default="", show_default=False
     )

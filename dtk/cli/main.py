@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import sys
 
 import click
 
@@ -25,8 +27,23 @@ COMMANDS = {
 }
 
 
+_FULL = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)  # of a disk, or what is none
+
+
 class LazyGroup(click.Group):
     """A group that imports a subcommand when it is called."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command, and say in a line that a disk is full, or which file cannot be had."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in _FULL and error.filename is None:
+                raise
+            what = error.filename or "what it prints or writes"
+            message = f"dtk {ctx.invoked_subcommand}: {what}: {error.strerror}"
+            print(message, file=sys.stderr)
+            ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""

@@ -40,6 +40,7 @@ _OTHERS = {
 }
 # Variables that tell a rank its place, of which `dtk run` gives each its own.
 _PLACES = ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "DTK_RUN", "DTK_HOSTS", "DTK_JOB")
+_OF_A_PROCESS = ("/dev/fd/", "/dev/stdin", "/proc/")  # ranks have others by these names
 _USES_DTK = re.compile(r"^\s*(?:import|from)\s+dtk\b", re.MULTILINE)
 
 
@@ -269,6 +270,10 @@ def command_of(script: str | None, module: bool, args: tuple[str, ...]) -> list[
     elif path.is_dir() and not (path / "__main__.py").is_file():
         raise ClusterError(
             f"{script} is a directory; name the script in it, e.g. `{path / 'train.py'}`"
+        )
+    elif script.startswith(_OF_A_PROCESS) or path.is_fifo() or path.is_char_device():
+        raise ClusterError(
+            f"{script} is no file that each rank can read; save the script in one, e.g. train.py"
         )
     elif _is_program(path):
         rest = " ".join(args) or "train.py"

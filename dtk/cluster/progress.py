@@ -55,6 +55,7 @@ from dtk.errors import ClusterError
 # Seconds, of the launcher's: set in ranks that are to report. See `dtk run --stall-timeout`.
 VARIABLE = "DTK_STALL_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
+TIMEOUTS = "1 to 1000000 seconds, or 0"  # see `is_timeout`
 DEFAULT_SAVE_GRACE = 60.0
 _PERIOD = 1.0
 _AT_LEAST = 5.0

@@ -47,11 +47,13 @@ _WAITING = 1024  # connections that rank 0 has not taken yet
 
 def limit() -> float:
     """Return the seconds a start may take: DTK_START_TIMEOUT, or 120."""
-    text = os.environ.get("DTK_START_TIMEOUT", "120")
+    text = os.environ.get("DTK_START_TIMEOUT") or "120"
     with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise CommunicatorError(f"DTK_START_TIMEOUT={text!r} is not a number of seconds above 0")
+        if 0 < (seconds := float(text)) <= 1e6:
+            return seconds
+    raise CommunicatorError(
+        f"DTK_START_TIMEOUT={text!r}: expected seconds, above 0 and up to 1000000; or unset it"
+    )
 
 
 def parse_address(address: str) -> tuple[str, int]:

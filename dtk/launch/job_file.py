@@ -99,8 +99,11 @@ def apply(ctx: click.Context, parameter: click.Parameter, file: str | None) -> s
 
 
 def _expanded(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Put the home directory in the place of ~: shells leave that of `--option=~/folder`."""
-    return path and os.path.expanduser(path)
+    """Put the home directory in the place of ~: shells leave that of `--option=~/folder`.
+
+    An empty path, such as of a shell's variable that is not set, is none.
+    """
+    return os.path.expanduser(path) if path else None
 
 
 path_option = functools.partial(click.option, metavar="FILE", type=click.Path(), callback=_expanded)

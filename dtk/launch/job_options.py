@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import IO
 
 import click
+from click.core import ParameterSource
 
 from dtk.cluster import Host, mpi_installs, parse_hosts, progress, read_hostfile, slurm
 from dtk.errors import ClusterError, CommunicatorError, DtkError
@@ -54,21 +56,32 @@ stall_timeout = seconds(
 
 # Of options, by their names in Python: whether a number fits, and which do.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "stall_timeout": (progress.is_timeout, "1 second or more, or 0"),
+    "stall_timeout": (progress.is_timeout, progress.TIMEOUTS),
     "timeout_grace": (lambda seconds: 0.0 <= seconds <= 3600.0, "0 to 3600 seconds"),
-    "save_grace": (lambda seconds: 1.0 <= seconds <= 1e6, "1 second or more"),
+    "save_grace": (lambda seconds: 1.0 <= seconds <= 1e6, "1 to 1000000 seconds"),
     "max_restarts": (lambda number: number >= 0, "0 or more"),
 }
 
 
-def _check_values(values: Mapping[str, object]) -> None:
+def _check_values(ctx: click.Context) -> None:
     for name, (fits, wanted) in _RANGES.items():
-        value = values.get(name)
+        value = ctx.params.get(name)
         if isinstance(value, int | float) and not fits(value):
-            raise ClusterError(f"--{name.replace('_', '-')} {value:g}: expected {wanted}")
-    shell = values.get("remote_shell")
+            option = f"--{name.replace('_', '-')}{_by_variable(ctx, name)}"
+            raise ClusterError(f"{option} {value:g}: expected {wanted}")
+    for name, value in ctx.params.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ClusterError(f"--{name.replace('_', '-')} {value:g}: expected a finite number")
+    shell = ctx.params.get("remote_shell")
     if isinstance(shell, str) and not shell.split():
         raise ClusterError("--remote-shell is empty, expected a command such as ssh")
+
+
+def _by_variable(ctx: click.Context, name: str | None) -> str:
+    """Return which variable has given an option its value; "" if none has."""
+    if not name or ctx.get_parameter_source(name) is not ParameterSource.ENVIRONMENT:
+        return ""
+    return next(f" (by {one.envvar})" for one in ctx.command.params if one.name == name)
 
 
 class Refused(click.ClickException):
@@ -93,6 +106,8 @@ class JobCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             message = error.format_message().rstrip(".")
+            if isinstance(error, click.BadParameter) and error.param is not None:
+                message += _by_variable(ctx, error.param.name)
             if isinstance(error, click.NoSuchOption):
                 close = " or ".join(error.possibilities or ())
                 if _OTHERS_NUMBER.fullmatch(error.option_name):
@@ -105,7 +120,7 @@ class JobCommand(click.Command):
         """Run the command."""
         job_file.drop_replaced(ctx)
         try:
-            _check_values(ctx.params)
+            _check_values(ctx)
             return super().invoke(ctx)
         except DtkError as error:
             of_files = job_file.told(ctx)

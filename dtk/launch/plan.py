@@ -222,7 +222,8 @@ def check(
         )
     if workers is None and not hosts:
         raise ClusterError(
-            "the number of processes is not given; add -n, e.g. `dtk run -n 2 train.py`"
+            "the number of processes is not given; add -n before the script, e.g. `dtk run -n 2 "
+            "train.py`"
         )
     if workers is not None and workers < 1:
         raise ClusterError(f"-n {workers}: expected 1 or more, e.g. `dtk run -n 2 train.py`")

@@ -187,7 +187,7 @@ def checked_timeout(stall_timeout: float | None) -> float:
     """Return the stall timeout in seconds: the argument, DTK_STALL_TIMEOUT, or 300."""
     if stall_timeout is not None:
         if not progress.is_timeout(stall_timeout):
-            raise ValueError(f"stall_timeout={stall_timeout!r}: expected 1 second or more, or 0")
+            raise ValueError(f"stall_timeout={stall_timeout!r}: expected {progress.TIMEOUTS}")
         return float(stall_timeout)
     text = os.environ.get(progress.VARIABLE) or str(progress.DEFAULT_TIMEOUT)
     try:
@@ -195,7 +195,7 @@ def checked_timeout(stall_timeout: float | None) -> float:
     except ValueError:
         seconds = -1.0
     if not progress.is_timeout(seconds):
-        raise ClusterError(f"{progress.VARIABLE}={text!r}: expected 1 second or more, or 0")
+        raise ClusterError(f"{progress.VARIABLE}={text!r}: expected {progress.TIMEOUTS}")
     return seconds
 
 

@@ -57,6 +57,11 @@ def test_a_file_of_an_older_version_or_that_is_not_there_is_refused(tmp_path):
         read(tmp_path / "nope")
 
 
+def test_results_of_a_run_that_ended_before_anything_was_measured():
+    """Ctrl-C while a peer was installed: a KeyError took the place of the code."""
+    assert BenchResults().ended_early(["mlp"], "SIGINT").turns == {}
+
+
 def test_the_names_are_those_of_dtk():
     assert set(EXCHANGES) == {"none", *NAMES} - {"auto", "32bit"}  # each is one of the others
     assert set(MODELS) == set(PROBLEMS)

@@ -93,7 +93,7 @@ def test_a_rank_that_never_comes(tmp_path, command):
     [
         (["-n", "1", __file__], "-n 1: there is something to compare from 2 on"),
         ([], "no script given"),
-        (["--stall-timeout", "0.5", __file__], "--stall-timeout 0.5: expected 1 second or more"),
+        (["--stall-timeout", "0.5", __file__], "--stall-timeout 0.5: expected 1 to 1000000"),
     ],
 )
 def test_mistakes(arguments, said):

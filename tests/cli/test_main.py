@@ -50,6 +50,18 @@ def test_what_is_spelled_wrong_is_refused_and_told_as_it_is_spelled(given, told)
     assert told in result.output
 
 
+def test_a_full_disk_and_a_file_that_cannot_be_had_are_told_in_a_line(monkeypatch):
+    plan = ["plan", "--step-time", "1s", "--parameters", "1", "--workers", "1"]
+    result = CliRunner().invoke(main, [*plan, "--json", "/dev/full"])
+    assert result.exit_code == 1
+    assert result.stderr == "dtk plan: what it prints or writes: No space left on device\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    result = CliRunner().invoke(main, ["tune", "--forget", __file__])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("dtk tune: /dev/null/dtk/")
+    assert result.stderr.endswith(": Not a directory\n")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_listed_is_there(name):
     assert isinstance(main.get_command(click.Context(main), name), click.Command)

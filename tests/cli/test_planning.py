@@ -136,6 +136,8 @@ MISTAKES = {
     "negative": ([*GIVEN, "--price-per-hour", "-1"], "-1.0 is not in the range"),
     "target": ([*GIVEN, *NETWORK, "--efficiency", "70"], "70.0 is not in the range 0<x<=1"),
     "not a number": ([*GIVEN, "--price-per-hour", "much"], "see `dtk plan --help`"),
+    # Every price was nan.
+    "nan": ([*GIVEN, "--price-per-hour", "nan"], "--price-per-hour nan: expected a finite number"),
     "another file": (["--bench", __file__], "is not a saved benchmark; expected what `dtk bench"),
     "both": (["--bench", "a.json", "--step-time", "1s"], "--step-time was given, and a.json says"),
     "model": ([*GIVEN, "--model", "mlp"], "--model mlp chooses from a benchmark; give its file"),

@@ -191,8 +191,10 @@ MISTAKES = {
     "missing script": (["-n", "2", "nope.py"], "no such script: nope.py"),
     "python train.py": (["-n", "2", "python", "train.py"], "`dtk run -n 2 train.py`"),
     "directory": (["-n", "2", "/"], "/ is a directory"),
+    # Ranks read nothing, and the job reported success.
+    "standard input": (["-n", "2", "/dev/stdin"], "/dev/stdin is no file that each rank can read"),
     "missing module": (["-n", "2", "-m", "no_such.x"], "no module named 'no_such'"),
-    "no number": ([SCRIPT], "the number of processes is not given; add -n"),
+    "no number": ([SCRIPT], "the number of processes is not given; add -n before"),
     "not a number": (["-n", "two", SCRIPT], "see `dtk run --help`"),
     "bad hosts": (["--hosts", "a:x", SCRIPT], "'a:x' is not a host; expected"),
     "a user": (["-H", "me@a:2", SCRIPT], "write a:2, and `User me` for it in ~/.ssh/config"),
@@ -206,7 +208,7 @@ MISTAKES = {
     ),
     "no time to save": (
         ["-n", "1", "--save-grace", "nan", SCRIPT],
-        "--save-grace nan: expected 1 second or more",
+        "--save-grace nan: expected 1 to 1000000 seconds",
     ),
     "no variable": (["-n", "1", "-x", "NO_SUCH", SCRIPT], "NO_SUCH is not set here; set it, or"),
     "variable without a name": (["-n", "1", "-x", "=3", SCRIPT], "-x =3: no name; give -x NAME="),

@@ -61,6 +61,26 @@ def test_a_variable_wins_over_the_communicator_of_a_file_and_home_is_known(tmp_p
     assert Path("events").exists() and [*Path("logs").iterdir()]
 
 
+def test_an_empty_path_is_none():
+    """Files of ranks came to lie where the job was started."""
+    done = dtk("run", "-n", "1", "--output-dir=", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("5m", "'--stall-timeout': '5m' is not a valid float (by DTK_STALL_TIMEOUT); see"),
+        ("0.5", "--stall-timeout (by DTK_STALL_TIMEOUT) 0.5: expected 1 to 1000000 seconds, or 0"),
+    ],
+)
+def test_a_wrong_value_of_a_variable_names_it(value, told):
+    """The user had typed no such option."""
+    done = dtk("run", "-n", "1", "train.py", DTK_STALL_TIMEOUT=value)
+    assert done.returncode == 2 and told in done.stderr
+
+
 TABLE = "[tool.dtk.run]\n"
 
 
@@ -105,6 +125,12 @@ def test_config_asks_and_writes_what_the_documentation_shows():
     done = CliRunner().invoke(main, ["config", "--output", "b.toml"], input="a:2\n3\n\n\n")
     assert done.exit_code == 2 and "a:2 have 2 slots" in done.stderr
     assert not Path("b.toml").exists()
+    # All questions were asked, and then it failed.
+    done = CliRunner().invoke(main, ["config", "--output", "no/b.toml"], input=answers)
+    assert done.exit_code == 2 and "--output no/b.toml: there is no directory no" in done.stderr
+    done = CliRunner().invoke(main, ["config", "--output", "c.toml"], input="\n\n\n\n-1\n3\n\n")
+    assert "-1 is not in the range" in done.output
+    assert "max-restarts = 3" in Path("c.toml").read_text()
 
 
 def test_env_tells_versions_and_where_settings_come_from():

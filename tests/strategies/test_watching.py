@@ -75,7 +75,7 @@ def test_a_message_that_was_said_before_is_refused():
 def test_what_a_timeout_may_be(monkeypatch):
     monkeypatch.delenv("DTK_STALL_TIMEOUT", raising=False)
     assert [start.checked_timeout(given) for given in (None, 0, 7)] == [300.0, 0.0, 7.0]
-    with pytest.raises(ValueError, match=r"stall_timeout=0\.5: expected 1 second or more, or 0"):
+    with pytest.raises(ValueError, match=r"stall_timeout=0\.5: expected 1 to 1000000 seconds"):
         start.checked_timeout(0.5)
     monkeypatch.setenv("DTK_STALL_TIMEOUT", "60")
     assert start.checked_timeout(None) == 60.0
