@@ -24,6 +24,7 @@ from dtk.errors import CheckpointSaveError
 from dtk.nests import Array, Logs
 from dtk.parameter_server.evaluator import SavedProgress
 from dtk.schedules.runs import check_count, is_count
+from dtk.trainer.fit import is_writer
 from dtk.trainer.ranks import shared_weights
 from dtk.trainer.replica.step_metrics import metric_variables
 
@@ -257,14 +258,17 @@ class Checkpoint(StrategyCallback):
             on_chief(self.strategy, self._keep_learned)
             self._termination.find_pace()
             if self._trained is None:
-                results = self.model.get_metrics_result()
-                self._trained = {name: contents.value_of(value) for name, value in results.items()}
+                self._trained = self._results()
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Save during validation, which changes nothing of what is saved."""
         if self._termination is not None and self._termination.wanted_after_step():
-            # A callback that validates other weights takes them out of the model again.
-            self.trainer.callbacks.on_test_end(self.model.get_metrics_result())
+            # A callback that validates other weights takes them out of the model again. One that
+            # writes would write these numbers beside those of the whole validation.
+            results = self._results()
+            for one in self.trainer.callbacks.callbacks:
+                if not is_writer(one):
+                    one.on_test_end(results)
             steps = self.trainer.feed.iterator.num_batches or 0
             progress = TrainingProgress(self._epoch, steps, in_epoch=False, trained=self._trained)
             self._exit(progress._replace(learned=self._learned))
@@ -412,6 +416,10 @@ class Checkpoint(StrategyCallback):
     def _keep_learned(self) -> None:
         """Copy what callbacks have learned: a validation that is cut short is begun anew."""
         self._learned = states.copies_of_callbacks(self.beside(keras.callbacks.Callback))
+
+    def _results(self) -> Logs:
+        results = self.model.get_metrics_result()
+        return {name: contents.value_of(value) for name, value in results.items()}
 
     def _asked_by_sigterm(self) -> list[Checkpoint]:
         """Return the callbacks that save on SIGTERM; the last one acts, after all saw the step."""

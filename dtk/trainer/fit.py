@@ -289,13 +289,12 @@ def _on_this_rank(
     if strategy.is_chief:
         return list(callbacks)
     kept = rank_checks.SAVERS if strategy.shard_optimizer else keras.callbacks.ModelCheckpoint
-    silent = (*WRITERS, keras.callbacks.ProgbarLogger)
     mine = [
         one
         for one in callbacks
         if isinstance(one, kept)
         or _is_extended(one)
-        or not (isinstance(one, silent) or _is_tracker(one))
+        or not (is_writer(one) or isinstance(one, keras.callbacks.ProgbarLogger))
     ]
     for one in mine:
         if isinstance(one, keras.callbacks.ModelCheckpoint):
@@ -311,6 +310,11 @@ def _on_this_rank(
 def _is_extended(callback: keras.callbacks.Callback) -> bool:
     """Return whether a script has extended a callback that writes: it may call `predict`, too."""
     return isinstance(callback, WRITERS) and type(callback) not in WRITERS
+
+
+def is_writer(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback writes what it is told, and changes nothing of the training."""
+    return isinstance(callback, WRITERS) or _is_tracker(callback)
 
 
 def _is_tracker(callback: keras.callbacks.Callback) -> bool:

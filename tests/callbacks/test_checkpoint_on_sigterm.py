@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -235,6 +236,32 @@ def stopped_and_terminated(directory):
 def test_a_validation_after_training_was_stopped_is_resumed(alone, tmp_path):
     """Breaks as an epoch that no callback has seen the end of: its weights were never the best."""
     assert alone.run(stopped_and_terminated, str(tmp_path)) == [([0], True)]
+
+
+class Board(keras.callbacks.TensorBoard):
+    """Notes what it is told at the end of a validation."""
+
+    def on_test_end(self, logs=None):
+        self.ends = [*getattr(self, "ends", []), logs]
+        super().on_test_end(logs)
+
+
+def written_of_validation(directory):
+    """What TensorBoard is told of a validation that SIGTERM cuts short, and of it once resumed."""
+    boards = []
+    for more in ([Preempted(0, 0, validation=True)], []):
+        model, boards = compiled("sgd"), [*boards, Board(f"{directory}/logs")]
+        callbacks = [dtk.callbacks.Checkpoint(f"{directory}/saved"), boards[-1], *more]
+        exit_code(fitted, model, *callbacks, validation_data=data(), validation_batch_size=BATCH)
+    return [len(getattr(board, "ends", [])) for board in boards]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+def test_a_validation_that_is_cut_short_is_no_point_of_tensorboard(alone, tmp_path):
+    """It wrote one of a part of the rows, and at the same step that of all."""
+    assert alone.run(written_of_validation, str(tmp_path)) == [[0, 1]]
 
 
 COUNTED = [
