@@ -290,6 +290,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]  # shape of the whole variable
     dtype: str
     owner: int  # the lowest rank of the group that holds it
+    trainable: bool  # now; a script may freeze a layer once there is a pipeline
 
 
 class ModelInParts:
@@ -301,7 +302,7 @@ class ModelInParts:
         self.whole: keras.Model | None = None
         self._of_whole: Mapping[str, keras.Variable] = {}
         described = [
-            Entry(key, whole_shape(variable), variable.dtype, group.rank)
+            Entry(key, whole_shape(variable), variable.dtype, group.rank, variable.trainable)
             for key, variable in self._mine.items()
         ]
         entries: dict[str, Entry] = {}
@@ -316,6 +317,9 @@ class ModelInParts:
                 self.whole = Pipeline.from_config(self._model.get_config(), LocalCommunicator())
             else:
                 self.whole = keras.models.clone_model(self._model, clone_function=plain_layer)
+            trainable = {entry.key: entry.trainable for entry in self._entries}
+            for key, variable in _keyed(self.whole).items():
+                variable.trainable = trainable.get(key, variable.trainable)
             optimizer = getattr(self._model, "optimizer", None)
             if optimizer is not None:
                 made = optimizer.from_config(optimizer.get_config())

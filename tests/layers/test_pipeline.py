@@ -132,6 +132,39 @@ def test_stages_train_as_one_process(pool, schedule):
     check_equal(found, once(alone))
 
 
+def frozen(model, layer, **given):
+    """Train with a layer that the script freezes once there is a model."""
+    layer.trainable = False
+    compiled(model).fit(*data(), batch_size=20, verbose=0, **given)
+    return model
+
+
+def frozen_alone():
+    keras.utils.set_random_seed(2)
+    with dtk.strategies.undistributed():
+        model = keras.Sequential(joined(1))
+        return bodies.flat(frozen(model, model.layers[0].layers[2], epochs=2).get_weights())
+
+
+def frozen_in_parts(directory):
+    for epochs in (1, 2):
+        with grid(2).scope():
+            keras.utils.set_random_seed(2)
+            first, last = joined(2)
+            model = Pipeline([first, last], 3)
+        saving = dtk.callbacks.Checkpoint(directory)
+        frozen(model, last.layers[0], epochs=epochs, callbacks=[saving])
+    return bodies.flat(whole(model).get_weights())
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_layer_that_is_frozen_late_is_saved_and_resumed(pool, tmp_path):
+    """Rank 0 alone said that the model could not be put together: the whole one had more slots."""
+    expected = once(frozen_alone)
+    for weights in pool.run(frozen_in_parts, str(tmp_path), timeout=120):
+        assert np.linalg.norm(weights - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
 # Branches: a stage that several take from, and one that takes from several.
 
 

@@ -138,8 +138,7 @@ def save(
     trainer.flush()
     parts = parts_of(trainer)
     if parts is not None:
-        if trainer.strategy.is_chief:
-            parts.build()
+        on_chief(trainer.strategy, lambda: bool(parts.build()))
         parts.gather()
     metrics = None
     if progress.in_epoch and progress.step:
