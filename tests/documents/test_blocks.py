@@ -16,6 +16,7 @@ import pytest
 from documents import checking, preambles, running
 from documents.entries import ENTRIES, Printed, Python, Shell
 from support.blocks import ROOT, all_blocks, commands
+from support.launched import dtk_run
 
 pytestmark = pytest.mark.command
 
@@ -76,6 +77,14 @@ def run(script, folder):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_first_script_trains_on_two_ranks(tmp_path):
+    """Each rank drew data of its own, before there was a strategy: `dtk run` refused it."""
+    (tmp_path / "train.py").write_text(block_starting("import dtk  # 1"))
+    done = dtk_run("-n", 2, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 3/3" in done.stdout.lower()
 
 
 def test_every_block_has_an_entry_and_every_entry_a_block():
