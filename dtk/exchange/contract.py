@@ -107,10 +107,11 @@ class ExchangeOp(abc.ABC):
 
     Attributes:
         factors: Whether it takes gradients of Dense kernels as their factors.
+        exact: Whether it would also sum tensors that are no gradients, whole and unchanged.
         block: The `LocalOp` whose block is open; None if weights are equal after every step.
     """
 
-    factors = False
+    factors = exact = False
     block: ExchangeOp | None = None
 
     def __init__(

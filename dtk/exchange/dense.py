@@ -29,6 +29,7 @@ class DenseOp(ExchangeOp):
         """See `ExchangeOp.prepare`."""
         # Every rank multiplies factors by itself: different processors may differ in the last bit.
         self.factors = self.exchange.factors and self.communicator.alike
+        self.exact = self.exchange.dtype is None and not self.in_parts
 
     def update(self, gradients: list[Gradient], part: BatchPart | None = None) -> Update:
         """See `ExchangeOp.update`."""

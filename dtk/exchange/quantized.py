@@ -130,6 +130,7 @@ class QuantizedOp(ExchangeOp):
     """The two stages for all coded gradients at once, with one message each."""
 
     exchange: Quantized
+    exact = True  # of what has too few entries for a code
 
     def prepare(self) -> None:
         """See `ExchangeOp.prepare`."""

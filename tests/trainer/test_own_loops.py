@@ -1,6 +1,7 @@
 """A loop of one's own is told where its loss counts other than one process's."""
 
 import contextlib
+import functools
 import io
 import re
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtk.compat.keras_steps import with_mask
 from dtk.errors import NotDistributedError
 
 from support import bodies
@@ -58,24 +60,47 @@ RIGHT = {
 }
 
 
-# Given the gradients of a loss that adds up.
-CLIPPED = {
-    "to their norm": lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0],
-    "each": lambda gradients: [tf.clip_by_norm(g, 0.1) for g in gradients],
-    "to a value": lambda gradients: [tf.clip_by_value(g, -0.1, 0.1) for g in gradients],
-    "by hand": lambda gradients: [0.1 / tf.norm(g) * g for g in gradients],
+pairs = functools.partial(zip, strict=True)
+
+
+def of_keras(x, predicted):
+    return keras.losses.MeanSquaredError()(x[:, :1], predicted)
+
+
+# Right where all replicas have equally many rows.
+OF_EQUAL_ROWS = {
+    "of Keras": lambda losses, x, model: of_keras(x, model(x)),
+    "of kept rows": lambda losses, x, model: of_keras(x, with_mask(model(x), x[:, 0] > 0)),
+    **{name: RIGHT[name] for name in ("average of own", "divided")},
 }
-NOT_CLIPPED = {
-    "scaled": lambda gradients: [0.5 * g * tf.minimum(1.0, 2.0) for g in gradients],
-    "once summed": lambda gradients: [
+# Given the gradients of a loss that adds up, and the weights.
+CLIPPED = {
+    "to their norm": lambda gradients, weights: tf.clip_by_global_norm(gradients, 0.1)[0],
+    "each": lambda gradients, weights: [tf.clip_by_norm(g, 0.1) for g in gradients],
+    "to a value": lambda gradients, weights: [tf.clip_by_value(g, -0.1, 0.1) for g in gradients],
+    "by hand": lambda gradients, weights: [0.1 / tf.norm(g) * g for g in gradients],
+}
+UNTOUCHED = {
+    "scaled": lambda gradients, weights: [0.5 * g * tf.minimum(1.0, 2.0) for g in gradients],
+    "once summed": lambda gradients, weights: [
         tf.clip_by_norm(everywhere(g), 0.1) / 2.0 for g in gradients
     ],
+    "decayed in parts": lambda gradients, weights: [
+        g + 0.1 * w / 2.0 for g, w in pairs(gradients, weights)
+    ],
+    "with noise": lambda gradients, weights: [g + tf.random.normal(g.shape) for g in gradients],
 }
 
 
-def said_of(loss, mark=1.0, devices=0, handed=lambda gradients: gradients):
+def said_of(loss, mark=1.0, devices=0, handed=lambda gradients, weights: gradients, **more):
     """Take a step in a loop, of rows that begin with `mark`; return what dtk says."""
+    return run_loop(loss, mark, devices, handed, **more)[0]
+
+
+def run_loop(loss, mark, devices, handed, batch=BATCH, eager=False):
+    """Return what dtk says, and the types of the operations of the loop's step."""
     strategy = bodies.strategy(devices)
+    strategy.told.clear()
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
@@ -85,19 +110,23 @@ def said_of(loss, mark=1.0, devices=0, handed=lambda gradients: gradients):
         with tf.GradientTape() as tape:
             losses = keras.losses.mean_squared_error(x[:, :1], model(x, training=True))
             target = loss(losses, x, model)
-        gradients = handed(tape.gradient(target, model.trainable_variables))
+        gradients = tape.gradient(target, model.trainable_variables)
+        gradients = handed(gradients, [v.value for v in model.trainable_variables])
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    rows = np.random.default_rng(0).normal(size=(BATCH, 3)).astype("float32")
+    rows = np.random.default_rng(0).normal(size=(batch, 3)).astype("float32")
     rows[:, 0] = np.abs(rows[:, 0]) * mark
-    data = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(batch)
     signature = None if devices else [tf.TensorSpec([None, 3])]
     run = tf.function(lambda x: strategy.run(step, (x,)), input_signature=signature)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         for x in strategy.experimental_distribute_dataset(data):
-            run(x)
-    return said.getvalue()
+            strategy.run(step, (x,)) if eager else run(x)
+    if devices or eager:
+        return said.getvalue(), []
+    graph = run.get_concrete_function().graph
+    return said.getvalue(), [op.type for op in graph.get_operations()]
 
 
 def said_of_all():
@@ -114,18 +143,56 @@ def test_a_loop_is_told_what_to_write(pool):
     assert set(of_other.values()) == {""}, "rank 0 alone says it"
 
 
-def said_of_clipped():
-    average = RIGHT["average"]
-    return {k: said_of(average, handed=f) for k, f in (CLIPPED | NOT_CLIPPED).items()}
+def said_of_unequal_rows():
+    """By loss: what is said of equal rows, and of unequal ones."""
+    said = {k: (said_of(f), said_of(f, batch=BATCH - 1)) for k, f in OF_EQUAL_ROWS.items()}
+    kept, mean = OF_EQUAL_ROWS["of kept rows"], OF_EQUAL_ROWS["of Keras"]
+    mark = np.where(np.arange(BATCH) < BATCH - 1, 1.0, -1.0)
+    said["of fewer kept rows"] = said_of(kept), said_of(kept, mark)
+    said["eagerly"] = said_of(mean, eager=True), said_of(mean, batch=BATCH - 1, eager=True)
+    names = [name for name in RIGHT if name not in OF_EQUAL_ROWS]
+    return said, {name: said_of(RIGHT[name], batch=BATCH - 1) for name in names}
 
 
 @pytest.mark.worlds(("collective", 2))
-def test_a_loop_is_told_that_it_clips_parts_of_gradients(pool):
-    """Broke as sums of clipped gradients were applied without a word."""
-    said, _ = pool.run(said_of_clipped)
-    for name in CLIPPED:
-        assert re.match(r"dtk: warning: .*test_own_loops.py:\d+ clips or norm", said[name]), name
-    assert {name: said[name] for name in NOT_CLIPPED} == dict.fromkeys(NOT_CLIPPED, "")
+def test_a_loop_is_told_that_replicas_divide_by_unequal_rows(pool):
+    """Broke as gradients of a short last batch were up to 27 % off, without a word."""
+    (said, of_right), (of_other, _) = pool.run(said_of_unequal_rows)
+    for name, (of_equal, of_unequal) in said.items():
+        told = r"dtk: warning: .*test_own_loops.py:\d+ divides by a replica's own rows"
+        assert of_equal == "" and re.match(told, of_unequal), name
+    assert set(of_right.values()) == {""}
+    assert set(of_other.values()) == {("", "")}, "rank 0 alone says it"
+
+
+def messages_of_a_step():
+    _, types = run_loop(OF_EQUAL_ROWS["of Keras"], 1.0, 0, lambda gradients, weights: gradients)
+    return [kind for kind in types if kind.startswith("Collective")]
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_to_compare_rows_a_loop_sends_no_message_of_its_own(pool):
+    for messages in pool.run(messages_of_a_step):
+        assert len(messages) == 1
+
+
+def said_of_handed():
+    average = RIGHT["average"]
+    cases = {"clipped": CLIPPED, "untouched": UNTOUCHED}
+    return {
+        case: {name: said_of(average, handed=f) for name, f in ways.items()}
+        for case, ways in cases.items()
+    }
+
+
+@pytest.mark.worlds(("collective", 2))
+def test_a_loop_is_told_what_does_not_add_up_of_the_gradients_that_it_applies(pool):
+    """Broke as clipped gradients were summed without a word."""
+    said, _ = pool.run(said_of_handed)
+    line = r"dtk: warning: .*test_own_loops.py:\d+ "
+    for name, message in said["clipped"].items():
+        assert re.match(line + "clips or norm", message), name
+    assert set(said["untouched"].values()) == {""}
 
 
 def failure_without_rows(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from dtk.exchange.local_steps import LocalOp
 from dtk.nests import Array, Gradients
 from dtk.trainer.gradients.sharded_optimizer import ScatterOp, ShardedOptimizer
 from dtk.trainer.strategy import Strategy
-from dtk.trainer.tracing import lookups
+from dtk.trainer.tracing import lookups, own_loops
 
 
 class GradientExchange:
@@ -182,7 +183,8 @@ class GradientExchange:
         if sums and any(isinstance(g, tf.IndexedSlices) for g in grads):
             linear = keras_optimizers.is_linear(self.outer)
             grads, join = lookups.divided(grads, paths, self.strategy.rank, linear)
-        grads, applied = op.update(grads, part)
+        update = functools.partial(op.update, part=part)
+        grads, applied = own_loops.comparing_losses(update, grads, self.strategy, beside=op.exact)
         grads = grads if join is None else join(grads)
         if self.sharded is not None:
             grads = self.sharded.parts_of_slices(grads, trained)
@@ -285,6 +287,8 @@ def _scaled(
 
 class ReplicaSum(ExchangeOp):
     """Sum over the replicas of one process."""
+
+    exact = True
 
     def __init__(self, strategy: Strategy, state: ExchangeState):
         super().__init__(strategy.communicator, state)

@@ -8,24 +8,37 @@ a tape's target shows three others:
     sum(...) / sum(own mask)   a mean over rows that count; 0 / 0, which is refused, where none does
     penalty without rows       counted by every replica
 
-And that of what it applies a fourth: gradients that are clipped before they are summed.
+Whether replicas that have unequal rows divide by the rows of each, they compare in each step. And
+the graph of what a loop applies shows another one: gradients that are clipped before they are
+summed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dtk.compat import keras_steps, tf_replicas
+from dtk.compat.tf_replicas import running
 from dtk.errors import at_rank, is_of_library, script_line
-from dtk.nests import Gradients, Tree
+from dtk.exchange.contract import Gradient, Update, run_if
+from dtk.nests import Function, Gradients, Tree
+from dtk.patches import temporarily
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
-from dtk.trainer.tracing.loss_terms import computed_from, depends_on_data, factored_terms
+from dtk.trainer.tracing.loss_terms import (
+    Coefficient,
+    computed_from,
+    depends_on_data,
+    factored_terms,
+    linear_terms,
+)
 from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
 
 # Ops by which a replica may have the sums of others.
@@ -44,8 +57,9 @@ class Mistake(NamedTuple):
     divisor: tf.Tensor | None = None  # by which no number is to be divided where it is 0
 
 
-def watched(strategy: Strategy) -> AbstractContextManager[None]:
-    """Return a context in which a replica's tapes are looked at, where it is traced."""
+@contextlib.contextmanager
+def watched(strategy: Strategy) -> Iterator[None]:
+    """Return a context in which a replica's losses, and its tapes, are looked at."""
 
     def differentiate(
         gradient: keras_steps.Gradient,
@@ -58,19 +72,105 @@ def watched(strategy: Strategy) -> AbstractContextManager[None]:
         of_weights = any(hasattr(source, "assign") for source in tf.nest.flatten(sources))
         checks = []
         if of_weights and output_gradients is None and not tf.executing_eagerly():
+            line = _line_of(tf.nest.flatten(target)[0])
+            _note_factors(target, line)
             for mistake in filter(None, map(_mistake_in, tf.nest.flatten(target))):
-                line = _line_of(tf.nest.flatten(target)[0])
                 if tf_replicas.replica_index() == 0:
                     _warn(strategy, line, f"differentiates {mistake.said}")
                 if mistake.divisor is not None:
                     checks.append(_refuse_zero(mistake.divisor, line, strategy))
         with tf.control_dependencies(checks):
             gradients = gradient(target, sources, output_gradients)
-            if not checks:
-                return gradients
-            return tf.nest.map_structure(lambda g: None if g is None else tf.identity(g), gradients)
+            if checks:
+                gradients = tf.nest.map_structure(
+                    lambda g: None if g is None else tf.identity(g), gradients
+                )
+        return gradients
 
-    return keras_steps.patch_tapes(differentiate)
+    with (
+        keras_steps.patch_tapes(differentiate),
+        keras_steps.patch_losses(_as_keras, _as_keras, _note_mean),
+        temporarily(running, loss_factors=[]),
+    ):
+        yield
+
+
+def _as_keras(value: tf.Tensor, original: Function[tf.Tensor]) -> tf.Tensor:
+    return original(value)
+
+
+def _note_factors(target: Tree, line: str) -> None:
+    """Note by what a tape's target multiplies sums over rows: alike on all replicas, if rightly."""
+    scalars = [value for value in _symbolic(tf.nest.flatten(target)) if value.shape.rank == 0]
+    for factor, term in (one for scalar in scalars for one in linear_terms(scalar, set())):
+        divisor: Coefficient = 1.0
+        if term.op.type == "Mean":
+            divisor = tf.size(term.op.inputs[0])
+        elif term.op.type in ("RealDiv", "DivNoNan"):
+            divisor = term.op.inputs[1]
+        running.loss_factors.append((_quotient(factor, divisor), line))
+
+
+def _quotient(one: Coefficient, other: Coefficient) -> tf.Tensor:
+    return tf.math.divide_no_nan(tf.cast(one, tf.float32), tf.cast(other, tf.float32))
+
+
+def _note_mean(
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    mask: tf.Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: tf.DType = None,
+    *,
+    original: Function[tf.Tensor],
+) -> tf.Tensor:
+    """Note by what a loss of Keras's is divided, where no graph shows it."""
+    loss = original(values, sample_weight, mask, reduction, dtype)
+    seen = mask is None and not tf.executing_eagerly()
+    if not seen and reduction not in (None, "none", "sum") and traced_step.is_in_loop():
+        counted = [tf.ones_like(values) if mask is None else mask]
+        counted += [sample_weight] if "weight" in reduction and sample_weight is not None else []
+        line = script_line() if tf.executing_eagerly() else _line_of(loss)
+        sums = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in counted]
+        running.loss_factors += [(_quotient(1.0, one), line) for one in sums]
+    return loss
+
+
+def comparing_losses(
+    update: Callable[[list[Gradient]], Update],
+    gradients: list[Gradient],
+    strategy: Strategy,
+    beside: bool,
+) -> Update:
+    """Sum gradients; in a loop, warn where the replicas' losses were divided by unequal numbers.
+
+    `beside`: the update sums other tensors as well, in the messages of gradients.
+    """
+    if strategy.num_replicas_in_sync == 1 or not traced_step.is_in_loop():
+        return update(gradients)
+    graph = tf.compat.v1.get_default_graph()  # no tensor leaves the function that has made it
+    noted = [one for one in running.loss_factors if getattr(one[0], "graph", graph) is graph]
+    running.loss_factors.clear()
+    factor = tf.add_n([factor for factor, _ in noted] or [tf.zeros([])])
+    # Numbers are equal if their mean, and that of their squares, are those of one of them.
+    mine = tf.stack([factor, factor * factor])
+    if beside:
+        (*gradients, total), applied = update([*gradients, mine])
+    else:
+        gradients, applied = update(gradients)
+        (total,) = strategy.extended.reduce_over_replicas([mine])
+    if tf_replicas.replica_index() == 0:
+        line = noted[0][1] if noted else script_line()
+        apart = tf.abs(total / strategy.num_replicas_in_sync - mine)
+        said = "divides by a replica's own rows, and replicas had unequal numbers of them. Write "
+        warn = functools.partial(_warn, strategy, line, said + _AVERAGE)
+        run_if(tf.reduce_any(apart > 1e-5 * mine), lambda: tf.py_function(warn, [], []))
+    return gradients, applied
+
+
+def _symbolic(tensors: Iterable[Tree]) -> list[tf.Tensor]:
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in tensors]
+    return [v for v in values if v is not None and tf.is_symbolic_tensor(v)]
 
 
 def _line_of(target: tf.Tensor) -> str:
@@ -82,9 +182,7 @@ def _line_of(target: tf.Tensor) -> str:
 
 def warn_of_applied(gradients: Gradients, strategy: Strategy) -> None:
     """Warn where the gradients that a loop applies do not sum to those of one process."""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    in_graph = [v for v in values if v is not None and tf.is_symbolic_tensor(v)]
-    _warn_of_clipped(in_graph, strategy)
+    _warn_of_clipped(_symbolic(gradients), strategy)
 
 
 def _warn_of_clipped(gradients: list[tf.Tensor], strategy: Strategy) -> None:
@@ -144,7 +242,8 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
     if in_fit or not tf.is_symbolic_tensor(target) or target.shape.rank != 0:
         return None
     known = RowDependence(None)
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    strategy = tf.distribute.get_strategy()
+    replicas = strategy.num_replicas_in_sync
     for factors, scalar in factored_terms(target, set()):
         op = scalar.op
         if op.type in ("RealDiv", "DivNoNan") and _is_of_own_rows(op.inputs[1]):
@@ -159,9 +258,8 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
                 f"{op.type} of a number of a replica's own rows. Compute it from the sums of all "
                 "replicas: tf.distribute.get_replica_context().all_reduce"
             )
-        values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
-        if any(value is None or np.isclose(value * replicas, 1.0) for value in values):
-            continue  # it may be divided by the number of replicas
+        if _may_be_divided(factors, strategy):
+            continue
         if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
             return Mistake(f"a mean over a replica's own rows. Write {_AVERAGE}")
         if op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas):
@@ -172,6 +270,13 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
                 "tf.nn.scale_regularization_loss(penalty)"
             )
     return None
+
+
+def _may_be_divided(factors: Sequence[Coefficient], strategy: tf.distribute.Strategy) -> bool:
+    """Return whether one of some factors may divide by the number of replicas."""
+    replicas = strategy.num_replicas_in_sync
+    values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
+    return any(value is None or np.isclose(value * replicas, 1.0) for value in values)
 
 
 def _is_of_own_rows(denominator: tf.Tensor) -> bool:
