@@ -67,8 +67,9 @@ class _Running(threading.local):
         self.applying: object = None
         # what a script's loop has assigned since it last applied an optimizer
         self.assigned_in_loop: dict[int, keras.Variable] = {}
-        # by what it has multiplied its losses since then, and on which lines
+        # by what it has multiplied its losses since then, and on which lines; its tapes' gradients
         self.loss_factors: list[tuple[tf.Tensor, str]] = []
+        self.tape_gradients: list[tf.Tensor] = []
         # where calls that ask for other replicas' rows are listed; None if nobody asks
         self.calls_for_rows: list[str] | None = None
         self.undistributed = False  # inside `dtk.strategies.undistributed()`

@@ -80,6 +80,10 @@ CLIPPED = {
     "to a value": lambda gradients, weights: [tf.clip_by_value(g, -0.1, 0.1) for g in gradients],
     "by hand": lambda gradients, weights: [0.1 / tf.norm(g) * g for g in gradients],
 }
+DECAYED = {
+    "by hand": lambda gradients, weights: [g + 0.1 * w for g, w in pairs(gradients, weights)],
+    "of a part": lambda gradients, weights: [gradients[0] * 0.3 - tf.sign(weights[0]), None],
+}
 UNTOUCHED = {
     "scaled": lambda gradients, weights: [0.5 * g * tf.minimum(1.0, 2.0) for g in gradients],
     "once summed": lambda gradients, weights: [
@@ -178,7 +182,7 @@ def test_to_compare_rows_a_loop_sends_no_message_of_its_own(pool):
 
 def said_of_handed():
     average = RIGHT["average"]
-    cases = {"clipped": CLIPPED, "untouched": UNTOUCHED}
+    cases = {"clipped": CLIPPED, "decayed": DECAYED, "untouched": UNTOUCHED}
     return {
         case: {name: said_of(average, handed=f) for name, f in ways.items()}
         for case, ways in cases.items()
@@ -187,11 +191,13 @@ def said_of_handed():
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_loop_is_told_what_does_not_add_up_of_the_gradients_that_it_applies(pool):
-    """Broke as clipped gradients were summed without a word."""
+    """Broke as clipped gradients were summed, and weights decayed twice, without a word."""
     said, _ = pool.run(said_of_handed)
     line = r"dtk: warning: .*test_own_loops.py:\d+ "
     for name, message in said["clipped"].items():
         assert re.match(line + "clips or norm", message), name
+    for name, message in said["decayed"].items():
+        assert re.match(line + "adds to gradients, once for each replica", message), name
     assert set(said["untouched"].values()) == {""}
 
 

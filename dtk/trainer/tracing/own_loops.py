@@ -9,8 +9,8 @@ a tape's target shows three others:
     penalty without rows       counted by every replica
 
 Whether replicas that have unequal rows divide by the rows of each, they compare in each step. And
-the graph of what a loop applies shows another one: gradients that are clipped before they are
-summed.
+the graph of what a loop applies shows two more: gradients that are clipped before they are summed,
+and what every replica adds to them, such as a decay of weights.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def watched(strategy: Strategy) -> Iterator[None]:
                 gradients = tf.nest.map_structure(
                     lambda g: None if g is None else tf.identity(g), gradients
                 )
+        running.tape_gradients += _symbolic(tf.nest.flatten(gradients))
         return gradients
 
     with (
         keras_steps.patch_tapes(differentiate),
         keras_steps.patch_losses(_as_keras, _as_keras, _note_mean),
-        temporarily(running, loss_factors=[]),
+        temporarily(running, loss_factors=[], tape_gradients=[]),
     ):
         yield
 
@@ -182,7 +183,31 @@ def _line_of(target: tf.Tensor) -> str:
 
 def warn_of_applied(gradients: Gradients, strategy: Strategy) -> None:
     """Warn where the gradients that a loop applies do not sum to those of one process."""
-    _warn_of_clipped(_symbolic(gradients), strategy)
+    in_graph = _symbolic(gradients)
+    _warn_of_clipped(in_graph, strategy)
+    _warn_of_added(in_graph, strategy)
+
+
+def _warn_of_added(gradients: list[tf.Tensor], strategy: Strategy) -> None:
+    """Warn where a loop adds to gradients what all replicas add alike, such as decayed weights."""
+    tapes, known = {one.ref() for one in running.tape_gradients}, RowDependence(None)
+    left: list[tuple[tf.Tensor, list[Coefficient]]] = [(one, []) for one in gradients]
+    while left and tf_replicas.replica_index() == 0:
+        one, factors = left.pop()
+        if one.ref() in tapes:
+            continue
+        if one.op.type in ("AddV2", "AddN", "Sub"):
+            left += [(term, factors) for term in one.op.inputs]
+        elif one.op.type in ("Identity", "Cast", "Neg", "Mul", "RealDiv"):
+            term, *others = sorted(one.op.inputs, key=_size_of, reverse=True)
+            divides = one.op.type == "RealDiv"
+            left.append((term, [*factors, *(1.0 / f if divides else f for f in others)]))
+        elif known.is_equal(one) and not _may_be_divided(factors, strategy):
+            if tf.get_static_value(one) is not None:
+                continue
+            said = "adds to gradients, once for each replica, what does not depend on rows. Let "
+            _warn(strategy, _line_of(one), said + "the optimizer decay weights: weight_decay=")
+            return
 
 
 def _warn_of_clipped(gradients: list[tf.Tensor], strategy: Strategy) -> None:
