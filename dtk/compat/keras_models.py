@@ -431,6 +431,25 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+@contextlib.contextmanager
+def numbers_kept(model: keras.Model) -> Iterator[None]:
+    """Return a context after which numbers that are a model's or layer's attributes are as before.
+
+    A step of the script's that runs eagerly may count its calls in them. A layer that is not built
+    may take its sizes from its first rows.
+    """
+    owners = [one for one in layers_of(model) if one.built or one is model]
+    before = [_numbers_in(one) for one in owners]
+    yield
+    for one, numbers in zip(owners, before, strict=True):
+        for name, value in _numbers_in(one).items():
+            setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
+
+
+def _numbers_in(layer: keras.Layer) -> dict[str, int | float]:
+    return {name: value for name, value in vars(layer).items() if type(value) in (int, float)}
+
+
 def combining_operations(model: keras.Model) -> list[str]:
     """Return the names of a functional model's operations that may combine rows, as `mean` may."""
     operations = [o for one in model._flatten_layers() for o in getattr(one, "operations", ())]

@@ -395,7 +395,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
 
     def _merge(self, reduce_op: tf.distribute.ReduceOp, value: _Reduced) -> _Reduced:
         # Eager replicas take turns, so a collective op would wait forever: merge the values.
-        return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value)
+        with tf_replicas.running.while_others_run():
+            return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value)
 
     def reduce_over_replicas(
         self, values: list[tf.Tensor | tf.IndexedSlices], op: str = "sum"
@@ -408,7 +409,8 @@ class MirroredExtended(_Collective, mirrored_strategy.MirroredExtended):
         def largest(_: object, merged: list[tf.Tensor]) -> list[tf.Tensor]:
             return [tf.reduce_max(keras_variables.components(value), axis=0) for value in merged]
 
-        return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
+        with tf_replicas.running.while_others_run():
+            return tf.distribute.get_replica_context().merge_call(largest, args=(values,))
 
     def _create_variable(
         self, next_creator: Function[tf.Variable], **kwargs: object

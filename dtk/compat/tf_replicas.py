@@ -72,6 +72,8 @@ class _Running(threading.local):
         self.tape_gradients: list[tf.Tensor] = []
         # where calls that ask for other replicas' rows are listed; None if nobody asks
         self.calls_for_rows: list[str] | None = None
+        # the context in which it lets replicas of its process run that take turns with it
+        self.while_others_run: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.undistributed = False  # inside `dtk.strategies.undistributed()`
 
 

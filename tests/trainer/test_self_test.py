@@ -161,27 +161,29 @@ class Counting(cases.Subclassed):
 
     calls = 0
 
-    def __init__(self):
+    def __init__(self, variable=True):
         super().__init__()
         self.seen = 0
-        self.counter = tf.Variable(0, trainable=False)
+        self.counter = tf.Variable(0, trainable=False) if variable else None
 
     def train_step(self, data):
         self.calls += 1
-        self.seen += len(data)
-        self.counter.assign_add(1)
+        if self.counter is not None:
+            self.counter.assign_add(1)
         x, y = data
-        return super().train_step((x, y, keras.ops.ones_like(y) / (1 + self.calls % 2)))
+        logs = super().train_step((x, y, keras.ops.ones_like(y) / (1 + self.calls % 2)))
+        self.seen += len(data)
+        return logs
 
 
-def counts_of_eager_steps(plain=False):
-    strategy = None if plain else bodies.strategy()
+def counts_of_eager_steps(plain=False, devices=0):
+    strategy = None if plain else bodies.strategy(devices)
     x, y = cases.rows(16)
     keras.utils.set_random_seed(3)
-    model = cases.compiled(strategy, Counting, run_eagerly=True)
+    model = cases.compiled(strategy, lambda: Counting(not devices), run_eagerly=True)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     weights = bodies.flat(model.get_weights())
-    return weights, {"counts": [model.calls, model.seen, int(model.counter)]}
+    return weights, {"counts": [model.calls, model.seen, int(model.counter or model.calls)]}
 
 
 @TWO
@@ -190,6 +192,12 @@ def test_what_an_eager_step_counts_is_kept(world, backend, size):
     plain = counts_of_eager_steps(plain=True)
     for mine in world(backend, size).run(counts_of_eager_steps):
         assert_equal(mine, plain)
+
+
+def test_devices_that_take_turns_count_an_eager_step_once(world):
+    """Broke as each counted on from where another had: some halved weights, and others did not."""
+    [mine] = world("local", 1).run(counts_of_eager_steps, False, 2)
+    assert_equal(mine, counts_of_eager_steps(plain=True))
 
 
 class Drawing(cases.Subclassed):

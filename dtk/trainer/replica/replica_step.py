@@ -21,6 +21,7 @@ from dtk.compat import keras_data, keras_models, keras_steps, keras_variables, t
 from dtk.errors import NotDistributedError, UncompilableError, at_rank
 from dtk.input import slicing
 from dtk.nests import Leaf, Tree
+from dtk.patches import temporarily
 from dtk.trainer.gradients import shared_optimizer
 from dtk.trainer.replica import compiled_step, step_metrics, whole_batch
 from dtk.trainer.strategy import StepFunction, Strategy
@@ -64,7 +65,13 @@ def run_step(
     tracing = progress.alone("the Python of")
     # A step after the last rows is to change nothing.
     after = tf.control_dependencies([] if slicing.is_known(batch.rows) else [step.rows])
-    with tracing, after, traced_step.tracing(step), tf_replicas.counted_if(step.present):
+    with (
+        tracing,
+        after,
+        traced_step.tracing(step),
+        tf_replicas.counted_if(step.present),
+        taking_turns(model, strategy),
+    ):
         # Forward pass, loss and backward pass; Keras hands the gradients to `apply_gradients`.
         logs = _compute(step_function, data, step, strategy)
         world.forget_padding()
@@ -75,6 +82,22 @@ def run_step(
             step_metrics.warn_unsynchronized_norms(step, strategy)
         world.average()
         return step_metrics.of_all_replicas(step, logs)
+
+
+@contextlib.contextmanager
+def taking_turns(model: keras.Model, strategy: Strategy) -> Iterator[None]:
+    """Return a context of a replica's step, in which it counts as if it ran alone.
+
+    Eager replicas of one process take turns, and a step may count in attributes of its model: each
+    begins with the numbers with which the first one began.
+    """
+    if not tf.executing_eagerly() or len(strategy.local_ranks()) == 1:
+        yield
+        return
+    kept = functools.partial(keras_models.numbers_kept, model)
+    with temporarily(tf_replicas.running, while_others_run=kept):
+        whole_batch.sum_over_replicas(tf.zeros([]))
+        yield
 
 
 def begin_step(

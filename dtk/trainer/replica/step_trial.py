@@ -93,25 +93,6 @@ class Snapshot:
             copy.assign(value)
 
 
-@contextlib.contextmanager
-def numbers_kept(model: keras.Model) -> Iterator[None]:
-    """Return a context after which numbers that are a model's or layer's attributes are as before.
-
-    A step of the script's that runs eagerly may count its calls in them. A layer that is not built
-    may take its sizes from its first rows.
-    """
-    owners = [one for one in keras_models.layers_of(model) if one.built or one is model]
-    before = [_numbers_in(one) for one in owners]
-    yield
-    for one, numbers in zip(owners, before, strict=True):
-        for name, value in _numbers_in(one).items():
-            setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
-
-
-def _numbers_in(layer: keras.Layer) -> dict[str, int | float]:
-    return {name: value for name, value in vars(layer).items() if type(value) in (int, float)}
-
-
 def held_by_layers(model: keras.Model) -> list[tf.Variable]:
     """Return TensorFlow's own variables that are attributes of a model or layer, or in their lists.
 
@@ -265,7 +246,7 @@ class Trial:
         if self.model.run_eagerly:
             before = Snapshot([*changed_by_training(self.model), *held_by_layers(self.model)])
             self._move_weights()
-            with self._tracing(made), numbers_kept(self.model):
+            with self._tracing(made), keras_models.numbers_kept(self.model):
                 outputs = trace([], *self._data)
         else:
             way = f"{sorted(self.layouts.items())} {self.of_python} {way}"
@@ -400,7 +381,8 @@ class Trial:
                     step.tried, step.noted = True, traced_step.NotedGradients()
                     step.times = self._factor
                     step.result_of = world.result_of
-                    with traced_step.tracing(step), tf_replicas.counted_if(step.present):
+                    turns = replica_step.taking_turns(model, strategy)
+                    with traced_step.tracing(step), tf_replicas.counted_if(step.present), turns:
                         logs = self.step_function(data)
                         if self.step_function.__name__ == "train_step":
                             replica_step.check_reduced(step, strategy)
