@@ -592,6 +592,18 @@ def text_padded_to_the_longest_row_of_a_rank(strategy):
     model.predict(texts, verbose=0)
 
 
+@mistake("NotDistributedError", "without output_sequence_length", "pads the rows of each worker to")
+def text_that_is_trained_padded_to_the_longest_row_of_a_rank(strategy):
+    texts = tf.data.Dataset.from_tensor_slices(([["a b c"], ["a"], ["b"], ["a"]], [1.0] * 4))
+
+    def build():
+        layers = [keras.layers.TextVectorization(vocabulary=["a", "b", "c"])]
+        layers += [keras.layers.Embedding(5, 2), keras.layers.GlobalAveragePooling1D()]
+        return keras.Sequential([keras.Input((1,), dtype="string"), *layers, keras.layers.Dense(1)])
+
+    cases.compiled(strategy, build, loss="mse", metrics=[]).fit(texts.batch(4), verbose=0)
+
+
 class EverySecondTime(cases.Subclassed):
     """Applies gradients in a branch."""
 

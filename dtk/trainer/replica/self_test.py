@@ -44,7 +44,7 @@ from dtk.errors import NotDistributedError, at_rank
 from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.comparing import Difference, compare, kinds_of, notes_of, tolerance_of
 from dtk.trainer.replica.step_trial import Outcome, Trial
-from dtk.trainer.replica.trial_reasons import ALONG
+from dtk.trainer.replica.trial_reasons import ALONG, PADDING, of_predict
 from dtk.trainer.strategy import Strategy, tell
 from dtk.trainer.tracing import traced_step
 from dtk.trainer.tracing.loss_terms import BATCH, SUM
@@ -66,6 +66,11 @@ _ALONG_BATCH = (
     "A layer along axis 0 needs the rows of all workers. In place of it, call a layer of your own "
     "whose call(self, x) is: rows, first = dtk.layers.gather_over_batch(x); "
     "return self.layer(rows)[first : first + keras.ops.shape(x)[0]]"
+)
+_PADDING_ROWS = (
+    "TextVectorization pads the rows of each worker to the longest of them, and not of the batch: "
+    "give it output_sequence_length=, or call it in the dataset, "
+    "dataset.batch(...).map(lambda x, y: (vectorize(x), y))"
 )
 _MOVING = (
     "The step itself moves weights, by gradients of a replica's own rows; average them first, with "
@@ -126,10 +131,7 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial, _compute)
     if verdict.difference.wrong:
-        if trial.moves_weights:
-            verdict = verdict._replace(difference=verdict.difference._replace(cure=_MOVING))
-        if any(reason.endswith(ALONG) for reason in reasons):
-            verdict = verdict._replace(difference=verdict.difference._replace(cure=_ALONG_BATCH))
+        verdict = _with_cure(verdict, trial)
         large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
         if large:
             sizes = ", ".join(f"{name}: {_amount(trial.losses[name])}" for name in large)
@@ -175,6 +177,16 @@ def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
     return verdict
 
 
+def _with_cure(verdict: Verdict, trial: Trial) -> Verdict:
+    """Say what to change, where a part of the step is known not to add up."""
+    cures = [_MOVING] if trial.moves_weights else []
+    for reason in of_predict(trial.model):
+        cures += [_ALONG_BATCH] if reason.endswith(ALONG) else []
+        cures += [_PADDING_ROWS] if reason.endswith(PADDING) else []
+    cure = (cures or [verdict.difference.cure])[-1]
+    return verdict._replace(difference=verdict.difference._replace(cure=cure))
+
+
 def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> None:
     """Compare a step's parts with the whole, before it is applied. All ranks call it.
 
@@ -195,6 +207,7 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
     if verdict.difference.wrong:
         verdict = _at_other_weights(trial, verdict, compute)
     if verdict.difference.wrong:
+        verdict = _with_cure(verdict, trial)
         since = f"; steps since {before} may be wrong" if before not in (0, step - 1) else ""
         message = (
             f"step {step} of the {name} of model {model.name!r} does not add up over "

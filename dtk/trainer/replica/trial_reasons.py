@@ -11,6 +11,7 @@ from dtk.compat import keras_models, keras_optimizers
 from dtk.trainer.gradients import shared_optimizer
 
 ALONG = "along axis 0"
+PADDING = "without output_sequence_length"
 
 
 def of_step(model: keras.Model, step_name: str) -> list[str]:
@@ -34,6 +35,8 @@ def of_predict(model: keras.Model, step_name: str = "predict_step") -> list[str]
     parts += [f"layer {name}" for name in sorted(layers)]
     along = filter(_is_along_batch, keras_models.layers_of(model))
     parts += [f"layer {layer.name} {ALONG}" for layer in along]
+    padding = filter(_pads, keras_models.layers_of(model))
+    parts += [f"layer {layer.name} {PADDING}" for layer in padding]
     own = [f for layer in keras_models.layers_of(model) for f in _own_activations(layer)]
     parts += [f"activation {name}" for name in sorted({*map(_called, own)})]
     return parts + [f"operation {name}" for name in keras_models.combining_operations(model)]
@@ -66,7 +69,7 @@ def _called(thing: object) -> str:
 def _is_foreign(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.Lambda):
         return True
-    if getattr(layer, "activity_regularizer", None) is not None or _pads(layer):
+    if getattr(layer, "activity_regularizer", None) is not None:
         return True
     if type(layer).__module__.startswith("dtk."):
         return False
