@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias, TypeVar
 
@@ -67,9 +67,22 @@ def patch_losses(
     )
 
 
-def patch_loss_calls(call: Function[tf.Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which `call(loss, y_true, y_pred, weight, original=...)` calls losses."""
-    return patch_around(keras.losses.Loss, __call__=call)
+@contextlib.contextmanager
+def patch_loss_calls(call: Function[tf.Tensor], own: Iterable[object]) -> Iterator[None]:
+    """Return a context in which `call(loss, y_true, y_pred, weight, original=...)` calls losses.
+
+    `own` are a script's, some of which may have a `__call__` of their own.
+    """
+    classes = [type(loss) for loss in own if isinstance(loss, keras.losses.Loss)]
+    with contextlib.ExitStack() as stack:
+        for one in {definer(one, "__call__") for one in [keras.losses.Loss, *classes]}:
+            stack.enter_context(patch_around(one, __call__=call))
+        yield
+
+
+def has_own_call(loss: keras.Loss) -> bool:
+    """Return whether a script has written the `__call__` of a loss."""
+    return definer(type(loss), "__call__") is not keras.losses.Loss
 
 
 def mask_of(tensor: object) -> tf.Tensor | None:

@@ -35,7 +35,7 @@ def patched(model: keras.Model, gathered: Sequence[keras.Metric]) -> Iterator[No
         traced_step.weighing_by_rows(),
         keras_steps.patch_metrics(keras_models.metrics_of(model), "result", step_metrics.result_of),
         keras_steps.patch_moments(step_metrics.moments_of_all_replicas),
-        whole_batch.losses_of_all_rows(),
+        whole_batch.losses_of_all_rows(model),
         keras_steps.patch_sums_of_losses(whole_batch.summed_by_losses),
         lookups.in_place(),
         whole_batch.counted_on_all_rows(gathered),

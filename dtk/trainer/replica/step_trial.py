@@ -285,7 +285,7 @@ class Trial:
             keras_variables.created_at_once(made.keep),
             self._global_numbers(),
             keras_steps.patch_moments(self._moments),
-            whole_batch.losses_of_all_rows(),
+            whole_batch.losses_of_all_rows(self.model),
             keras_steps.patch_sums_of_losses(whole_batch.summed_by_losses),
             random_draws.by_row(self.layouts, self.of_python) as drawn,
             keras_steps.all_synchronized(self.model),

@@ -43,9 +43,9 @@ def sum_over_replicas(value: _Summed) -> _Summed:
 # Losses that do not add up over replicas.
 
 
-def losses_of_all_rows() -> AbstractContextManager[None]:
+def losses_of_all_rows(model: keras.Model) -> AbstractContextManager[None]:
     """Return a context in which losses of kind BATCH are computed on the rows of all replicas."""
-    return keras_steps.patch_loss_calls(_loss_of_compile)
+    return keras_steps.patch_loss_calls(_loss_of_compile, keras_models.foreign_losses(model))
 
 
 def _loss_of_compile(
@@ -62,7 +62,10 @@ def _loss_of_compile(
         return own(y_true, y_pred, sample_weight)
     sums = not keras_models.compares_rows(loss)
     name = f"loss {loss.name!r}"
-    return loss_of_batch(step, name, own, (y_true, y_pred, sample_weight), adds_up=sums)
+    if step.loss == name:  # a `__call__` of the script's calls Keras's
+        return own(y_true, y_pred, sample_weight)
+    value = loss_of_batch(step, name, own, (y_true, y_pred, sample_weight), adds_up=sums)
+    return _to_mean(step, name, value) if keras_steps.has_own_call(loss) else value
 
 
 def compute_loss(
@@ -76,12 +79,17 @@ def compute_loss(
         loss = compute(*args, **kwargs)
         return loss if loss is None else step.terms.mark_mean(tf.convert_to_tensor(loss))
     loss = loss_of_batch(step, "compute_loss", compute, args, kwargs)
-    if loss is None or step.kinds.get("compute_loss") == BATCH:
+    return None if loss is None else _to_mean(step, "compute_loss", loss)
+
+
+def _to_mean(step: traced_step.Step, name: str, loss: tf.Tensor) -> tf.Tensor:
+    """Convert a loss that a script has reduced to a mean over rows."""
+    if step.kinds.get(name) == BATCH:
         return loss
     loss = tf.convert_to_tensor(loss)
-    with temporarily(step, loss="compute_loss"):
+    with temporarily(step, loss=name):
         step.note_loss(loss)
-    return step.terms.to_mean("compute_loss", loss)
+    return step.terms.to_mean(name, loss)
 
 
 def loss_of_batch(
