@@ -247,8 +247,8 @@ def forget_rows(batch: Tree) -> Tree:
     Slices differ by a row, and a static row count changes the graph: a constant has no gradient, so
     synchronized batch norm would call one collective fewer on some ranks and wait forever.
     """
-    if tf.executing_eagerly():
-        return batch
+    if tf.executing_eagerly():  # a copy, out of which a script's step may take entries
+        return tf.nest.map_structure(lambda leaf: leaf, batch)
     return tf.nest.map_structure(_forget, batch)
 
 

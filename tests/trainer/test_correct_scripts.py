@@ -128,6 +128,20 @@ def lambdas_strings_and_inputs_of_one_rank(strategy):
 
 
 @script
+def a_label_that_an_eager_step_takes_out_of_its_data(strategy):
+    class Taking(OwnStep):
+        def train_step(self, data):
+            y = data.pop("y")
+            return super().train_step((data["x"], y))
+
+    x, y = cases.rows(16)
+    data = tf.data.Dataset.from_tensor_slices({"x": x, "y": y}).batch(8)
+    cases.compiled(strategy, lambda: Taking(cases.dense_layers()), run_eagerly=True).fit(
+        data, verbose=0
+    )
+
+
+@script
 def layers_without_a_configuration(strategy):
     """Such as those of most scripts, which take arguments and have no `get_config`."""
 
