@@ -142,6 +142,21 @@ def a_label_that_an_eager_step_takes_out_of_its_data(strategy):
 
 
 @script
+def a_mean_over_pairs_of_one_class_that_few_rows_lack(strategy):
+    def of_pairs(y, p):
+        same = tf.cast(y[:, None] == y, p.dtype) - tf.eye(tf.shape(p)[0])
+        apart = tf.reduce_sum(tf.square(p[:, None] - p[None]), -1)
+        return tf.reduce_sum(same * apart) / tf.reduce_sum(same)
+
+    x, _ = cases.rows(16)
+    y = np.array([*range(10), *range(6)])
+    model = cases.compiled(
+        strategy, lambda: keras.Sequential(cases.dense_layers()), loss=of_pairs
+    )
+    model.fit(x, y, 16, shuffle=False, verbose=0)
+
+
+@script
 def layers_without_a_configuration(strategy):
     """Such as those of most scripts, which take arguments and have no `get_config`."""
 

@@ -41,6 +41,7 @@ from dtk.compat import (
     random_draws,
 )
 from dtk.errors import NotDistributedError, at_rank
+from dtk.input import slicing
 from dtk.trainer.replica import metric_trial
 from dtk.trainer.replica.comparing import Difference, compare, kinds_of, notes_of, tolerance_of
 from dtk.trainer.replica.step_trial import Outcome, Trial
@@ -123,13 +124,20 @@ def _nothing_was_trained(command: str) -> None:
     os._exit(1)
 
 
-def run(trial: Trial, reasons: Sequence[str]) -> Verdict:
-    """Compute a few rows as a whole and in parts, and compare. All ranks call it together."""
+def run(trial: Trial, reasons: Sequence[str], batch: slicing.Slices | None = None) -> Verdict:
+    """Compute a few rows as a whole and in parts, and compare. All ranks call it together.
+
+    Of a batch that is given, more rows are taken if so few give no number, as a mean over pairs.
+    """
     began = time.perf_counter()
     strategy, model = trial.strategy, trial.model
     name = trial.step_function.__name__
     with _explaining_failures(name, model, trial.rows, strategy):
         verdict = _judge(trial, _compute)
+        agreed = strategy.world.broadcast_object
+        numberless = verdict.difference.wrong and not agreed(_has_numbers(trial.whole()))
+        if batch and numberless and trial.take(batch, many=True):
+            verdict = _judge(trial, _compute)
     if verdict.difference.wrong:
         verdict = _with_cure(verdict, trial)
         large = [name for name, size in trial.losses.items() if size > MOST_GATHERED]
@@ -222,12 +230,17 @@ def audit(trial: Trial, kinds: dict[str, str], step: int, before: int = 0) -> No
         tell(trial.strategy, f"warning: step {step} of model {model.name!r}: {note}")
 
 
+def _has_numbers(whole: Outcome) -> bool:
+    """Whether one process would compute gradients that are numbers."""
+    return all(np.isfinite(gradient).all() for gradient in whole.gradients.values())
+
+
 def _confirm(trial: Trial, kinds: dict[str, str]) -> Verdict:
     """Compute both ways with kinds that are known; logs have counted other steps by now."""
     whole, parts = trial.whole(), trial.replicas(kinds)
     # What begins later is far above rounding, which trained weights may amplify.
     tolerance = min(10 * tolerance_of(trial.model), 5e-2)
-    if not all(np.isfinite(gradient).all() for gradient in whole.gradients.values()):
+    if not _has_numbers(whole):
         return Verdict(kinds, Difference(0.0), [])  # so are one process's
     return Verdict(kinds, compare(whole, parts, tolerance), [])
 

@@ -64,7 +64,7 @@ class StepChecks:
         self.kinds, self.trial = {}, None
         if reasons or asked in (True, "only"):
             trial = self._make_trial(step_function, first)
-            verdict = self_test.run(trial, reasons or ["asked for"])
+            verdict = self_test.run(trial, reasons or ["asked for"], first)
             self.kinds = verdict.kinds
             self.joined = self.joined or verdict.joined  # some steps are traced so
             gathered = self._trainer.metrics_of_all_rows
