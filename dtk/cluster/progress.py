@@ -219,9 +219,9 @@ def count_by(bytes_of_graphs: Callable[[], int], batches_of_steps: Callable[[], 
     _bytes_of_graphs, _batches_of_steps = bytes_of_graphs, batches_of_steps
 
 
-def is_timeout(seconds: float) -> bool:
+def is_timeout(seconds: object) -> bool:
     """Return whether a job may be ended after so many seconds without progress; 0: never."""
-    return seconds == 0.0 or 1.0 <= seconds <= 1e6
+    return isinstance(seconds, int | float) and (seconds == 0.0 or 1.0 <= seconds <= 1e6)
 
 
 def start(serves: bool = False) -> None:

@@ -113,8 +113,8 @@ def run(
 
 def _check_slots(context: SparkContext, wanted: int) -> None:
     """Refuse what can never start, where the number of slots is fixed: Spark waits 10 minutes."""
-    if wanted < 1:
-        raise ClusterError(f"num_workers={wanted}: expected 1 or more")
+    if not isinstance(wanted, int) or wanted < 1:
+        raise ClusterError(f"num_workers={wanted!r}: expected a number, 1 or more")
     conf, master = context.getConf(), context.master.replace(" ", "")
     executors, cores = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
     per_task = float(conf.get("spark.task.cpus", "1"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from dtk.errors import check_number
 from dtk.exchange.quantized import Quantized
 
 
@@ -66,11 +66,8 @@ class Downpour:
                 f"fetch_every={self.fetch_every} is neither a divisor nor a multiple of "
                 f"push_every={self.push_every}; use one, or the same"
             )
-        if not 0.0 <= self.significant < math.inf:
-            raise ValueError(
-                f"significant={self.significant!r}; expected the smallest change of a weight worth "
-                "sending, 0.0 or more"
-            )
+        expected = "the smallest change of a weight worth sending, 0.0 or more"
+        check_number("significant", self.significant, expected, lambda change: change >= 0.0)
         if self.bits is not None:
             if not Quantized(self.bits).codes:
                 object.__setattr__(self, "bits", None)

@@ -11,7 +11,6 @@ before an evaluation and before a checkpoint.
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from dtk.communicators.aligned_slices import with_values
 from dtk.communicators.base import Communicator
+from dtk.errors import check_number
 from dtk.exchange.contract import BatchPart, Exchange, ExchangeOp, Gradient, Update, run_if
 
 
@@ -197,13 +197,11 @@ class BlockMomentum(LocalExchange):
 
     def __post_init__(self) -> None:
         check_rows("BlockMomentum(block_size", self.block_size)
-        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
-            raise ValueError(
-                f"BlockMomentum(momentum={self.momentum!r}); expected 0.0 or more and below 1.0, "
-                "or None for 1 - 1/workers"
-            )
-        if not 0.0 < self.rate < math.inf:
-            raise ValueError(f"BlockMomentum(rate={self.rate!r}); expected a positive number")
+        if self.momentum is not None:
+            expected = "0.0 or more and below 1.0, or None for 1 - 1/workers"
+            name = "BlockMomentum: momentum"
+            check_number(name, self.momentum, expected, lambda part: 0.0 <= part < 1.0)
+        check_number("BlockMomentum: rate", self.rate, "a positive number", lambda rate: rate > 0.0)
 
     def check(self, communicator: Communicator) -> None:
         """See `Exchange.check`."""

@@ -225,8 +225,8 @@ def check(
             "the number of processes is not given; add -n before the script, e.g. `dtk run -n 2 "
             "train.py`"
         )
-    if workers is not None and workers < 1:
-        raise ClusterError(f"-n {workers}: expected 1 or more, e.g. `dtk run -n 2 train.py`")
+    if workers is not None and not (isinstance(workers, int) and workers >= 1):
+        raise ClusterError(f"-n {workers!r}: expected 1 or more, e.g. `dtk run -n 2 train.py`")
     if ps < 0:
         raise ClusterError(f"--ps {ps}: expected 0 or more, e.g. `dtk run -n 4 --ps 2 train.py`")
     if communicator in ("horovod", "mpi") and (ps or evaluator):

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from dtk.compat import keras_variables, tf_replicas
+from dtk.errors import check_number
 from dtk.exchange import Downpour
 from dtk.nests import Array
 from dtk.parameter_server import served_optimizer
@@ -58,10 +59,12 @@ class EvaluatorConfig:
 
     def __post_init__(self) -> None:
         for name in ("start_delay", "throttle"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}; expected seconds, 0 or more")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps={self.steps!r}; expected batches, 1 or more, or None for all")
+            value = getattr(self, name)  # may be infinite
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name}={value!r}; expected seconds, 0 or more")
+        if self.steps is not None:
+            expected = "batches, 1 or more, or None for all"
+            check_number("steps", self.steps, expected, lambda n: n >= 1 and n.is_integer())
 
 
 class WholeStepNeeded(ValueError):

@@ -246,6 +246,8 @@ def test_a_cancelled_job_leaves_nothing_running(spark, tmp_path):
 
 @pytest.mark.full("Spark is 600 MB with Java")
 def test_more_ranks_than_slots_are_refused(spark, monkeypatch):
+    with pytest.raises(dtk.errors.ClusterError, match="num_workers='2': expected a number"):
+        dtk.engines.spark.run(made_train(), "2")
     with pytest.raises(dtk.errors.ClusterError, match="num_workers=3, but Spark has 2 slots .*"):
         dtk.engines.spark.run(made_train(), 3)
     monkeypatch.setattr(dtk.engines.spark, "_check_slots", lambda *_: None)  # not known elsewhere

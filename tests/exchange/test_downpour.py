@@ -21,6 +21,7 @@ from dtk.strategies import parameter_server
         ({"fetch_every": -1}, "fetch_every=-1"),
         ({"push_every": 4, "fetch_every": 3}, "neither a divisor nor a multiple of push_every=4"),
         ({"significant": -1.0}, "significant=-1.0; expected the smallest change"),
+        ({"significant": "1"}, "significant='1'; expected the smallest change"),
         ({"significant": float("inf")}, "significant=inf"),
         ({"bits": 17}, "expected 1 to 16"),
         ({"bits": 1, "significant": 0.1}, "use one of the two"),

@@ -92,6 +92,8 @@ def test_what_cannot_be_started_is_refused(monkeypatch):
         dtk.notebook_launcher(lambda: lock)
     with pytest.raises(dtk.errors.ClusterError, match="-n 0: expected 1 or more"):
         dtk.notebook_launcher(int, n=0)
+    with pytest.raises(dtk.errors.ClusterError, match="-n '2': expected 1 or more"):
+        dtk.notebook_launcher(int, n="2")
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs cloudpickle: pip install .*\[notebook\]"):
         dtk.notebook_launcher(int)

@@ -161,6 +161,8 @@ def test_when_checkpoints_are_evaluated(tmp_path, monkeypatch, config, found):
 @pytest.mark.parametrize(
     "wrong, said",
     [
+        ({"throttle": "5"}, "throttle='5'; expected seconds"),
+        ({"steps": "2"}, "steps='2'; expected batches"),
         ({"throttle": -1}, "throttle=-1; expected seconds"),
         ({"start_delay": float("nan")}, "start_delay=nan; expected seconds"),
         ({"steps": 0}, "steps=0; expected batches"),
