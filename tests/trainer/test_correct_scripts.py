@@ -157,6 +157,22 @@ def a_mean_over_pairs_of_one_class_that_few_rows_lack(strategy):
 
 
 @script
+def a_loss_that_compares_rows_beside_words(strategy):
+    class Comparing(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            alike = tf.matmul(y_pred, y_pred, transpose_b=True)
+            own = tf.eye(tf.shape(y_pred)[0])
+            return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(own, alike))
+
+    def build():
+        lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
+        return Comparing([lookup, keras.layers.Embedding(4, 3), keras.layers.Dense(3)])
+
+    words = tf.data.Dataset.from_tensor_slices((["a", "b", "c", "a"] * 4, np.zeros(16))).batch(8)
+    cases.compiled(strategy, build, optimizer="sgd", loss=None).fit(words, verbose=0)
+
+
+@script
 def layers_without_a_configuration(strategy):
     """Such as those of most scripts, which take arguments and have no `get_config`."""
 

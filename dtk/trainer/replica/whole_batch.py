@@ -102,7 +102,7 @@ def loss_of_batch(
 ) -> tf.Tensor | None:
     """Compute a loss; where it is of kind BATCH, on the rows of all replicas."""
     arguments = args, kwargs or {}
-    tensors = [leaf for leaf in _with_masks(arguments) if tf.is_tensor(leaf)]
+    tensors = [leaf for leaf in _with_masks(arguments) if _is_joined(leaf)]
     # No communication in a branch or loop: perhaps not all replicas enter it.
     inside = tf.compat.v1.get_default_graph() is step.graph
     if step.kinds.get(name) != BATCH or not inside:
@@ -194,13 +194,18 @@ def _with_masks(arguments: Tree) -> list[Leaf]:
     return [*leaves, *map(keras_steps.mask_of, leaves)]
 
 
+def _is_joined(leaf: Leaf) -> bool:
+    """Whether the rows of an argument are joined; words, which no sum joins, stay a replica's."""
+    return tf.is_tensor(leaf) and leaf.dtype != tf.string
+
+
 def _on_all_rows(
     arguments: tuple[Args, Kwargs], join: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> tuple[Args, Kwargs]:
     """Return arguments and their masks with the rows of all replicas."""
     leaves = _with_masks(arguments)
-    rows = iter(_rows_of_all([leaf for leaf in leaves if tf.is_tensor(leaf)], join)[0])
-    leaves = [next(rows) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+    rows = iter(_rows_of_all([leaf for leaf in leaves if _is_joined(leaf)], join)[0])
+    leaves = [next(rows) if _is_joined(leaf) else leaf for leaf in leaves]
     masked = map(keras_steps.with_mask, leaves, leaves[len(leaves) // 2 :])
     whole: tuple[Args, Kwargs] = tf.nest.pack_sequence_as(arguments, [*masked])
     return whole
