@@ -47,7 +47,7 @@ task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task")
 if asked["served"]:
     me = f"{task['type']} {task['index']}"
 else:
-    known = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "HOROVOD_RANK")
+    known = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "HOROVOD_RANK", "RANK")
     me = next((os.environ[one] for one in known if one in os.environ), None) or str(task["index"])
 (folder / f"pid {me}").write_text(str(os.getpid()))
 
