@@ -394,7 +394,9 @@ def build_from(model: keras.Model, data_batch: Tree | Specs) -> None:
     # In one process Keras's first step builds the model, and numbers the draws of initializers such
     # as `tf.random.normal` in that step's graph, from 0. Here they are made outside of graphs.
     numbers = itertools.count()
-    with patch(eager_context, internal_operation_seed=lambda: next(numbers)):
+    # Keras's first step makes no call for it, which a layer that is built may count.
+    kept = numbers_kept(model) if model.built else contextlib.nullcontext()
+    with kept, patch(eager_context, internal_operation_seed=lambda: next(numbers)):
         _build(model, data_batch)
 
 

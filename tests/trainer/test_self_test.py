@@ -176,6 +176,31 @@ class Counting(cases.Subclassed):
         return logs
 
 
+class CountingLayer(keras.layers.Layer):
+    """Counts its calls, and doubles the rows of every third one."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x * (2.0 if self.calls % 3 else 1.0)
+
+
+def counted_by_a_layer(devices=0):
+    x, y = cases.rows(16)
+    counting = CountingLayer()
+
+    def build():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Flatten(), counting, keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    strategy = bodies.strategy(devices) if devices else None
+    model = cases.compiled(strategy, build, run_eagerly=True)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    return bodies.flat(model.get_weights()), {"calls": [counting.calls]}
+
+
 def counts_of_eager_steps(plain=False, devices=0):
     strategy = None if plain else bodies.strategy(devices)
     x, y = cases.rows(16)
@@ -198,6 +223,8 @@ def test_devices_that_take_turns_count_an_eager_step_once(world):
     """Broke as each counted on from where another had: some halved weights, and others did not."""
     [mine] = world("local", 1).run(counts_of_eager_steps, False, 2)
     assert_equal(mine, counts_of_eager_steps(plain=True))
+    [mine] = world("local", 1).run(counted_by_a_layer, 2)
+    assert_equal(mine, counted_by_a_layer())
 
 
 class Drawing(cases.Subclassed):
