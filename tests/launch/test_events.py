@@ -145,7 +145,7 @@ def test_every_view_names_the_rank_that_others_wait_for(started, tmp_path, monke
         end.bind(str(dead))
     top = CliRunner().invoke(main, ["top", str(job.pid)])
     assert "rank 1 is the slowest" in top.output and top.exit_code == 0
-    shown = r"^0 .* 2 +10 +\d+ +(\d+)% +\d+ MB .*after (?:train step|collective)"
+    shown = r"^0 .* 2 +10 +\d+ +(\d+)% +\d+ MB .*(?:after|in) (?:train step|collective)"
     row = re.search(shown, top.output, re.M)
     assert row and int(row[1]) > 20, top.output
     assert not dead.exists() and (tmp_path / "dtk").stat().st_mode & 0o77 == 0
