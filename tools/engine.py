@@ -1,4 +1,6 @@
-"""An engine of the plainest kind: it starts ranks by torchrun's variables, and only awaits them.
+"""An engine of the plainest kind: it starts ranks by torchrun's variables, and awaits them.
+
+It ends none that could end by itself: once a rank has failed, it kills those that are stopped.
 
     python tools/engine.py 2 script.py ...
 """
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+import time
+
+import psutil
 
 
 def main(size: int, command: list[str]) -> int:
@@ -17,15 +21,21 @@ def main(size: int, command: list[str]) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    told["LOCAL_WORLD_SIZE"] = str(size)
+    told |= {"LOCAL_WORLD_SIZE": str(size), "DTK_START_TIMEOUT": "30"}
     ranks = [
-        subprocess.Popen(
+        psutil.Popen(
             [sys.executable, *command],
             env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
     ]
-    codes = [rank.wait() for rank in ranks]
+    codes: list[int | None] = [None]
+    while None in codes:
+        time.sleep(0.2)
+        codes = [rank.poll() for rank in ranks]
+        for rank, code in zip(ranks, codes, strict=True):
+            if code is None and any(codes) and rank.status() == psutil.STATUS_STOPPED:
+                rank.kill()
     return next((code % 256 for code in codes if code), 0)
 
 
