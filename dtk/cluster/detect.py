@@ -165,8 +165,8 @@ def _started_by_dtk(environ: Mapping[str, str]) -> Place:
     if "PMI_RANK" in environ or environ.get("PMIX_NAMESPACE") != environ.get(MPI_SERVER):
         message = (
             "a rank of `dtk run` has started this program by mpirun or another launcher of MPI, "
-            "and with its variables, by which each process of that is this rank: start it by "
-            "`dtk run`, too, or the script itself by mpirun"
+            "whose processes all have the rank's variables, and take themselves for that rank: "
+            "start the program by `dtk run`, too, or the script itself by mpirun"
         )
         raise ClusterError(at_rank(here.rank, message))
     hosts = tuple(filter(None, environ.get("DTK_HOSTS", "").split(","))) or here.hosts

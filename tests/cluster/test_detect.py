@@ -252,7 +252,7 @@ def test_an_mpirun_in_a_rank_of_dtk_run_is_refused():
     by_dtk = {"PMIX_NAMESPACE": "dtk-7", "DTK_MPI_SERVER": "dtk-7"}
     assert detect(rank).size == detect(rank | by_dtk).size == 2
     for started in ({"PMIX_NAMESPACE": "prterun-7"}, by_dtk | {"PMI_RANK": "0"}):
-        with pytest.raises(ClusterError, match=r"^rank 1: .* by mpirun .* start it by `dtk run`"):
+        with pytest.raises(ClusterError, match=r"^rank 1: .* mpirun .* program by `dtk run`"):
             detect(rank | started)
 
 

@@ -96,7 +96,7 @@ def taking_turns(model: keras.Model, strategy: Strategy) -> Iterator[None]:
         return
     kept = functools.partial(keras_models.numbers_kept, model)
     with temporarily(tf_replicas.running, while_others_run=kept):
-        whole_batch.sum_over_replicas(tf.zeros([]))
+        whole_batch.sum_over_replicas(tf.zeros([]))  # waits, so that all others begin, too
         yield
 
 
