@@ -87,6 +87,18 @@ def _signals_left_alone() -> Iterator[None]:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+@pytest.fixture(autouse=True)
+def _environment_left_alone() -> Iterator[None]:
+    """Blame the test that changes it: a rank's variables make a rank of every later test."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = sorted(dict(before.items() ^ after.items()).keys() - {"PYTEST_CURRENT_TEST"})
+    assert not changed, f"the test leaves {changed} changed in the environment"
+
+
 @pytest.fixture
 def pool(_worlds: _Worlds, request: pytest.FixtureRequest) -> World:
     """The world named by the test's `worlds` marker."""
