@@ -187,10 +187,13 @@ def patch_tapes(
 # Functions and layers.
 
 
-def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
+def patch_tf_functions(
+    wanted: Callable[[], bool], compiled: bool = True
+) -> AbstractContextManager[None]:
     """Return a context in which a script's `tf.function` is traced into the graph that calls it.
 
-    A loss in a separate graph could not be weighed by tensors of the step's graph.
+    A loss in a separate graph could not be weighed by tensors of the step's graph. `compiled`: also
+    a function that XLA is to compile, which then compiles it no more.
     """
 
     def call(
@@ -201,7 +204,8 @@ def patch_tf_functions(wanted: Callable[[], bool]) -> AbstractContextManager[Non
     ) -> Tree:
         python = self.python_function
         package = (getattr(python, "__module__", None) or "").partition(".")[0]
-        if not wanted() or package in _LIBRARIES:
+        kept = package in _LIBRARIES or (self._jit_compile and not compiled)
+        if kept or not wanted():
             return original(self, *args, **kwargs)
         bound = _canonical(self, args, kwargs)
         if self._autograph:

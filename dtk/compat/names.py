@@ -115,7 +115,7 @@ steps, their losses and moments:
     tensorflow.python.eager.polymorphic_function.autograph_util  py_func_from_autograph
     tensorflow.python.eager.polymorphic_function.function_type_utils  canonicalize_function_inputs
     tensorflow.python.eager.polymorphic_function.polymorphic_function.Function  _autograph
-        _default_values _is_pure
+        _default_values _is_pure _jit_compile
     keras.src.losses.loss  scale_loss_for_distribution unscale_loss_for_distribution
         reduce_weighted_values apply_mask
     keras.src.losses.losses  ops

@@ -67,7 +67,8 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
         """
         if tf.executing_eagerly():
             return fn
-        function = tf.function(fn)
+        # dtk's own: a function of the script's would be traced into this graph (`watched`).
+        function = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
         at_once = keras_variables.created_at_once
 
         # TensorFlow would trace all replicas into one tf.function, so it gets this plain one.

@@ -71,6 +71,7 @@ def of_keras(x, predicted):
 OF_EQUAL_ROWS = {
     "of Keras": lambda losses, x, model: of_keras(x, model(x)),
     "of kept rows": lambda losses, x, model: of_keras(x, with_mask(model(x), x[:, 0] > 0)),
+    "in a function": lambda losses, x, model: tf.function(of_keras)(x, model(x)),
     **{name: RIGHT[name] for name in ("average of own", "divided")},
 }
 # Given the gradients of a loss that adds up, and the weights.

@@ -91,6 +91,7 @@ def watched(strategy: Strategy) -> Iterator[None]:
     with (
         keras_steps.patch_tapes(differentiate),
         keras_steps.patch_losses(_as_keras, _as_keras, _note_mean),
+        keras_steps.patch_tf_functions(lambda: not tf.executing_eagerly(), compiled=False),
         temporarily(running, loss_factors=[], tape_gradients=[]),
     ):
         yield
