@@ -1,4 +1,4 @@
-"""Where tensors are: the one place that answers with the name of a device.
+"""Where tensors are: on which device a step computes, sends and keeps them.
 
     host        what Python reads, and what counts and measures: this process's CPU
     messages    what a backend sends and receives, and the variables that keep messages in order

@@ -352,6 +352,7 @@ class AdoptedModel(TensorFlowTrainer):
     def _maybe_symbolic_build(
         self, iterator: Iterator[Tree] | None = None, data_batch: Tree = None
     ) -> None:
+        # Keras calls this first with the iterator, and would build the model for one replica.
         self._dtk_begin(iterator, data_batch)
 
 

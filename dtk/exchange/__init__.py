@@ -33,7 +33,7 @@ NAMES: dict[str, Exchange] = {
     **{f"{bits}bit": Quantized(bits) for bits in (*BITS, WHOLE)},
 }
 _WORDS = ", ".join(repr(name) for name in NAMES if not name.endswith("bit"))
-_NAMES = f"{_WORDS}, '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
+_WANTED = f"{_WORDS}, '{BITS[0]}bit' to '{BITS[-1]}bit' or '{WHOLE}bit'"
 
 
 def parse(exchange: object) -> Exchange:
@@ -63,11 +63,11 @@ def parse(exchange: object) -> Exchange:
     if not isinstance(exchange, str):
         raise TypeError(
             f"exchange={exchange!r}; expected a value of dtk.exchange such as Quantized(bits=1), "
-            f"or one of {_NAMES}"
+            f"or one of {_WANTED}"
         )
     if exchange not in NAMES:
         raise ValueError(
-            f"exchange={exchange!r}; expected one of {_NAMES}, or a value of dtk.exchange such as "
+            f"exchange={exchange!r}; expected one of {_WANTED}, or a value of dtk.exchange such as "
             "BlockMomentum(block_size=4096)"
         )
     return NAMES[exchange]

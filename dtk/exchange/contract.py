@@ -61,7 +61,7 @@ def run_if(condition: tf.Tensor, change: Callable[[], object]) -> tf.Tensor:
 class Exchange(abc.ABC):  # noqa: B024
     """A way to send gradients or weights between workers.
 
-    With one worker every exchange is the identity.
+    With one worker no op is made: gradients stay as they are (`GradientExchange`).
 
     Attributes:
         op: The class of its ops.

@@ -144,8 +144,9 @@ def cut_batch(batch: Tree, ranks: Sequence[int], size: int) -> Slices:
     """Cut one global batch for the given ranks."""
     rows = count_rows(batch)
     # Each rank's rows are adjacent. That is what puts rows back in their order: in predictions
-    # (`replica_step.make_predict_function`, `batch_jobs.PredictJob`), in `gather_over_batch`
-    # (`whole_batch`), and where `dtk.data.describe` says which rows a rank has.
+    # (`replica_step.make_predict_function`, `batch_jobs.PredictJob`), in losses and metrics of all
+    # rows and `gather_over_batch` (`whole_batch`), in trials of a step (`step_trial`, and `joined`
+    # below), and where `dtk.data.describe` says which rows a rank has.
     bounds = [even_bounds(rows, rank, size) for rank in ranks]
     # Ranks without rows come last: they take the last row as a padding row.
     padded = [(tf.minimum(begin, rows - 1), end) for begin, end in bounds]

@@ -432,7 +432,7 @@ def _number(tensor: tf.Tensor) -> int | None:
 
 
 def _order(node: tf.data.Dataset) -> bool | None:
-    # See `in_known_order`.
+    # See `_in_known_order`.
     return None if node._deterministic == "default" else True
 
 
