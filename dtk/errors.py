@@ -127,7 +127,7 @@ def check_writable(files: Mapping[str, object]) -> None:
     """Refuse, before anything is done, a file that could not be written; by its option."""
     options: dict[Path, str] = {}  # by the file of each
     for option, file in files.items():
-        path, why = Path(str(file or os.devnull)), ""
+        path, why = Path(os.devnull if file is None else str(file)), ""
         other = options.setdefault(path.resolve(), option)
         if path.is_dir():
             why = f" is a directory; name a file, e.g. `{path / 'file'}`"
@@ -138,7 +138,7 @@ def check_writable(files: Mapping[str, object]) -> None:
         elif other != option and (path.is_file() or not path.exists()):
             why = f" is the file of {other} already; name another"
         if why:
-            raise UnwritableError(f"{option} {file}{why}")
+            raise UnwritableError(f"{option} {file or repr(file)}{why}")
 
 
 _Error = TypeVar("_Error", bound=DtkError)
