@@ -74,6 +74,12 @@ def metrics_of(model: keras.Model) -> list[keras.Metric]:
     return list({id(metric): metric for metric in [*listed, *held]}.values())
 
 
+def metrics_with_results_of(model: keras.Model) -> list[keras.Metric]:
+    """Return every metric but those given to `compile` that no step has updated."""
+    given = model._compile_metrics
+    return [m for m in metrics_of(model) if m is not given or given.built]
+
+
 def takes_own_step(model: keras.Model) -> bool:
     """Return whether a model trains with Keras's own train step."""
     own = type(model).train_step is keras.Model.train_step

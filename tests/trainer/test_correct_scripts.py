@@ -173,6 +173,21 @@ def a_loss_that_compares_rows_beside_words(strategy):
 
 
 @script
+def metrics_given_to_compile_that_the_step_leaves_alone(strategy):
+    class OwnMetrics(OwnStep):
+        metrics = []  # its own alone, of which it has none
+
+        def train_step(self, data):
+            return super().train_step((data["x"], data["y"]))
+
+    x, y = cases.rows(16)
+    data = tf.data.Dataset.from_tensor_slices({"x": x, "y": y}).batch(8)
+    cases.compiled(
+        strategy, lambda: OwnMetrics(cases.dense_layers()), metrics=["accuracy"]
+    ).fit(data, verbose=0)
+
+
+@script
 def layers_without_a_configuration(strategy):
     """Such as those of most scripts, which take arguments and have no `get_config`."""
 

@@ -456,7 +456,8 @@ def doubtful_in(step: traced_step.Step) -> list[str]:
 
 def results_of(model: keras.Model) -> dict[str, tf.Tensor]:
     """Compute the results of a model's metrics."""
-    results = {metric.name: metric.result() for metric in keras_models.metrics_of(model)}
+    metrics = keras_models.metrics_with_results_of(model)
+    results = {metric.name: metric.result() for metric in metrics}
     # A metric may have several results, and one of all that were compiled has dicts in a dict.
     return {
         "/".join(path[1:] or path): tf.cast(value, tf.float64)
