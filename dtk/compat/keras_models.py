@@ -448,11 +448,14 @@ def numbers_kept(model: keras.Model) -> Iterator[None]:
     may take its sizes from its first rows.
     """
     owners = [one for one in layers_of(model) if one.built or one is model]
-    before = [_numbers_in(one) for one in owners]
+    before = [(one.built, _numbers_in(one)) for one in owners]
     yield
-    for one, numbers in zip(owners, before, strict=True):
+    for one, (was_built, numbers) in zip(owners, before, strict=True):
         for name, value in _numbers_in(one).items():
-            setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
+            if was_built and name not in numbers:  # `getattr(self, "calls", 0) + 1` begins again
+                delattr(one, name)
+            else:
+                setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
 
 
 def _numbers_in(layer: keras.Layer) -> dict[str, int | float]:

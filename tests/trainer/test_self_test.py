@@ -173,6 +173,7 @@ class Counting(cases.Subclassed):
         x, y = data
         logs = super().train_step((x, y, keras.ops.ones_like(y) / (1 + self.calls % 2)))
         self.seen += len(data)
+        self.first = getattr(self, "first", 0) + 1
         return logs
 
 
@@ -208,7 +209,8 @@ def counts_of_eager_steps(plain=False, devices=0):
     model = cases.compiled(strategy, lambda: Counting(not devices), run_eagerly=True)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     weights = bodies.flat(model.get_weights())
-    return weights, {"counts": [model.calls, model.seen, int(model.counter or model.calls)]}
+    counts = [model.calls, model.seen, model.first, int(model.counter or model.calls)]
+    return weights, {"counts": counts}
 
 
 @TWO
