@@ -26,6 +26,12 @@ def kept(x, losses):
     return tf.cast(x[:, 0] > 0, losses.dtype)
 
 
+def of_activity(outputs):
+    """Return what Keras adds for an `activity_regularizer`."""
+    rows = tf.cast(tf.shape(outputs)[0], outputs.dtype)
+    return tf.math.divide_no_nan(tf.reduce_sum(outputs**2), rows)
+
+
 def everywhere(value):
     return tf.distribute.get_replica_context().all_reduce("sum", value)
 
@@ -42,6 +48,9 @@ WRONG = {
     "divided by a replica's own rows": lambda losses, x, model: (
         tf.reduce_sum(losses) / tf.cast(tf.shape(losses)[0], tf.float32)
     ),
+    "a sum divided by a replica's own": lambda losses, x, model: (
+        average(losses) + of_activity(2.0 * losses)  # a number of replicas, but not of the divisor
+    ),
     "Log of a number": lambda losses, x, model: tf.math.log(tf.reduce_sum(losses)),
     "0 / 0": lambda losses, x, model: (
         tf.reduce_sum(losses * kept(x, losses)) / tf.reduce_sum(kept(x, losses))
@@ -53,6 +62,9 @@ RIGHT = {
     "divided": lambda losses, x, model: tf.reduce_mean(losses) / 2.0,
     "scaled": lambda losses, x, model: (
         average(losses) + tf.nn.scale_regularization_loss(penalty(model)) + 1.0
+    ),
+    "of the layers": lambda losses, x, model: (  # a number, as `sum(model.losses)` is
+        average(losses) + tf.nn.scale_regularization_loss(of_activity(losses))
     ),
     "of all": lambda losses, x, model: (
         tf.reduce_sum(losses * kept(x, losses)) / everywhere(tf.reduce_sum(kept(x, losses)))
@@ -72,7 +84,7 @@ OF_EQUAL_ROWS = {
     "of Keras": lambda losses, x, model: of_keras(x, model(x)),
     "of kept rows": lambda losses, x, model: of_keras(x, with_mask(model(x), x[:, 0] > 0)),
     "in a function": lambda losses, x, model: tf.function(of_keras)(x, model(x)),
-    **{name: RIGHT[name] for name in ("average of own", "divided")},
+    **{name: RIGHT[name] for name in ("average of own", "divided", "of the layers")},
 }
 # Given the gradients of a loss that adds up, and the weights.
 CLIPPED = {

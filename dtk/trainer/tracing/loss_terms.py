@@ -150,6 +150,8 @@ def _parts_of(tensor: tf.Tensor) -> list[tuple[Coefficient, tf.Tensor]] | None:
         return [(-1.0, inputs[0])]
     elif op.type in ("Sum", "Mean"):
         packed = inputs[0].op
+        if _is_scalar(inputs[0]):  # as `tf.nn.scale_regularization_loss` of a sum of penalties
+            return [(1.0, inputs[0])]
         if packed.type == "Pack" and all(map(_is_scalar, packed.inputs)):
             each = 1.0 if op.type == "Sum" else 1.0 / len(packed.inputs)
             return [(each, i) for i in packed.inputs]

@@ -320,6 +320,7 @@ def _is_own_size(denominator: tf.Tensor, replicas: int) -> bool:
     """Return whether a denominator is made of sizes of a replica's rows, and of no other number."""
     if depends_on_data(denominator, by_shape=False) or not depends_on_data(denominator):
         return False
-    constants = [one for one in computed_from([denominator]) if one.op.type == "Const"]
+    of_sizes = computed_from([denominator], ("Shape", "Size"))  # not what made the rows
+    constants = [one for one in of_sizes if one.op.type == "Const"]
     values = [tf.get_static_value(one) for one in constants if one.shape.rank == 0]
     return not any(value == replicas for value in values)
