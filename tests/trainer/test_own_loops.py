@@ -114,12 +114,13 @@ def said_of(loss, mark=1.0, devices=0, handed=lambda gradients, weights: gradien
     return run_loop(loss, mark, devices, handed, **more)[0]
 
 
-def run_loop(loss, mark, devices, handed, batch=BATCH, eager=False):
+def run_loop(loss, mark, devices, handed, batch=BATCH, eager=False, static=False, norm=False):
     """Return what dtk says, and the types of the operations of the loop's step."""
     strategy = bodies.strategy(devices)
     strategy.told.clear()
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        norms = [keras.layers.BatchNormalization()] * norm
+        model = keras.Sequential([keras.Input((3,)), *norms, keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
 
@@ -134,30 +135,35 @@ def run_loop(loss, mark, devices, handed, batch=BATCH, eager=False):
     rows = np.random.default_rng(0).normal(size=(batch, 3)).astype("float32")
     rows[:, 0] = np.abs(rows[:, 0]) * mark
     data = tf.data.Dataset.from_tensor_slices(rows).batch(batch)
-    signature = None if devices else [tf.TensorSpec([None, 3])]
+    signature = None if devices or static else [tf.TensorSpec([None, 3])]
     run = tf.function(lambda x: strategy.run(step, (x,)), input_signature=signature)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         for x in strategy.experimental_distribute_dataset(data):
             strategy.run(step, (x,)) if eager else run(x)
-    if devices or eager:
+    if devices or eager or static:
         return said.getvalue(), []
     graph = run.get_concrete_function().graph
     return said.getvalue(), [op.type for op in graph.get_operations()]
 
 
 def said_of_all():
-    return {name: said_of(loss) for name, loss in (WRONG | RIGHT).items()}
+    said = {name: said_of(loss) for name, loss in (WRONG | RIGHT).items()}
+    fixed = {name: said_of(f, static=True) for name, f in (WRONG | RIGHT).items()}
+    return said, fixed, said_of(RIGHT["average"], norm=True)
 
 
 @pytest.mark.worlds(("collective", 2))
 def test_a_loop_is_told_what_to_write(pool):
-    said, of_other = pool.run(said_of_all)
-    for name in WRONG:
-        assert re.match(r"dtk: warning: .*test_own_loops.py:\d+ differentiates ", said[name])
-        assert name in said[name]
-    assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
-    assert set(of_other.values()) == {""}, "rank 0 alone says it"
+    (of_any, of_fixed, of_norms), of_other = pool.run(said_of_all)
+    for said in of_any, of_fixed:  # as many rows as the graph shows: their number is a constant
+        for name in WRONG:
+            line = r"dtk: warning: .*test_own_loops.py:\d+ differentiates "
+            assert re.match(line, said[name]), name
+            assert name in said[name]
+        assert {name: said[name] for name in RIGHT} == dict.fromkeys(RIGHT, "")
+    assert of_norms == "", "their gradients are products, and not clipped"
+    assert {*of_other[0].values(), *of_other[1].values()} == {""}, "rank 0 alone says it"
 
 
 def said_of_unequal_rows():

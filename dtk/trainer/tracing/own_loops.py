@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ from dtk.trainer.tracing.loss_terms import (
     factored_terms,
     linear_terms,
 )
-from dtk.trainer.tracing.row_dependence import EQUAL, RowDependence
+from dtk.trainer.tracing.row_dependence import EQUAL, OF_ROWS, RowDependence
 
 # Ops by which a replica may have the sums of others.
 _MAY_SUM = ("Collective", "PyFunc", "EagerPyFunc", "Horovod", "Nccl")
@@ -213,7 +213,8 @@ def _warn_of_added(gradients: list[tf.Tensor], strategy: Strategy) -> None:
 
 def _warn_of_clipped(gradients: list[tf.Tensor], strategy: Strategy) -> None:
     """Warn where a loop hands over gradients that it has clipped: parts of those to be clipped."""
-    clipped = [gradient for gradient in gradients if _is_clipped(gradient)]
+    tapes = {one.ref() for one in running.tape_gradients}
+    clipped = [gradient for gradient in gradients if _is_clipped(gradient, tapes)]
     summed = any(one.op.type.startswith(_MAY_SUM) for one in computed_from(clipped))
     if clipped and not summed and tf_replicas.replica_index() == 0:
         _warn(
@@ -224,10 +225,11 @@ def _warn_of_clipped(gradients: list[tf.Tensor], strategy: Strategy) -> None:
         )
 
 
-def _is_clipped(gradient: tf.Tensor) -> bool:
-    """Return whether a gradient is limited, or multiplied by what is computed from itself."""
+def _is_clipped(gradient: tf.Tensor, tapes: Collection[Hashable]) -> bool:
+    """Return whether a loop limits a gradient of a tape, or multiplies it by its own norm."""
     factors: list[tf.Tensor] = []
-    while gradient.op.type in ("Identity", "Cast", "Mul", "RealDiv", "DivNoNan", *_LIMITS):
+    products = ("Identity", "Cast", "Mul", "RealDiv", "DivNoNan", *_LIMITS)
+    while gradient.ref() not in tapes and gradient.op.type in products:
         if gradient.op.type in _LIMITS:
             return True
         gradient, *others = sorted(gradient.op.inputs, key=_size_of, reverse=True)
@@ -288,7 +290,8 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
             continue
         if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
             return Mistake(f"a mean over a replica's own rows. Write {_AVERAGE}")
-        if op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas):
+        by_size = op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas)
+        if by_size or _is_divided_by_rows(scalar, factors, known):
             return Mistake(f"a sum divided by a replica's own rows. Write {_AVERAGE}")
         if tf.get_static_value(scalar) is None and known.is_equal(scalar):
             return Mistake(
@@ -301,8 +304,33 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
 def _may_be_divided(factors: Sequence[Coefficient], strategy: tf.distribute.Strategy) -> bool:
     """Return whether one of some factors may divide by the number of replicas."""
     replicas = strategy.num_replicas_in_sync
-    values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
+    values = map(_value_of, factors)
     return any(value is None or np.isclose(value * replicas, 1.0) for value in values)
+
+
+def _value_of(factor: Coefficient) -> float | None:
+    """Return the value of a factor, if the graph shows it, as where it is 1 / a static size."""
+    tensor = tf.convert_to_tensor(factor)
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type in ("RealDiv", "Cast"):
+        above, below = (*map(_value_of, tensor.op.inputs), 1.0)[:2]
+        return None if above is None or below is None else above / below
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "StridedSlice":  # of a shape
+        return tf.zeros(tf.reshape(tensor, [-1])[:1]).shape[0]
+    value = tf.get_static_value(tensor)
+    return None if value is None else float(value)
+
+
+def _is_divided_by_rows(
+    scalar: tf.Tensor, factors: Sequence[Coefficient], known: RowDependence
+) -> bool:
+    """Return whether a sum over rows is divided by a number of rows that is a constant."""
+    product = math.prod(filter(None, map(_value_of, factors)))
+    if scalar.op.type == "DivNoNan":
+        scalar, below = scalar.op.inputs
+        product /= _value_of(below) or math.inf
+    if scalar.op.type != "Sum" or OF_ROWS not in (known.sizes(scalar.op.inputs[0]) or []):
+        return False
+    return any(np.isclose(product * rows, 1.0) for rows in known.known_rows(scalar.graph))
 
 
 def _is_of_own_rows(denominator: tf.Tensor) -> bool:
