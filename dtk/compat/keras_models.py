@@ -442,24 +442,35 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 
 @contextlib.contextmanager
 def numbers_kept(model: keras.Model) -> Iterator[None]:
-    """Return a context after which numbers that are a model's or layer's attributes are as before.
+    """Return a context after which layers' numbers, and lists of numbers, are as before.
 
     A step of the script's that runs eagerly may count its calls in them. A layer that is not built
     may take its sizes from its first rows.
     """
     owners = [one for one in layers_of(model) if one.built or one is model]
-    before = [(one.built, _numbers_in(one)) for one in owners]
+    before = [(one.built, dict(vars(one)), _numbers_in(one)) for one in owners]
     yield
-    for one, (was_built, numbers) in zip(owners, before, strict=True):
+    for one, (was_built, held, numbers) in zip(owners, before, strict=True):
         for name, value in _numbers_in(one).items():
-            if was_built and name not in numbers:  # `getattr(self, "calls", 0) + 1` begins again
+            if name in numbers:
+                if isinstance(value, list) and isinstance(numbers[name], list):
+                    getattr(one, name)[:] = numbers[name]
+                else:
+                    setattr(one, name, numbers[name])
+            elif was_built and name in held:
+                if held[name] is not vars(one)[name]:
+                    setattr(one, name, held[name])
+            elif was_built or hasattr(type(one), name):  # `getattr(self, "calls", 0)` is 0 again
                 delattr(one, name)
-            else:
-                setattr(one, name, numbers.get(name, getattr(type(one), name, value)))
 
 
-def _numbers_in(layer: keras.Layer) -> dict[str, int | float]:
-    return {name: value for name, value in vars(layer).items() if type(value) in (int, float)}
+def _numbers_in(layer: keras.Layer) -> dict[str, int | float | list[int | float]]:
+    found: dict[str, int | float | list[int | float]] = {}
+    for name, value in vars(layer).items():
+        numbers = [*value] if isinstance(value, list) else [value]
+        if all(type(one) in (int, float) for one in numbers):
+            found[name] = numbers if isinstance(value, list) else value
+    return found
 
 
 def combining_operations(model: keras.Model) -> list[str]:

@@ -164,6 +164,7 @@ class Counting(cases.Subclassed):
     def __init__(self, variable=True):
         super().__init__()
         self.seen = 0
+        self.listed, self.last = [], None
         self.counter = tf.Variable(0, trainable=False) if variable else None
 
     def train_step(self, data):
@@ -174,6 +175,8 @@ class Counting(cases.Subclassed):
         logs = super().train_step((x, y, keras.ops.ones_like(y) / (1 + self.calls % 2)))
         self.seen += len(data)
         self.first = getattr(self, "first", 0) + 1
+        self.last = (self.last or 0) + 1
+        self.listed.append(float(self.seen))
         return logs
 
 
@@ -209,7 +212,8 @@ def counts_of_eager_steps(plain=False, devices=0):
     model = cases.compiled(strategy, lambda: Counting(not devices), run_eagerly=True)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     weights = bodies.flat(model.get_weights())
-    counts = [model.calls, model.seen, model.first, int(model.counter or model.calls)]
+    counts = [model.calls, model.seen, model.first, model.last, len(model.listed)]
+    counts.append(int(model.counter or model.calls))
     return weights, {"counts": counts}
 
 
