@@ -88,15 +88,15 @@ def _signals_left_alone() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _environment_left_alone() -> Iterator[None]:
-    """Blame the test that changes it: a rank's variables make a rank of every later test."""
+def _environment_put_back() -> Iterator[None]:
+    """Undo what a test changes: a rank's variables would make a rank of every later test."""
     before = dict(os.environ)
     yield
-    after = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(before)
-    changed = sorted(dict(before.items() ^ after.items()).keys() - {"PYTEST_CURRENT_TEST"})
-    assert not changed, f"the test leaves {changed} changed in the environment"
+    for name in before.keys() | os.environ.keys():
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 @pytest.fixture
