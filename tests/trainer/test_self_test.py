@@ -440,6 +440,16 @@ class InAList(ByTurns):
         return len(self.turns)
 
 
+class InADict(ByTurns):
+    def __init__(self):
+        super().__init__()
+        self.counts = {"turns": 0}
+
+    def count(self):
+        self.counts["turns"] += 1
+        return self.counts["turns"]
+
+
 def trained_by_turns(build, plain=False):
     """Weights after three steps, or why there are none."""
     strategy = None if plain else bodies.strategy()
@@ -462,9 +472,10 @@ def trained_by_turns(build, plain=False):
 def test_counts_in_python_stay_those_of_the_steps(pool):
     """Trials counted, too: other variables were trained, which looked like rounding."""
     plain = trained_by_turns(ByTurns, plain=True)
-    for mine in pool.run(trained_by_turns, ByTurns):
-        np.testing.assert_allclose(mine, plain, 1e-5, 1e-6)
-    for said in pool.run(trained_by_turns, InAList):
+    for build in ByTurns, InAList:
+        for mine in pool.run(trained_by_turns, build):
+            np.testing.assert_allclose(mine, plain, 1e-5, 1e-6)
+    for said in pool.run(trained_by_turns, InADict):
         assert "gradients of other variables. Each call of a step must train the same" in said
 
 

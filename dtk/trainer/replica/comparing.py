@@ -28,7 +28,7 @@ _STATE = (
 )
 _CHOOSING = (
     "Each call of a step must train the same variables; by turns, as its count of steps says, if "
-    "that is self.optimizer.iterations or a number in an attribute of the model, not in a list"
+    "that is self.optimizer.iterations or a number in an attribute of the model, not in a dict"
 )
 
 

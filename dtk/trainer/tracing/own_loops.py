@@ -286,12 +286,13 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
                 f"{op.type} of a number of a replica's own rows. Compute it from the sums of all "
                 "replicas: tf.distribute.get_replica_context().all_reduce"
             )
+        if _is_divided_by_rows(scalar, factors, known):
+            return Mistake(f"a sum divided by a replica's own rows. Write {_AVERAGE}")
         if _may_be_divided(factors, strategy):
             continue
         if op.type == "Mean" and set(known.sizes(op.inputs[0]) or [EQUAL]) != {EQUAL}:
             return Mistake(f"a mean over a replica's own rows. Write {_AVERAGE}")
-        by_size = op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas)
-        if by_size or _is_divided_by_rows(scalar, factors, known):
+        if op.type in ("RealDiv", "DivNoNan") and _is_own_size(op.inputs[1], replicas):
             return Mistake(f"a sum divided by a replica's own rows. Write {_AVERAGE}")
         if tf.get_static_value(scalar) is None and known.is_equal(scalar):
             return Mistake(
@@ -304,7 +305,7 @@ def _mistake_in(target: tf.Tensor) -> Mistake | None:
 def _may_be_divided(factors: Sequence[Coefficient], strategy: tf.distribute.Strategy) -> bool:
     """Return whether one of some factors may divide by the number of replicas."""
     replicas = strategy.num_replicas_in_sync
-    values = map(_value_of, factors)
+    values = map(tf.get_static_value, map(tf.convert_to_tensor, factors))
     return any(value is None or np.isclose(value * replicas, 1.0) for value in values)
 
 
@@ -313,23 +314,26 @@ def _value_of(factor: Coefficient) -> float | None:
     tensor = tf.convert_to_tensor(factor)
     if tf.is_symbolic_tensor(tensor) and tensor.op.type in ("RealDiv", "Cast"):
         above, below = (*map(_value_of, tensor.op.inputs), 1.0)[:2]
-        return None if above is None or below is None else above / below
-    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "StridedSlice":  # of a shape
-        return tf.zeros(tf.reshape(tensor, [-1])[:1]).shape[0]
+        return above / below if above is not None and below else None
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "StridedSlice":
+        sizes = tf.get_static_value(tensor.op.inputs[0])
+        if tensor.dtype.is_integer and sizes is not None and np.min(sizes, initial=0) >= 0:
+            return tf.zeros(tf.reshape(tensor, [-1])[:1]).shape[0]
     value = tf.get_static_value(tensor)
-    return None if value is None else float(value)
+    return None if value is None or np.size(value) != 1 else float(np.ravel(value)[0])
 
 
 def _is_divided_by_rows(
     scalar: tf.Tensor, factors: Sequence[Coefficient], known: RowDependence
 ) -> bool:
     """Return whether a sum over rows is divided by a number of rows that is a constant."""
-    product = math.prod(filter(None, map(_value_of, factors)))
+    values = [_value_of(factor) for factor in factors]
     if scalar.op.type == "DivNoNan":
         scalar, below = scalar.op.inputs
-        product /= _value_of(below) or math.inf
+        values.append(1.0 / (_value_of(below) or math.inf))
     if scalar.op.type != "Sum" or OF_ROWS not in (known.sizes(scalar.op.inputs[0]) or []):
         return False
+    product = math.prod(math.nan if value is None else value for value in values)
     return any(np.isclose(product * rows, 1.0) for rows in known.known_rows(scalar.graph))
 
 
