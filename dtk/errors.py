@@ -129,7 +129,9 @@ def check_writable(files: Mapping[str, object]) -> None:
     for option, file in files.items():
         path, why = Path(os.devnull if file is None else str(file)), ""
         other = options.setdefault(path.resolve(), option)
-        if path.is_dir():
+        if file == "":
+            why = " is empty; name a file"
+        elif path.is_dir():
             why = f" is a directory; name a file, e.g. `{path / 'file'}`"
         elif not path.parent.is_dir():
             why = f": there is no directory {path.parent}; make it first"
@@ -138,7 +140,7 @@ def check_writable(files: Mapping[str, object]) -> None:
         elif other != option and (path.is_file() or not path.exists()):
             why = f" is the file of {other} already; name another"
         if why:
-            raise UnwritableError(f"{option} {file or repr(file)}{why}")
+            raise UnwritableError(f"{option} {file}".rstrip() + why)
 
 
 _Error = TypeVar("_Error", bound=DtkError)

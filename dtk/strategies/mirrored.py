@@ -67,7 +67,7 @@ class MirroredStrategy(DtkStrategy, tf_extended.MirroredBase):
         """
         if tf.executing_eagerly():
             return fn
-        # dtk's own: a function of the script's would be traced into this graph (`watched`).
+        # dtk's own: a function of the script's would be traced into this graph, see `own_loops`.
         function = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
         at_once = keras_variables.created_at_once
 

@@ -201,7 +201,7 @@ MISTAKES = {
     "another file": (["--compare", __file__], "is not a saved benchmark; expected what `dtk bench"),
     "no directory": (["--json", "nope/a.json"], "--json nope/a.json: there is no directory nope"),
     "directory": (["--markdown", "/"], "--markdown / is a directory; name a file"),
-    "no name": (["--markdown", ""], "--markdown '' is a directory; name a file"),
+    "no name": (["--markdown", ""], "--markdown is empty; name a file"),
 }
 
 
